@@ -1,0 +1,133 @@
+"""Host time of one call, ours against stock, interleaved in one process: ``torchrun --nproc-per-node 2
+benchmarks/host_time.py --out FILE``.
+
+Runs on NCCL where there are GPUs and on gloo where there are none. Each round times a burst of calls of one library
+and then of the other, in turns, and the figure is the median over rounds of the ratio of the two, so that what else
+the machine does falls on both. 1 KiB tensors; the device is synchronised between bursts, outside of the timing.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import statistics
+import sys
+import time
+import warnings
+
+import torch
+import torch.distributed as stock
+
+import safecomm
+
+ROUNDS, BURST = 200, 50
+
+
+def calls(library, device):
+    world = stock.get_world_size()
+    full = torch.ones(256, device=device)
+    part = torch.ones(256 // world, device=device)
+    group = stock.new_group()
+
+    def waited(call):
+        return lambda: call(async_op=True).wait()
+
+    def all_reduce(async_op=False):
+        return library.all_reduce(full, async_op=async_op)
+
+    def all_gather_into_tensor(async_op=False):
+        return library.all_gather_into_tensor(full, part, async_op=async_op)
+
+    def reduce_scatter_tensor(async_op=False):
+        return library.reduce_scatter_tensor(part, full, async_op=async_op)
+
+    def all_reduce_in_a_group(async_op=False):
+        return library.all_reduce(full, group=group, async_op=async_op)
+
+    def broadcast(async_op=False):
+        return library.broadcast(full, 0, async_op=async_op)
+
+    def all_to_all_single(async_op=False):
+        return library.all_to_all_single(full, full.clone() if async_op is None else other, async_op=async_op)
+
+    other = torch.ones(256, device=device)
+    table = {}
+    for call in (
+        all_reduce,
+        all_gather_into_tensor,
+        reduce_scatter_tensor,
+        all_reduce_in_a_group,
+        broadcast,
+        all_to_all_single,
+    ):
+        table[f"{call.__name__}, sync"] = call
+        table[f"{call.__name__}, async + wait"] = waited(call)
+    return table
+
+
+def burst(call, device):
+    start = time.perf_counter()
+    for _ in range(BURST):
+        call()
+    seconds = time.perf_counter() - start
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return seconds / BURST * 1e6
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", required=True)
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    local = int(os.environ["LOCAL_RANK"])
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", local) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    stock.init_process_group("nccl" if cuda else "gloo")
+    results = {
+        "command": "torchrun benchmarks/host_time.py",
+        "torch": torch.__version__,
+        "backend": stock.get_backend(),
+        "device": torch.cuda.get_device_name() if cuda else "cpu",
+        "world": stock.get_world_size(),
+        "date": datetime.date.today().isoformat(),
+        "unit": "us of host time a call, medians; ratio: median of the rounds' ratios",
+        "rows": {},
+    }
+    for where in ("default stream", "side stream") if cuda else ("cpu",):
+        stream = torch.cuda.Stream() if where == "side stream" else None
+        with torch.cuda.stream(stream):
+            theirs, ours = calls(stock, device), calls(safecomm, device)
+            for name in theirs:
+                times = {"stock": [], "safecomm": []}
+                for round_ in range(arguments.rounds + 10):
+                    order = [("stock", theirs[name]), ("safecomm", ours[name])]
+                    for library, call in order if round_ % 2 else order[::-1]:
+                        stock.barrier()
+                        times[library].append(burst(call, device))
+                for values in times.values():
+                    del values[:10]  # warm-up
+                ratios = [b / a for a, b in zip(times["stock"], times["safecomm"], strict=True)]
+                row = {
+                    "stock": round(statistics.median(times["stock"]), 2),
+                    "safecomm": round(statistics.median(times["safecomm"]), 2),
+                    "ratio": round(statistics.median(ratios), 3),
+                }
+                results["rows"][f"{name}, {where}"] = row
+                if local == 0:
+                    print(f"{name}, {where}:", row, flush=True)
+    start = time.perf_counter()
+    if local == 0:
+        with open(arguments.out, "w") as file:
+            json.dump(results, file, indent=1)
+            file.write("\n")
+    del start
+    stock.destroy_process_group()
+    sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()

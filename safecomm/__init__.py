@@ -1,0 +1,105 @@
+"""Memory-safe collectives behind the ``torch.distributed`` API: ``import safecomm as dist``.
+
+Every tensor that a collective reads or writes is held exactly as long as it is unsafe to reuse its memory, without
+``record_stream`` and without blocking the host. Everything that ``torch.distributed`` has is here under the same name;
+what is not wrapped is the very same object.
+
+The direction of dependency, top to bottom; nothing imports upwards (``tests/test_structure.py`` keeps it):
+
+    __init__, __main__     the face, and the shell
+    demo                   the program that shows what it is for
+    collectives            the wrapped collectives, a file a family
+    work                   the handle
+    ledger                 what is held, until when: the only place that decides a release
+    streams                where are we: streams, captures, events
+    _torch, _submodules    private names of torch and of the driver; torch.distributed's submodules under our name
+    errors                 few, flat
+"""
+
+import logging
+import os
+from typing import Any
+
+import torch
+import torch.distributed
+import torch.distributed.distributed_c10d as _c10d
+from torch.distributed import *  # noqa: F403
+from torch.torch_version import TorchVersion
+
+from safecomm import _submodules
+from safecomm.collectives.all_to_all import all_to_all as all_to_all
+from safecomm.collectives.all_to_all import all_to_all_single as all_to_all_single
+from safecomm.collectives.coalesced import _coalescing_manager as _coalescing_manager
+from safecomm.collectives.gather import _all_gather_base as _all_gather_base
+from safecomm.collectives.gather import all_gather as all_gather
+from safecomm.collectives.gather import all_gather_coalesced as all_gather_coalesced
+from safecomm.collectives.gather import all_gather_into_tensor as all_gather_into_tensor
+from safecomm.collectives.gather import gather as gather
+from safecomm.collectives.groups import barrier as barrier
+from safecomm.collectives.groups import destroy_process_group as destroy_process_group
+from safecomm.collectives.point_to_point import P2POp as P2POp
+from safecomm.collectives.point_to_point import batch_isend_irecv as batch_isend_irecv
+from safecomm.collectives.point_to_point import irecv as irecv
+from safecomm.collectives.point_to_point import isend as isend
+from safecomm.collectives.point_to_point import recv as recv
+from safecomm.collectives.point_to_point import send as send
+from safecomm.collectives.reduce import _reduce_scatter_base as _reduce_scatter_base
+from safecomm.collectives.reduce import all_reduce as all_reduce
+from safecomm.collectives.reduce import all_reduce_coalesced as all_reduce_coalesced
+from safecomm.collectives.reduce import reduce as reduce
+from safecomm.collectives.reduce import reduce_scatter as reduce_scatter
+from safecomm.collectives.reduce import reduce_scatter_tensor as reduce_scatter_tensor
+from safecomm.collectives.scatter import broadcast as broadcast
+from safecomm.collectives.scatter import scatter as scatter
+from safecomm.errors import CaptureBoundaryError as CaptureBoundaryError
+from safecomm.errors import PendingWorkError as PendingWorkError
+from safecomm.errors import SafecommError as SafecommError
+from safecomm.ledger import Pending as Pending
+from safecomm.ledger import drain as drain
+from safecomm.ledger import pending as pending
+from safecomm.work import Work as Work
+
+# Names that only some versions of torch have.
+if hasattr(_c10d, "all_gather_single"):
+    from safecomm.collectives.gather import all_gather_single as all_gather_single
+if hasattr(_c10d, "reduce_scatter_single"):
+    from safecomm.collectives.reduce import reduce_scatter_single as reduce_scatter_single
+if hasattr(_c10d, "_abort_process_group"):
+    from safecomm.collectives.groups import _abort_process_group as _abort_process_group
+
+__version__ = "0.1.0"
+
+_submodules.install()
+
+if (
+    TorchVersion(torch.__version__) < "2.8"
+    and torch.distributed.is_nccl_available()
+    and "TORCH_NCCL_AVOID_RECORD_STREAMS" not in os.environ
+):
+    # Read when a group is made. Later versions never call record_stream for collectives, and ignore it.
+    os.environ["TORCH_NCCL_AVOID_RECORD_STREAMS"] = "1"
+    logging.getLogger("safecomm").warning(
+        "torch %s: TORCH_NCCL_AVOID_RECORD_STREAMS=1 was set, so that torch leaves the holding to safecomm",
+        torch.__version__,
+    )
+
+
+def __getattr__(name: str) -> Any:
+    """Return ``torch.distributed``'s ``name``: the private names, what was added later, and the submodules."""
+    try:
+        return getattr(torch.distributed, name)
+    except AttributeError:
+        pass
+    if not name.startswith("__"):
+        import importlib
+
+        try:
+            return importlib.import_module(f"torch.distributed.{name}")
+        except ModuleNotFoundError as error:
+            if error.name != f"torch.distributed.{name}":
+                raise
+    raise AttributeError(f"module 'safecomm' has no attribute {name!r}, and neither has torch.distributed")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *dir(torch.distributed)})

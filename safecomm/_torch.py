@@ -1,0 +1,141 @@
+"""Every private name of torch and of the CUDA driver that safecomm leans on, each with what stands in when it is gone.
+
+Nothing else in the package touches a private name. ``tests/test_private_names.py`` tells when one disappears.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed.distributed_c10d as c10d
+
+# --- c10d ------------------------------------------------------------------------------------------
+
+world: Any = c10d._world
+"""c10d's registry of groups. ``world.default_pg`` and ``world.pg_coalesce_state`` are read on the hot path."""
+
+IllegalWork: type = c10d._IllegalWork
+"""What a collective returns inside a coalescing region: any use of it raises ValueError."""
+
+ASYNC_OPTION = hasattr(c10d.AllreduceOptions, "asyncOp")
+"""Whether the options say that a call is asynchronous (2.7 and later). Before, each call was, and its caller waited."""
+
+
+def backend_name(group: Any, device_type: str) -> str:
+    """Return the backend that serves ``device_type`` in ``group``, such as ``"nccl"``; ``""`` if torch does not say."""
+    config = str(getattr(world, "pg_backend_config", {}).get(group, ""))
+    return dict(entry.split(":", 1) for entry in config.split(",") if ":" in entry).get(device_type, "")
+
+
+def group_name(group: Any) -> str:
+    """Return the name under which c10d knows ``group``; ``""`` if it does not."""
+    return str(getattr(world, "pg_names", {}).get(group, ""))
+
+
+def group_timeout(group: Any, device_type: str) -> timedelta | None:
+    """Return the timeout of ``group``'s backend for ``device_type``; None if torch does not say."""
+    try:
+        timeout = group._get_backend(torch.device(device_type)).options._timeout
+    except (AttributeError, RuntimeError):
+        return None
+    return timeout if isinstance(timeout, timedelta) else None
+
+
+# --- tensors and streams ---------------------------------------------------------------------------
+
+
+def _no_raw_stream(index: int) -> int:
+    return int(torch.cuda.current_stream(index).cuda_stream)
+
+
+current_raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _no_raw_stream)
+"""The handle of a device's current stream: 0.1 us, where ``torch.cuda.current_stream()`` takes 5."""
+
+_storage_use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
+
+
+def only_holder(storage: Any) -> bool:
+    """Return whether the caller's reference to ``storage`` is the only one left; False if torch does not say."""
+    if _storage_use_count is None or not isinstance(storage, torch.UntypedStorage):
+        return False
+    return _storage_use_count(storage._cdata) == 1
+
+
+# --- the CUDA driver -------------------------------------------------------------------------------
+#
+# Two questions that torch does not answer. PyDLL and not CDLL: releasing the GIL would cost more than
+# either call. The argument objects are made once a thread, which halves the cost of a call (0.35 us
+# against 0.7), and a thread must have its own, because another may run between a call and the reading
+# of its answer.
+
+_BUFFER_ID = 7  # CU_POINTER_ATTRIBUTE_BUFFER_ID
+_CAPTURE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+_CAPTURE_ACTIVE = 1  # CU_STREAM_CAPTURE_STATUS_ACTIVE
+
+
+class _Arguments(threading.local):
+    def __init__(self) -> None:
+        self.pointer = ctypes.c_uint64()
+        self.answer = ctypes.c_uint64()
+        self.status = ctypes.c_int()
+        self.capturing = (self.pointer, self.status, ctypes.byref(self.status))
+        self.mode = ctypes.c_int()
+        self.buffer_id = (self.pointer, self.answer, ctypes.byref(self.answer), ctypes.c_int(_BUFFER_ID))
+
+
+arguments = _Arguments()
+
+
+def _driver_function(*names: str) -> Any:
+    try:
+        library = ctypes.PyDLL("libcuda.so.1")
+    except OSError:
+        return None
+    for name in names:
+        if hasattr(library, name):
+            return library[name]
+    return None
+
+
+pointer_attribute = _driver_function("cuPointerGetAttribute")
+"""Called with ``arguments.buffer_id``: answers with the driver's id of the allocation that a pointer lies in.
+
+Unlike an address, an id is never used again in the life of the process ("subsequent allocations do not reuse IDs",
+CUDA driver API). That holds for ``cudaMalloc`` and for each mapping of an expandable segment. None without a driver.
+"""
+_is_capturing = _driver_function("cuStreamIsCapturing")
+_capture_info = _driver_function("cuStreamGetCaptureInfo_v2")
+_exchange_capture_mode = _driver_function("cuThreadExchangeStreamCaptureMode")
+
+
+def capture_id(stream: int) -> int:
+    """Return the id of the CUDA graph capture that the raw ``stream`` is part of; 0 if it is not capturing."""
+    if _is_capturing is None or _capture_info is None:
+        # Without the driver only the current stream can be asked, and one capture can't be told from another.
+        return int(torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+    handle, status, status_reference = arguments.capturing
+    handle.value = stream
+    if _is_capturing(handle, status_reference) or status.value != _CAPTURE_ACTIVE:
+        return 0
+    identity = arguments.answer
+    failed = _capture_info(handle, status_reference, ctypes.byref(identity), None, None, None)
+    return 0 if failed else int(identity.value)
+
+
+def swap_capture_mode(mode: int = _CAPTURE_RELAXED) -> int:
+    """Set this thread's stream-capture mode and return the one it had.
+
+    In the relaxed mode a thread may query events although another thread is capturing in the global
+    mode, which is torch's default; in any other mode the query fails and takes that capture with it.
+    """
+    if _exchange_capture_mode is None:
+        return mode
+    argument = arguments.mode
+    argument.value = mode
+    _exchange_capture_mode(ctypes.byref(argument))
+    return argument.value

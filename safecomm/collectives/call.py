@@ -1,0 +1,213 @@
+"""What a wrapped call does around c10d's own function.
+
+Most calls are *forwarded*: c10d's function runs with the caller's arguments, so argument checks, exceptions, warnings
+and results are its own (S8), and what it leaves running is held. The three that tensor parallelism lives on have a
+*direct* way beside it, for plain arguments, which skips c10d's Python and pays for the holding with that (S10); see
+``reduce.py`` and ``gather.py``.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed.distributed_c10d as c10d
+from torch.nn import Parameter
+
+from safecomm import _torch
+from safecomm.ledger import LEDGER
+from safecomm.streams import HOST
+from safecomm.work import MemberWork, Work, handle, member
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+PLAIN = frozenset({torch.Tensor, Parameter})
+"""Tensor types that behave like tensors; a subclass may do anything, so it goes through c10d's own function."""
+
+
+class Region:
+    """A coalescing region that is open: what its end has to hold."""
+
+    def __init__(self) -> None:
+        self.tensors: list[Any] = []
+        self.aliases: list[torch.Tensor] = []
+        self.works: list[MemberWork] = []
+        self.staged = False
+        self.p2p = False
+
+    def alias(self, tensor: Any) -> Any:
+        """Return what c10d is to be given in place of ``tensor``: another tensor of the same memory.
+
+        ProcessGroupNCCL keeps a reference to a coalesced tensor until the group's next collective, because it puts it
+        on another work than the one that is waited for (pytorch #187565). The alias is left without memory at the
+        release.
+        """
+        if type(tensor) not in PLAIN or not tensor.is_cuda or tensor.is_complex() or tensor.layout is not torch.strided:
+            return tensor
+        alias = tensor.detach()
+        self.aliases.append(alias)
+        return alias
+
+
+REGIONS: dict[Any, Region] = {}
+"""The open regions, by group. c10d allows one a group at a time."""
+
+
+def default_group() -> Any:
+    """Return c10d's default group, None before ``init_process_group``."""
+    return _torch.world.default_pg
+
+
+def index_of(tensor: Any) -> int | None:
+    """Return the device index that the ledger knows ``tensor``'s device by; None for devices that it does not know."""
+    if tensor.is_cuda:
+        return int(tensor.get_device())
+    return HOST if tensor.device.type == "cpu" else None
+
+
+def storages_of(tensors: list[Any]) -> tuple[Any, ...]:
+    """Return what keeps the memory of ``tensors`` alive.
+
+    Storages and not the tensors: ``t.data = ...`` leaves a held tensor with other memory (Megatron and DeepSpeed free
+    that way). A subclass is made of other tensors, and those are what counts; it is held itself as well.
+    """
+    found: list[Any] = []
+    for tensor in tensors:
+        if type(tensor) not in PLAIN:
+            found.append(tensor)
+            if hasattr(tensor, "__tensor_flatten__"):
+                names, _ = tensor.__tensor_flatten__()
+                found.extend(storages_of([getattr(tensor, name) for name in names]))
+                continue
+        try:
+            found.append(tensor.untyped_storage())
+        except (NotImplementedError, RuntimeError):  # sparse
+            found.append(tensor)
+    return tuple(found)
+
+
+def flatten(arguments: Any) -> Iterator[Any]:
+    """Yield the tensors in arbitrarily nested lists and tuples."""
+    if isinstance(arguments, torch.Tensor):
+        yield arguments
+    elif isinstance(arguments, (list, tuple)):
+        for argument in arguments:
+            yield from flatten(argument)
+
+
+def caller() -> types.FrameType:
+    """Return the innermost frame outside of this package: the call site."""
+    frame = sys._getframe(1)
+    while frame.f_globals.get("__name__", "").startswith("safecomm.collectives") and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
+
+
+def finish(
+    op: str, result: Any, group: Any, tensors: list[Any], frame: types.FrameType, *, staged: bool, p2p: bool
+) -> Any:
+    """Hold what a forwarded call left running, and return what the caller gets for ``result``."""
+    if isinstance(result, Work) or not tensors:  # c10d's function came back through a wrapper, which holds already
+        return result
+    region = REGIONS.get(group) if REGIONS else None
+    if region is not None:
+        region.tensors.extend(tensors)
+        region.staged |= staged
+        region.p2p |= p2p
+        if isinstance(result, c10d.Work) and type(result) is not _torch.IllegalWork:
+            result = member(result)
+            region.works.append(result)
+        return result
+    index = index_of(tensors[0])
+    if index is None or type(result) is _torch.IllegalWork:
+        return result
+    if isinstance(result, c10d.Work):
+        device_type = "cpu" if index == HOST else "cuda"
+        work = handle(once=p2p and _torch.backend_name(group, device_type) == "gloo")
+        return LEDGER.hold(work, op, result, group, index, storages_of(tensors), frame, staged=staged, p2p=p2p)
+    if id(group) not in LEDGER.direct:
+        LEDGER.lane_of(group, index)
+    if index != HOST:
+        LEDGER.trail(op, group, index, storages_of(tensors), frame)
+    return result
+
+
+def forwarded(
+    name: str, *tensor_arguments: str, staged: bool = False, p2p: bool = False, coalesced: bool = False
+) -> Any:
+    """Return c10d's function ``name`` with a hold around it, on what it is given as ``tensor_arguments``.
+
+    ``staged``: c10d copies through memory of its own. ``p2p``: point-to-point. ``coalesced``: inside a coalescing
+    region c10d collects the tensors and launches them at its end.
+    """
+    original = getattr(c10d, name)
+    names = list(inspect.signature(original).parameters)
+    places = [(names.index(argument), argument) for argument in tensor_arguments]
+    group_place = names.index("group")
+    compiling = torch.compiler.is_dynamo_compiling
+    busy = LEDGER.busy
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if compiling():
+            return original(*args, **kwargs)
+        if busy:
+            LEDGER.sweep()
+        if coalesced and REGIONS:
+            args, kwargs = _aliased(args, kwargs)
+        try:
+            result = original(*args, **kwargs)
+        except torch.distributed.DistBackendError:
+            finish(name, None, *_arguments(args, kwargs), caller(), staged=staged, p2p=p2p)
+            raise
+        return finish(name, result, *_arguments(args, kwargs), caller(), staged=staged, p2p=p2p)
+
+    def _aliased(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        region = REGIONS.get(_arguments(args, kwargs)[0])
+        if region is None:
+            return args, kwargs
+        positional = list(args)
+        for place, argument in places:
+            if place < len(args):
+                positional[place] = region.alias(args[place])
+            elif argument in kwargs:
+                kwargs = {**kwargs, argument: region.alias(kwargs[argument])}
+        return tuple(positional), kwargs
+
+    def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Any]]:
+        given = [args[place] if place < len(args) else kwargs.get(argument) for place, argument in places]
+        group = args[group_place] if group_place < len(args) else kwargs.get("group")
+        return group or default_group(), list(flatten(given))
+
+    return stand_in(call, original)
+
+
+def direct_options(kind: Any) -> tuple[dict[int, Any], dict[int, Any]]:
+    """Return prepared options for synchronous and for asynchronous calls, by the id of the reduce operation.
+
+    These are members of an enum, which live for ever, so an id in the table is theirs. A premultiplied sum is another
+    object.
+    """
+    tables: tuple[dict[int, Any], dict[int, Any]] = ({}, {})
+    for asynchronous, table in enumerate(tables):
+        for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"):
+            op = getattr(c10d.ReduceOp, name)
+            options = kind()
+            if hasattr(options, "reduceOp"):
+                options.reduceOp = op
+            if _torch.ASYNC_OPTION:
+                options.asyncOp = bool(asynchronous)
+            table[id(op)] = options
+    return tables
+
+
+def stand_in(wrapper: F, original: Callable[..., Any]) -> F:
+    """Give ``wrapper`` the name, signature and documentation of ``original``."""
+    functools.update_wrapper(wrapper, original)
+    # For pickle, which looks a function up by its module and name.
+    wrapper.__module__ = "safecomm"
+    return wrapper

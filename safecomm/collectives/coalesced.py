@@ -1,0 +1,85 @@
+"""_coalescing_manager: many calls launched as one."""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed.distributed_c10d as c10d
+
+from safecomm import _torch
+from safecomm.collectives.call import REGIONS, Region, caller, default_group, index_of, stand_in, storages_of
+from safecomm.ledger import LEDGER
+from safecomm.streams import HOST
+from safecomm.work import Work
+
+_original = c10d._coalescing_manager
+_compiling = torch.compiler.is_dynamo_compiling
+
+
+def _coalescing_manager(group: Any = None, device: Any = None, async_ops: bool = False) -> Any:
+    if _compiling():
+        return _original(group, device, async_ops)
+    if LEDGER.busy:
+        LEDGER.sweep()
+    return _region(group, device, async_ops, caller())
+
+
+_coalescing_manager = stand_in(_coalescing_manager, _original)
+
+
+@contextlib.contextmanager
+def _region(group: Any, device: Any, async_ops: bool, frame: types.FrameType) -> Iterator[Any]:
+    to = group or default_group()
+    region = Region()
+    manager = _original(group, device, async_ops)
+    cm = manager.__enter__()
+    REGIONS[to] = region
+    try:
+        yield cm
+    except BaseException:
+        REGIONS.pop(to, None)
+        cm.works = _abandon(to, device)
+        _close(cm, to, region, frame)
+        raise
+    REGIONS.pop(to, None)
+    manager.__exit__(None, None, None)
+    _close(cm, to, region, frame)
+
+
+def _close(cm: Any, group: Any, region: Region, frame: types.FrameType) -> None:
+    """Hold what the region has launched."""
+    index = index_of(region.tensors[0]) if region.tensors else None
+    if index is None:
+        return
+    storages = storages_of(region.tensors)
+    if cm.works:
+        (inner,) = cm.works
+        work = LEDGER.hold(
+            Work(), "_coalescing_manager", inner, group, index, storages, frame,
+            aliases=tuple(region.aliases), staged=region.staged, p2p=region.p2p,
+        )  # fmt: skip
+        cm.works[:] = [work]
+        for call in region.works:
+            call._region = work
+        return
+    for alias in region.aliases:
+        alias.data = alias.new_empty(0)
+    if index != HOST:
+        LEDGER.trail("_coalescing_manager", group, index, storages, frame)
+
+
+def _abandon(group: Any, device: Any) -> list[Any]:
+    """End a region that an exception left, and return the work of what it had launched, if any.
+
+    c10d does not: the group would go on collecting calls without running them, and with ``device`` the thread would
+    stay inside of an NCCL group.
+    """
+    _torch.world.pg_coalesce_state.pop(group, None)
+    if device is None:
+        return []  # nothing was launched yet
+    work = group._end_coalescing(device)
+    return [] if work is None else [work]

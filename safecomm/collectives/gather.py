@@ -1,0 +1,99 @@
+"""all_gather, gather and their relatives."""
+
+from __future__ import annotations
+
+import sys
+import types
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed.distributed_c10d as c10d
+from torch.distributed import ProcessGroup
+from torch.nn import Parameter as _Parameter
+from torch.overrides import has_torch_function_unary
+
+from safecomm import _torch
+from safecomm.collectives.call import direct_options, forwarded, stand_in, storages_of
+from safecomm.ledger import LEDGER
+from safecomm.work import Work
+
+# Bound once: each of these is read on every call.
+_compiling = torch.compiler.is_dynamo_compiling
+_busy = LEDGER.busy
+_current = LEDGER.streams.current
+_at_home = LEDGER.streams.at_home
+_trail = LEDGER.trail
+_getframe = sys._getframe
+_HERE = globals()
+_world = _torch.world
+_direct = LEDGER.direct
+_Tensor = torch.Tensor
+
+# --- all_gather_into_tensor, which torch 2.13 calls all_gather_single -----------------------------------------
+
+_RENAMED = hasattr(c10d, "all_gather_single")
+_NAME = "all_gather_single" if _RENAMED else "all_gather_into_tensor"
+_SUM = id(c10d.ReduceOp.SUM)  # a gather has no reduce operation; any key of the table does
+_sync_options, _async_options = (table[_SUM] for table in direct_options(c10d.AllgatherOptions))  # type: ignore[attr-defined]
+_launch = getattr(ProcessGroup, "all_gather_single" if _RENAMED else "_allgather_base")
+_c10d_all_gather = getattr(c10d, _NAME)
+_forward_all_gather = forwarded(_NAME, "output_tensor", "input_tensor", coalesced=True)
+
+
+def _caller(frame: types.FrameType) -> types.FrameType:
+    """Return the call site: what called us, or what called the deprecated name that did."""
+    return frame.f_back if frame.f_globals is _HERE and frame.f_back is not None else frame
+
+
+def _all_gather(output_tensor: Any, input_tensor: Any, group: Any = None, async_op: bool = False) -> Any:
+    if _compiling():
+        return _c10d_all_gather(output_tensor, input_tensor, group, async_op)
+    if _busy:
+        LEDGER.sweep()
+    to = _world.default_pg if group is None else group
+    lane = _direct.get(id(to))
+    if (
+        lane is None
+        or (type(output_tensor) is not _Tensor and type(output_tensor) is not _Parameter)
+        or (type(input_tensor) is not _Tensor and type(input_tensor) is not _Parameter)
+        or has_torch_function_unary(input_tensor)
+        or input_tensor.get_device() != lane.index  # that the output is on the same device, c10d checks
+        or (dtype := input_tensor.dtype) is not output_tensor.dtype
+        or dtype.is_complex
+        or (lane.regions and to in lane.regions)
+    ):
+        return _forward_all_gather(output_tensor, input_tensor, group, async_op)
+    if async_op:
+        storages = (output_tensor.untyped_storage(), input_tensor.untyped_storage())
+        inner = _launch(to, output_tensor, input_tensor, _async_options)
+        return inner and lane.hold(Work(), _NAME, inner, storages, _caller(_getframe(1)))
+    inner = _launch(to, output_tensor, input_tensor, _sync_options)
+    if inner is not None:
+        inner.wait()
+    if (index := lane.index) >= 0 and not _at_home(_current(index), output_tensor.data_ptr(), input_tensor.data_ptr()):
+        _trail(_NAME, to, index, storages_of([output_tensor, input_tensor]), _caller(_getframe(1)))
+    return None
+
+
+_all_gather = stand_in(_all_gather, _c10d_all_gather)
+
+if _RENAMED:
+    all_gather_single = _all_gather
+    _DEPRECATED = c10d.all_gather_into_tensor.__deprecated__  # type: ignore[attr-defined]
+
+    def all_gather_into_tensor(output_tensor: Any, input_tensor: Any, group: Any = None, async_op: bool = False) -> Any:
+        if not _compiling():
+            warnings.warn(_DEPRECATED, FutureWarning, stacklevel=2)
+        return _all_gather(output_tensor, input_tensor, group, async_op)
+
+    all_gather_into_tensor = stand_in(all_gather_into_tensor, c10d.all_gather_into_tensor)
+else:
+    all_gather_into_tensor = _all_gather
+
+# --- the rest ------------------------------------------------------------------------------------------
+
+_all_gather_base = forwarded("_all_gather_base", "output_tensor", "input_tensor", coalesced=True)
+all_gather = forwarded("all_gather", "tensor_list", "tensor", staged=True)
+all_gather_coalesced = forwarded("all_gather_coalesced", "output_tensor_lists", "input_tensor_list", staged=True)
+gather = forwarded("gather", "tensor", "gather_list")

@@ -1,0 +1,50 @@
+"""barrier, and the ends of groups."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed.distributed_c10d as c10d
+
+from safecomm import _torch
+from safecomm.collectives.call import default_group, forwarded, stand_in
+from safecomm.ledger import LEDGER
+
+GRACE = timedelta(seconds=30)
+"""How long ``destroy_process_group`` waits for works that are not over, if the group's own timeout is not shorter."""
+
+barrier = forwarded("barrier")
+
+_c10d_destroy = c10d.destroy_process_group
+
+
+def _target(group: Any) -> Any:
+    """Return the group whose works end with ``group``; None for all, which the default group takes with it."""
+    return None if group is None or group is default_group() else group
+
+
+def destroy_process_group(group: Any = None) -> None:
+    target = _target(group)
+    if default_group() is not None and group is not c10d.GroupMember.NON_GROUP_MEMBER:
+        limits = [GRACE]
+        for device_type in ("cpu", "cuda"):
+            timeout = _torch.group_timeout(group or default_group(), device_type)
+            if timeout is not None:
+                limits.append(timeout)
+        LEDGER.await_works(min(limits), target)
+    _c10d_destroy(group)
+    LEDGER.close(target, "its group was destroyed")
+
+
+destroy_process_group = stand_in(destroy_process_group, _c10d_destroy)
+
+if hasattr(c10d, "_abort_process_group"):
+    _c10d_abort = c10d._abort_process_group
+
+    def _abort_process_group(group: Any = None) -> None:
+        target = _target(group)
+        _c10d_abort(group)
+        LEDGER.close(target, "its group was aborted")
+
+    _abort_process_group = stand_in(_abort_process_group, _c10d_abort)

@@ -1,0 +1,148 @@
+"""all_reduce, reduce, reduce_scatter and their relatives."""
+
+from __future__ import annotations
+
+import sys
+import types
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed.distributed_c10d as c10d
+from torch.distributed import ProcessGroup
+from torch.nn import Parameter as _Parameter
+from torch.overrides import has_torch_function_unary
+
+from safecomm import _torch
+from safecomm.collectives.call import direct_options, forwarded, stand_in, storages_of
+from safecomm.ledger import LEDGER
+from safecomm.work import Work
+
+# Bound once: each of these is read on every call.
+_compiling = torch.compiler.is_dynamo_compiling
+_busy = LEDGER.busy
+_current = LEDGER.streams.current
+_at_home = LEDGER.streams.at_home
+_trail = LEDGER.trail
+_getframe = sys._getframe
+_HERE = globals()
+_world = _torch.world
+_direct = LEDGER.direct
+_Tensor = torch.Tensor
+
+# --- all_reduce ------------------------------------------------------------------------------------------
+
+_launch_all_reduce = ProcessGroup.allreduce
+_sync_all_reduce, _async_all_reduce = direct_options(c10d.AllreduceOptions)
+_c10d_all_reduce = c10d.all_reduce
+_forward_all_reduce = forwarded("all_reduce", "tensor", coalesced=True)
+
+
+def all_reduce(tensor: Any, op: Any = c10d.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
+    if _compiling():
+        return _c10d_all_reduce(tensor, op, group, async_op)
+    if _busy:
+        LEDGER.sweep()
+    to = _world.default_pg if group is None else group
+    lane = _direct.get(id(to))
+    if (
+        lane is None
+        or (type(tensor) is not _Tensor and type(tensor) is not _Parameter)
+        or has_torch_function_unary(tensor)  # a TorchFunctionMode is active
+        or tensor.get_device() != lane.index
+        or tensor.dtype.is_complex
+        or (options := (_async_all_reduce if async_op else _sync_all_reduce).get(id(op))) is None
+        or (lane.regions and to in lane.regions)
+    ):
+        return _forward_all_reduce(tensor, op, group, async_op)
+    if async_op:
+        try:
+            storages = (tensor.untyped_storage(),)
+        except (NotImplementedError, RuntimeError):  # sparse
+            return _forward_all_reduce(tensor, op, group, async_op)
+        inner = _launch_all_reduce(to, [tensor], options)
+        return inner and lane.hold(Work(), "all_reduce", inner, storages, _getframe(1))
+    inner = _launch_all_reduce(to, [tensor], options)
+    if inner is not None:  # None where the backend ran it on the current stream (NCCL since torch 2.8)
+        inner.wait()
+    if (index := lane.index) >= 0:
+        try:
+            at_home = _at_home(_current(index), tensor.data_ptr())
+        except RuntimeError:  # sparse
+            at_home = False
+        if not at_home:
+            _trail("all_reduce", to, index, storages_of([tensor]), _getframe(1))
+    return None
+
+
+all_reduce = stand_in(all_reduce, _c10d_all_reduce)
+
+# --- reduce_scatter_tensor, which torch 2.13 calls reduce_scatter_single ------------------------------------
+
+_RENAMED = hasattr(c10d, "reduce_scatter_single")
+_NAME = "reduce_scatter_single" if _RENAMED else "reduce_scatter_tensor"
+_sync_reduce_scatter, _async_reduce_scatter = direct_options(c10d.ReduceScatterOptions)
+_launch_reduce_scatter = getattr(ProcessGroup, "reduce_scatter_single" if _RENAMED else "_reduce_scatter_base")
+_c10d_reduce_scatter = getattr(c10d, _NAME)
+_forward_reduce_scatter = forwarded(_NAME, "output", "input", coalesced=True)
+
+
+def _caller(frame: types.FrameType) -> types.FrameType:
+    """Return the call site: what called us, or what called the deprecated name that did."""
+    return frame.f_back if frame.f_globals is _HERE and frame.f_back is not None else frame
+
+
+def _reduce_scatter(
+    output: Any, input: Any, op: Any = c10d.ReduceOp.SUM, group: Any = None, async_op: bool = False
+) -> Any:
+    if _compiling():
+        return _c10d_reduce_scatter(output, input, op, group, async_op)
+    if _busy:
+        LEDGER.sweep()
+    to = _world.default_pg if group is None else group
+    lane = _direct.get(id(to))
+    if (
+        lane is None
+        or (type(output) is not _Tensor and type(output) is not _Parameter)
+        or (type(input) is not _Tensor and type(input) is not _Parameter)
+        or has_torch_function_unary(input)
+        or input.get_device() != lane.index  # that the output is on the same device, c10d checks
+        or (options := (_async_reduce_scatter if async_op else _sync_reduce_scatter).get(id(op))) is None
+        or (lane.regions and to in lane.regions)
+    ):
+        return _forward_reduce_scatter(output, input, op, group, async_op)
+    if async_op:
+        storages = (output.untyped_storage(), input.untyped_storage())
+        inner = _launch_reduce_scatter(to, output, input, options)
+        return inner and lane.hold(Work(), _NAME, inner, storages, _caller(_getframe(1)))
+    inner = _launch_reduce_scatter(to, output, input, options)
+    if inner is not None:
+        inner.wait()
+    if (index := lane.index) >= 0 and not _at_home(_current(index), output.data_ptr(), input.data_ptr()):
+        _trail(_NAME, to, index, storages_of([output, input]), _caller(_getframe(1)))
+    return None
+
+
+_reduce_scatter = stand_in(_reduce_scatter, _c10d_reduce_scatter)
+
+if _RENAMED:
+    reduce_scatter_single = _reduce_scatter
+    _DEPRECATED = c10d.reduce_scatter_tensor.__deprecated__  # type: ignore[attr-defined]
+
+    def reduce_scatter_tensor(
+        output: Any, input: Any, op: Any = c10d.ReduceOp.SUM, group: Any = None, async_op: bool = False
+    ) -> Any:
+        if not _compiling():
+            warnings.warn(_DEPRECATED, FutureWarning, stacklevel=2)
+        return _reduce_scatter(output, input, op, group, async_op)
+
+    reduce_scatter_tensor = stand_in(reduce_scatter_tensor, c10d.reduce_scatter_tensor)
+else:
+    reduce_scatter_tensor = _reduce_scatter
+
+# --- the rest ------------------------------------------------------------------------------------------
+
+_reduce_scatter_base = forwarded("_reduce_scatter_base", "output", "input", coalesced=True)
+all_reduce_coalesced = forwarded("all_reduce_coalesced", "tensors")
+reduce = forwarded("reduce", "tensor")
+reduce_scatter = forwarded("reduce_scatter", "output", "input_list", staged=True)

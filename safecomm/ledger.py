@@ -1,0 +1,851 @@
+"""What is held, by which call, since when, until what: the only place that decides a release.
+
+Two kinds of entry. A *work* holds what a running asynchronous collective reads and writes. A *trail* holds
+what was used on another stream than the one it was allocated on, until the device has passed an event there.
+An entry is let go by one of three rules, and each of them leaves every stream in whose order the memory can be
+given out again after its last use (S1):
+
+1. *Waited at home.* ``wait()`` ordered the very stream that the memory was allocated on: at once (S2). What it
+   does not cover, because it was allocated on another stream, becomes a trail.
+2. *Over.* The work, or the event, is complete: at the next call of safecomm, of any group (S3).
+3. *Too much behind.* More than ``LAG`` entries and ``BUDGET`` bytes have piled up behind the host, and nobody is
+   going to wait for the oldest: its allocation stream is ordered after it. Inside a graph capture nothing can be
+   queried, so there this rule, as an edge of the graph, takes what only the ledger still refers to (S5).
+
+What fails goes to the quarantine, and leaves it only when the device is known to be idle (S4). Entries are
+dropped on the thread that called safecomm, never in a destructor or a callback: the ledger's references are
+strong, so that a dropped handle frees nothing.
+
+Entries that end in the order in which they were made share a ``Lane``. The asynchronous collectives of one NCCL
+group do, so waiting for one of them settles all before it; Megatron and DeepSpeed wait only for the last of many.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import itertools
+import logging
+import operator
+import sys
+import threading
+import time
+import types
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+from torch.distributed import ProcessGroup
+
+from safecomm import _torch
+from safecomm.errors import CaptureBoundaryError, PendingWorkError
+from safecomm.streams import HOST, CudaStreams, Streams
+
+log = logging.getLogger("safecomm")
+_now = time.perf_counter
+
+LAG = 4
+"""Entries of one lane that rule 3 leaves alone however large they are, to keep communication and compute overlapped."""
+
+BUDGET = 256 << 20
+"""Bytes of a group's abandoned works that rule 3 leaves alone however many they are."""
+
+TRAIL_SHARE = 64
+"""The share of the device's memory, one part in this many, that rule 3 leaves alone in the trails of a stream.
+
+More than for works: a trail is what overlapped compute leaves, and ordering the allocation stream after it can delay
+it.
+"""
+
+
+@dataclass(frozen=True)
+class Pending:
+    """One entry of the ledger, as :func:`safecomm.pending` shows it."""
+
+    op: str
+    """The call, such as ``"all_reduce"``."""
+    nbytes: int
+    """Bytes of the storages that the entry holds."""
+    state: str
+    """``"in flight"``: a work that nobody has waited for; ``"trailing"``: used on another stream than it was allocated
+    on, which has not got there; ``"quarantined"``: its work failed."""
+    group: str
+    """c10d's name of the group."""
+    device: str
+    """``"cpu"``, or such as ``"cuda:0"``."""
+    site: str
+    """File, line and function of the call."""
+    seconds: float
+    """Seconds since the call."""
+
+    def __str__(self) -> str:
+        held = f"{self.nbytes} bytes on {self.device}, {self.state} for {self.seconds:.3f} s"
+        return f"{self.op} of {held}, from {self.site}"
+
+
+class Entry:
+    """What is kept alive, for which call, and what ends it. A ``safecomm.Work`` is one, and so is a :class:`Trail`.
+
+    A work is its own entry, because an object more for each asynchronous call would cost as much as all the rest.
+    """
+
+    op: str
+    lane: Lane
+    storages: tuple[Any, ...]
+    since: float
+    code: types.CodeType  # with instruction, the call site: cheap to take, and a line number when somebody asks
+    instruction: int
+    inner: Any = None  # c10d's Work; None for a trail
+    event: Any = None  # a trail's event; None for a work
+    group: weakref.ref[Any] | None = None  # a trail's group; a work's is its lane's
+    stream: int = 0  # the stream of a trail's event, or of the launch of a work that is staged
+    staged: bool = False  # c10d has staging memory of the launch stream, which it gives back at the first wait anywhere
+    aliases: tuple[torch.Tensor, ...] = ()  # what c10d was given in place of the caller's tensors; emptied at release
+    awaited: bool = False  # something else than the handle stands for the call, so nobody has forgotten it
+    rare: bool = False  # a work that is staged, has aliases, is of a capture, or holds more than one or two storages
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the storages held, each counted once."""
+        storages = [s for s in self.storages if isinstance(s, torch.UntypedStorage)]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+    @property
+    def site(self) -> str:
+        """Where the call was made, as ``file:line in function``."""
+        line = self.code.co_firstlineno
+        for start, end, number in self.code.co_lines():
+            if start <= self.instruction < end and number is not None:
+                line = number
+        return f"{self.code.co_filename}:{line} in {self.code.co_name}"
+
+    def belongs_to(self, group: Any) -> bool:
+        """Return whether this is an entry of ``group``; of any, if that is None."""
+        return group is None or group is self._group()
+
+    def _group(self) -> Any:
+        reference = self.group or self.lane.group
+        return None if reference is None else reference()
+
+    def describe(self, state: str = "") -> Pending:
+        """Return this entry as :func:`safecomm.pending` shows it."""
+        return Pending(
+            op=self.op,
+            nbytes=self.nbytes,
+            state=state or ("in flight" if self.event is None else "trailing"),
+            group=_torch.group_name(self._group()),
+            device="cpu" if self.lane.index == HOST else f"cuda:{self.lane.index}",
+            site=self.site,
+            seconds=time.perf_counter() - self.since,
+        )
+
+
+class Launched(Entry):
+    """An asynchronous collective. ``safecomm.Work`` is this, with the rest of ``torch.distributed.Work``."""
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Order the current stream after the collective (CUDA), or block the host until it is complete (CPU).
+
+        May be called again, also on another stream. ``timeout`` is torch's: with one, the host blocks on CUDA as well.
+
+        Raises
+        ------
+        CaptureBoundaryError
+            If the launch was inside a CUDA graph capture and the wait is not, or the other way round. CUDA has not seen
+            the call, so the capture goes on unharmed.
+        """
+        lane = self.lane
+        index = lane.index
+        rare = self.rare
+        stream = HOST
+        if index >= 0:
+            stream = lane.current(index)
+            if stream or rare:  # the default stream, which is 0, can't capture
+                lane.ledger.check_boundary(self)
+        try:
+            if rare:
+                lane.ledger.guard_staging(self)
+            done: bool = self.inner.wait() if timeout is None else self.inner.wait(timeout)
+        except Exception as error:
+            lane.ledger.fail(self, error)
+            raise
+        if done and (storages := self.storages):
+            entries = lane.entries
+            if (
+                rare
+                or len(entries) != 1
+                or not (index < 0 or lane.at_home(stream, *[storage.data_ptr() for storage in storages]))
+                or entries.pop(self, lane) is lane
+            ):
+                lane.ledger.waited(self)
+            else:
+                # This is ledger.waited(self), written out for the ordinary program: a work that is alone in its lane,
+                # and was waited for on the stream that its memory was allocated on.
+                self.storages = ()
+                lane.emptied()
+        return done
+
+
+class Trail(Entry):
+    """Memory that was used on another stream than it was allocated on."""
+
+
+W = TypeVar("W", bound=Entry)
+
+
+class Lane:
+    """Entries of one origin: the works of a group, device and capture, or the trails of a stream."""
+
+    __slots__ = (
+        "at_home", "blind", "budget", "capture", "current", "entries", "group", "index", "ledger", "ordered", "regions",
+        "stream", "streamed",
+    )  # fmt: skip
+
+    def __init__(self, ledger: Ledger, index: int, stream: int, capture: int, budget: int) -> None:
+        self.ledger = ledger
+        self.current = ledger.streams.current
+        self.at_home = ledger.streams.at_home
+        self.index = index  # device index, or HOST
+        self.stream = stream  # that of the trails, or of the first launch
+        self.capture = capture  # the graph capture that all of it is part of; 0 for none
+        self.budget = budget
+        # Weak, because a group that is still referred to when the interpreter ends can take the process down (gloo,
+        # torch 2.13). None for trails.
+        self.group: weakref.ref[Any] | None = None
+        self.regions: dict[Any, Any] = {}  # c10d's open coalescing regions, by group
+        self.streamed = False  # waiting for a work orders a stream; with other backends than NCCL it blocks the host
+        self.ordered = True  # entries end in the order in which they were made
+        self.blind = False  # the backend does not tell when a work is over
+        # Not a plain dict: finding its first entry takes longer with every entry deleted before it.
+        self.entries: OrderedDict[Entry, None] = OrderedDict()
+
+    def first(self) -> Entry | None:
+        """Return the oldest entry, also while other threads take entries out."""
+        while self.entries:
+            with contextlib.suppress(RuntimeError, StopIteration):
+                return next(iter(self.entries))
+        return None
+
+    def take(self, entry: Entry) -> bool:
+        """Take ``entry`` out; False if another thread did."""
+        if self.entries.pop(entry, self) is self:
+            return False
+        self.emptied()
+        return True
+
+    def emptied(self) -> None:
+        """See whether an entry that was taken out was the last."""
+        if not self.entries:
+            busy = self.ledger.busy
+            busy.pop(self, None)
+            if self.entries:  # another thread came in between
+                busy[self] = None
+
+    def hold(
+        self, work: W, op: str, inner: Any, storages: tuple[torch.UntypedStorage, ...], frame: types.FrameType
+    ) -> W:
+        """Make ``work`` the entry of ``inner``, which was just launched from ``frame``, and return it.
+
+        For an ordinary call, of one or two storages, on the group and device of this lane. For others see
+        ``Ledger.hold``.
+        """
+        index = self.index
+        if index >= 0 and (stream := self.current(index)) and self.ledger.streams.capture(stream):
+            group = self.group() if self.group is not None else None
+            return self.ledger.hold(work, op, inner, group, index, storages, frame)
+        work.op = op
+        work.inner = inner
+        work.storages = storages
+        work.code = frame.f_code
+        work.instruction = frame.f_lasti
+        work.since = _now()
+        work.lane = self
+        self.entries[work] = None
+        self.ledger.busy[self] = None
+        return work
+
+    def nbytes(self) -> int:
+        """Return about how many bytes the entries hold: from the oldest ones, so that it takes constant time."""
+        sample = tuple(itertools.islice(self.entries, 8))
+        return sum(entry.nbytes for entry in sample) * len(self.entries) // max(len(sample), 1)
+
+
+class Ledger:
+    """The entries of the process, and the rules of the module's docstring.
+
+    ``streams`` answers for the device; ``lag``, ``budget`` and ``trail_budget`` are rule 3's.
+    """
+
+    def __init__(
+        self, streams: Streams, *, lag: int = LAG, budget: int = BUDGET, trail_budget: int | None = None
+    ) -> None:
+        self.streams = streams
+        self.current = streams.current
+        self.busy: dict[Lane, None] = {}  # the lanes that hold anything: none in a program that waits for its works
+        self.quarantine: list[Entry] = []
+        self._lag = lag
+        self._budget = budget
+        self._trail_budget = trail_budget
+        self.direct: dict[int, Lane] = {}  # by the id of a group that is c10d's own: the lane of its ordinary calls
+        self._lanes: dict[Any, Lane] = {}
+        self._reported: set[tuple[types.CodeType, int]] = set()
+
+    # --- entries ----------------------------------------------------------------------------------------
+
+    def hold(
+        self,
+        work: W,
+        op: str,
+        inner: Any,
+        group: Any,
+        index: int,
+        storages: tuple[Any, ...],
+        frame: types.FrameType,
+        *,
+        aliases: tuple[torch.Tensor, ...] = (),
+        staged: bool = False,
+        p2p: bool = False,
+    ) -> W:
+        """Make ``work`` the entry of ``inner``, which was just launched from ``frame``, and return it.
+
+        ``storages`` is what it holds, on device ``index``. For the rest see :class:`Entry` and :class:`Lane`. For any
+        call; ordinary ones take ``Lane.hold``.
+        """
+        work.op = op
+        work.inner = inner
+        work.storages = storages
+        work.code = frame.f_code
+        work.instruction = frame.f_lasti
+        work.since = _now()
+        stream = capture = 0
+        if index >= 0:
+            stream = self.current(index)
+            if stream:  # 0 is the legacy default stream, which can't capture
+                capture = self.streams.capture(stream)
+        lane = self.direct.get(id(group))
+        if lane is None or lane.index != index or capture or p2p:
+            lane = self.lane_of(group, index, stream, capture, p2p=p2p)
+        work.lane = lane
+        work.rare = True
+        work.aliases = aliases
+        work.staged = staged
+        work.stream = stream
+        lane.entries[work] = None
+        self.busy[lane] = None
+        return work
+
+    def lane_of(self, group: Any, index: int, stream: int = 0, capture: int = 0, *, p2p: bool = False) -> Lane:
+        """Return the lane of works of ``group`` on device ``index``, and make it if there is none."""
+        key = (id(group), index, capture, p2p)
+        lane = self._lanes.get(key)
+        if lane is None:
+            backend = _torch.backend_name(group, "cpu" if index == HOST else "cuda")
+            lane = Lane(self, index, stream, capture, self._budget)
+            lane.group = weakref.ref(group, lambda _: self._forget(key))
+            lane.regions = _torch.world.pg_coalesce_state
+            lane.streamed = backend == "nccl"
+            lane.ordered = backend == "nccl" and not p2p  # point-to-point may have a communicator for each peer
+            # A gloo send or receive does not tell that it is over before somebody has waited for it (is_completed()
+            # stays False, torch 2.13), and a second wait for it hangs. So it is never polled, and waited for once.
+            lane.blind = backend == "gloo" and p2p
+            self._lanes[key] = lane
+            if type(group) is ProcessGroup and not capture and not p2p:
+                self.direct.setdefault(id(group), lane)
+        return lane
+
+    def _forget(self, key: tuple[int, int, int, bool]) -> None:
+        # A group has died. What its lane holds stays in busy, and is swept.
+        self._lanes.pop(key, None)
+        self.direct.pop(key[0], None)
+
+    def trail(self, op: str, group: Any, index: int, storages: tuple[Any, ...], frame: types.FrameType) -> None:
+        """Hold those of ``storages``, used on the current stream of ``index``, that were allocated on another (S1)."""
+        self._trail(op, group, index, storages, frame.f_code, frame.f_lasti, time.perf_counter())
+
+    def _trail(
+        self,
+        op: str,
+        group: Any,
+        index: int,
+        storages: tuple[Any, ...],
+        code: types.CodeType,
+        instruction: int,
+        since: float,
+    ) -> None:
+        stream = self.streams.current(index)
+        astray = tuple(s for s in storages if self.home(s, stream) != stream)
+        if not astray:
+            return
+        capture = self.streams.capture(stream) if stream else 0
+        key = (stream, index, capture)
+        lane = self._lanes.get(key)
+        if lane is None:
+            budget = self._trail_budget
+            if budget is None:
+                budget = self.streams.capacity(index) // TRAIL_SHARE
+            lane = self._lanes[key] = Lane(self, index, stream, capture, budget)
+        entry = Trail()
+        entry.op = op
+        entry.storages = astray
+        entry.code = code
+        entry.instruction = instruction
+        entry.since = since
+        entry.event = self.streams.mark(index, stream)
+        entry.stream = stream
+        entry.group = None if group is None else weakref.ref(group)
+        entry.lane = lane
+        lane.entries[entry] = None
+        self.busy[lane] = None
+
+    def home(self, storage: Any, nowhere: int) -> int | None:
+        """Return the stream that ``storage`` was allocated on, and ``nowhere`` if it has no memory."""
+        # A tensor subclass without memory of its own is held as an object, and has no address.
+        pointer = storage.data_ptr() if type(storage) is torch.UntypedStorage else 0
+        return self.streams.home(pointer) if pointer else nowhere
+
+    def _release(self, entry: Entry) -> None:
+        if entry.aliases:
+            for alias in entry.aliases:
+                # c10d may keep this tensor until the group's next collective: leave it one without memory.
+                alias.data = torch.empty(0, dtype=alias.dtype, device=alias.device)
+            entry.aliases = ()
+        entry.storages = ()
+        if entry.event is not None and not entry.lane.capture:  # an event of a capture stays the graph's
+            self.streams.recycle(entry.lane.index, entry.event)
+
+    # --- rule 1: waited ---------------------------------------------------------------------------------
+
+    def check_boundary(self, entry: Entry) -> None:
+        """Raise CaptureBoundaryError if the current stream is not in the capture that ``entry`` was launched in."""
+        lane = entry.lane
+        stream = self.current(lane.index)
+        now = self.streams.capture(stream) if stream else 0
+        if entry.staged and now == lane.capture and stream != entry.stream:
+            now = self.streams.capture(entry.stream)  # guard_staging will order that one as well
+        if now == lane.capture:
+            return
+        if now and lane.capture:
+            what = "was captured into another CUDA graph than the one that is being captured"
+            mend = "wait for it in the capture that it was launched in"
+        elif now:
+            what = "was launched before the CUDA graph capture that is going on"
+            mend = "wait for it before the capture begins"
+        else:
+            what = "was captured into a CUDA graph"
+            mend = "wait for it inside the capture: outside, the stream that replays the graph is what orders it"
+        raise CaptureBoundaryError(
+            f"wait() for {entry.op} launched at {entry.site}: it {what}. To mend it, {mend}. "
+            "Nothing was done, and the capture is unharmed."
+        )
+
+    def refuse_query(self, entry: Entry) -> None:
+        """Raise CaptureBoundaryError, because asking whether a captured work is complete would break the capture."""
+        raise CaptureBoundaryError(
+            f"is_completed() for {entry.op} launched at {entry.site}: it was captured into a CUDA graph, so it does "
+            "not run now and can't be complete. Wait for it inside the capture."
+        )
+
+    def waited(self, entry: Entry) -> None:
+        """Settle ``entry``, whose work the current stream (or the host) has just waited for, and what that settles."""
+        lane = entry.lane
+        entries = lane.entries
+        if lane.ordered and len(entries) > 1:
+            # All before it are over with it, and waiting for them is free.
+            while entry in entries and (earlier := lane.first()) is not entry and earlier is not None:
+                if earlier.staged and self._blocked(earlier, {earlier.stream}):
+                    break
+                if lane.take(earlier) and self._wait_here(earlier):
+                    self._settle(earlier)
+        if lane.take(entry):
+            self._settle(entry)
+        elif self.quarantine and entry in self.quarantine:  # it had only timed out
+            self.quarantine.remove(entry)
+            self._settle(entry)
+
+    def _settle(self, entry: Entry) -> None:
+        """Release a work that the current stream (or the host) has waited for; what that can't cover is a trail."""
+        index = entry.lane.index
+        if index >= 0:
+            stream = self.current(index)
+            for storage in entry.storages:
+                if self.home(storage, stream) != stream:
+                    self._leave_trail(entry)
+                    break
+        if entry.aliases:
+            self._release(entry)
+        else:
+            entry.storages = ()
+
+    def _leave_trail(self, entry: Entry) -> None:
+        lane = entry.lane
+        group = lane.group() if lane.group is not None else None
+        self._trail(entry.op, group, lane.index, entry.storages, entry.code, entry.instruction, entry.since)
+
+    def _wait_here(self, entry: Entry) -> bool:
+        """Order the current stream after a work; on failure quarantine it and return False.
+
+        This is also what makes c10d let go: ProcessGroupNCCL keeps references of its own until a work is first waited
+        for or, if nobody does, until the next collective of the same group (torch 2.8 and later).
+        """
+        try:
+            self.guard_staging(entry)
+            entry.inner.wait()
+        except Exception as error:
+            self._quarantine(entry, error)
+            return False
+        return True
+
+    def guard_staging(self, entry: Entry) -> None:
+        """Order the stream of the launch after a work, if c10d would otherwise give its staging back to it too early.
+
+        The list forms copy through memory that c10d allocates on the stream of the launch and gives back at the first
+        wait, on whatever stream that is.
+        """
+        index = entry.lane.index
+        if entry.staged and entry.storages and index != HOST and self.streams.current(index) != entry.stream:
+            with self.streams.using(index, entry.stream):
+                entry.inner.wait()
+
+    def fail(self, entry: Entry, error: BaseException) -> None:
+        """Quarantine an entry whose work failed: a kernel may still be touching its memory (S4)."""
+        if entry.lane.take(entry):
+            self._quarantine(entry, error)
+
+    def _quarantine(self, entry: Entry, error: BaseException) -> None:
+        if self._idle(entry):
+            self._release(entry)
+            return
+        self.quarantine.append(entry)
+        log.warning(
+            "%s failed (%s); its memory is kept until drain(wait=True)",
+            entry.describe("quarantined"),
+            error,
+        )
+
+    def _idle(self, entry: Entry) -> bool:
+        """Return whether it is known that nothing touches the memory of a failed work any more."""
+        # On the host, complete means that no thread of the backend does, whether the work failed or not.
+        return entry.lane.index == HOST and not entry.lane.blind and bool(entry.inner.is_completed())
+
+    # --- rules 2 and 3: over, or too much behind ----------------------------------------------------------
+
+    def over(self, entry: Entry) -> None:
+        """Release ``entry``, whose work has just been seen to be complete, if that can be relied on."""
+        if not entry.lane.blind and not self._capturing() and not self._blocked(entry):
+            self._take(entry)
+
+    def sweep(self, *, thorough: bool = False) -> None:
+        """Release what rules 2 and 3 allow, without blocking. Every wrapped call begins with it if anything is held.
+
+        It looks at the oldest entry of each lane, and on while they are released; ``thorough``: at every entry.
+        """
+        capturing = self._capturing()
+        for entry in tuple(self.quarantine):
+            if self._idle(entry):
+                self.quarantine.remove(entry)
+                self._release(entry)
+        with self.streams.lenient():
+            for lane in tuple(self.busy):
+                if lane.capture:
+                    self._sweep_captured(lane, capturing)
+                elif lane.blind:
+                    self._sweep_blind(lane)
+                elif not capturing:  # querying an event inside a capture would break the capture
+                    self._sweep_eager(lane)
+                    if thorough and not lane.ordered:
+                        self._sweep_behind_first(lane)
+
+    def _capturing(self) -> int:
+        """Return the capture that a current stream is part of; 0 if none is."""
+        failed = {entry.lane.index for entry in tuple(self.quarantine)}
+        for index in ({lane.index for lane in tuple(self.busy)} | failed) - {HOST}:
+            stream = self.streams.current(index)
+            if stream and (capture := self.streams.capture(stream)):
+                return capture
+        return 0
+
+    def _sweep_eager(self, lane: Lane) -> None:
+        while (entry := lane.first()) is not None:
+            dropped = _dropped(entry)
+            over = self._over(entry)
+            if not over and not self._behind(lane, entry, dropped):
+                return
+            if not (over and entry.inner is None) and self._blocked(entry):
+                return
+            self._take(entry, over=over, dropped=dropped)
+
+    def _sweep_behind_first(self, lane: Lane) -> None:
+        for entry in tuple(lane.entries):
+            if self._over(entry) and not self._blocked(entry):
+                self._take(entry)
+
+    def _blocked(self, entry: Entry, streams: set[int | None] | None = None) -> bool:
+        """Return whether a stream that the release of an eager entry would order is being captured just now."""
+        if entry.lane.index == HOST or entry.lane.capture:
+            return False
+        if streams is None:
+            streams = {self.home(storage, 0) for storage in entry.storages}
+            if entry.staged:
+                streams.add(entry.stream)
+        return any(stream and self.streams.capture(stream) for stream in streams)
+
+    def _sweep_blind(self, lane: Lane) -> None:
+        entry = lane.first()
+        if entry is not None and _dropped(entry):
+            self._report(entry)
+
+    def _over(self, entry: Entry) -> bool:
+        return self.streams.reached(entry.event) if entry.inner is None else bool(entry.inner.is_completed())
+
+    def _behind(self, lane: Lane, entry: Entry, dropped: bool) -> bool:
+        """Return whether rule 3 applies: too much, nobody will wait, and the host need not block to order a stream."""
+        if len(lane.entries) <= self._lag:
+            return False
+        if entry.inner is None:
+            # What the caller still refers to would not come back by ordering anything.
+            if not all(_torch.only_holder(storage) for storage in entry.storages):
+                return False
+        elif not (lane.streamed and dropped):
+            return False
+        return lane.nbytes() > lane.budget and all(self.home(s, 0) is not None for s in entry.storages)
+
+    def _take(self, entry: Entry, *, over: bool = True, dropped: bool = False) -> None:
+        """Order the streams that can reuse the memory of ``entry`` after its end, and release it."""
+        lane = entry.lane
+        if not lane.take(entry):
+            return
+        if entry.inner is None:
+            for home in set() if over else {self.home(s, entry.stream) for s in entry.storages} - {entry.stream, None}:
+                self.streams.order(lane.index, home, entry.event)  # type: ignore[arg-type]
+        else:
+            if dropped:
+                self._report(entry)
+            # Also for a work that is over: it can have failed, c10d's own references must go, and one that ends on the
+            # host (gloo) may still be copying to the device.
+            if lane.index != HOST and not self._order(entry):
+                return
+        self._release(entry)
+
+    def _order(self, entry: Entry) -> bool:
+        """Order each stream that can reuse the memory of a work after it; False if it failed, and is quarantined."""
+        lane = entry.lane
+        stream = self.current(lane.index)
+        homes = {self.home(storage, stream) for storage in entry.storages} or {stream}
+        if None in homes:  # memory of nobody knows which stream: wait here, and leave a trail for it
+            homes = (homes - {None}) | {stream}
+        for home in homes:
+            with self.streams.using(lane.index, home):  # type: ignore[arg-type]
+                if not self._wait_here(entry):
+                    return False
+        if any(self.home(storage, stream) is None for storage in entry.storages):
+            self._leave_trail(entry)
+        return True
+
+    def _sweep_captured(self, lane: Lane, capturing: int) -> None:
+        if lane.capture == capturing:
+            for entry in tuple(lane.entries):
+                if entry.inner is None and self._forgotten(entry):
+                    self._take(entry, over=False)
+        elif self.streams.capture(lane.stream) != lane.capture:
+            # The capture is over. Its works can't be waited for any more, and its memory is the graph's.
+            for entry in tuple(lane.entries):
+                if lane.take(entry):
+                    self._release(entry)
+            self._lanes = {key: kept for key, kept in self._lanes.items() if kept is not lane}
+
+    def _forgotten(self, entry: Entry) -> bool:
+        """Return whether only the ledger still refers to what a captured trail holds, and all of it can be ordered."""
+        for storage in entry.storages:
+            home = self.home(storage, entry.stream)
+            if home is None or not _torch.only_holder(storage) or self.streams.capture(home) != entry.lane.capture:
+                return False
+        return True
+
+    def _report(self, entry: Entry) -> None:
+        where = (entry.code, entry.instruction)
+        if where in self._reported:
+            return
+        self._reported.add(where)
+        if entry.lane.blind:
+            fate = "its memory is held until drain(wait=True) or the end of its group, as gloo does not tell before"
+        else:
+            fate = "its memory was held until it was over, but nothing has ordered your streams after it"
+        log.warning(
+            "the handle of %s launched at %s was dropped without wait(): %s (reported once for this line)",
+            entry.op,
+            entry.site,
+            fate,
+        )
+
+    # --- all of it ------------------------------------------------------------------------------------------
+
+    def pending(self) -> list[Pending]:
+        """Return what is held, oldest first, quarantined entries last."""
+        entries = sorted(self._entries(), key=operator.attrgetter("since"))
+        return [entry.describe() for entry in entries] + [entry.describe("quarantined") for entry in self.quarantine]
+
+    def drain(self, *, wait: bool = False, timeout: timedelta | None = None, group: Any = None) -> int:
+        """Release what is safe, or with ``wait`` all of it, once it is over; return the bytes that are still held."""
+        if wait:
+            self._finish(timeout, group)
+        else:
+            self.sweep(thorough=True)
+        quarantined = [entry for entry in self.quarantine if entry.belongs_to(group)]
+        return sum(entry.nbytes for entry in self._entries(group) + quarantined)
+
+    def _finish(self, timeout: timedelta | None, group: Any) -> None:
+        deadline = None if timeout is None else time.monotonic() + timeout.total_seconds()
+        self.await_works(timeout, group)
+        for entry in tuple(self.quarantine):
+            if entry.belongs_to(group):
+                if entry.lane.index != HOST:
+                    self.streams.synchronize(entry.lane.index)
+                elif not entry.lane.blind:  # the threads of a work that timed out go on
+                    self._await([entry], self._idle, deadline)
+                self.quarantine.remove(entry)
+                self._release(entry)
+
+    def _await(self, entries: list[Entry], over: Callable[[Entry], bool], deadline: float | None) -> None:
+        """Block the host until all ``entries`` are ``over``; raise PendingWorkError at the deadline."""
+        pause = 1e-5
+        while left := [entry for entry in entries if not over(entry)]:
+            if deadline is not None and time.monotonic() > deadline:
+                raise _late(left)
+            time.sleep(pause)
+            pause = min(pause * 2, 1e-2)
+
+    def await_works(self, timeout: timedelta | None, group: Any) -> None:
+        """Block the host until all works of ``group`` (None: of all groups) are over, and release them.
+
+        Those that fail go to the quarantine. Raises PendingWorkError if others are not over in time.
+        """
+        if self._capturing():
+            raise CaptureBoundaryError(
+                "the host can't wait for works inside a CUDA graph capture, where they are only recorded. "
+                "Nothing was done, and the capture is unharmed."
+            )
+        deadline = None if timeout is None else time.monotonic() + timeout.total_seconds()
+        for entry in [entry for entry in self._entries(group) if entry.lane.blind]:
+            self._wait_blind(entry, deadline)
+
+        def gone(entry: Entry) -> bool:
+            self.sweep(thorough=True)
+            return entry not in entry.lane.entries
+
+        self._await(self._entries(group), gone, deadline)
+
+    def _entries(self, group: Any = None) -> list[Entry]:
+        """Return the entries of ``group`` (None: of all groups), without the quarantine."""
+        return [entry for lane in tuple(self.busy) for entry in tuple(lane.entries) if entry.belongs_to(group)]
+
+    def _wait_blind(self, entry: Entry, deadline: float | None) -> None:
+        # In a thread, because a wait that times out would close the connection (gloo, torch 2.13). The thread only
+        # waits; what is released, is released here.
+        def wait() -> None:
+            with contextlib.suppress(Exception):  # which the wait below raises again
+                entry.finish()  # type: ignore[attr-defined]
+
+        thread = threading.Thread(target=wait, daemon=True)
+        thread.start()
+        thread.join(None if deadline is None else max(deadline - time.monotonic(), 0))
+        if thread.is_alive():
+            raise _late([entry])
+        with contextlib.suppress(Exception):  # it is in the quarantine by then
+            entry.wait()  # type: ignore[attr-defined]
+
+    def close(self, group: Any, reason: str) -> None:
+        """Forget the lanes of ``group`` (None: of all groups), which is gone, and quarantine what they still hold."""
+        for key, lane in tuple(self._lanes.items()):
+            if lane.group is not None and (group is None or lane.group() is group):
+                for entry in tuple(lane.entries):
+                    self.fail(entry, RuntimeError(reason))
+                self._forget(key)
+
+    def leave(self) -> None:
+        """At interpreter exit: release what is over, and keep the rest out of the interpreter's reach for good."""
+        try:
+            self.sweep(thorough=True)
+        except Exception as error:  # the device may be gone
+            log.debug("sweep at exit: %r", error)
+        left = self._entries() + self.quarantine
+        if left:
+            # Tearing down modules would free it in some order while a kernel or a gloo thread may be using it. The
+            # process is about to give it all back anyway.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(left))
+
+
+def _late(entries: list[Entry]) -> PendingWorkError:
+    shown = "; ".join(str(entry.describe()) for entry in entries[:8])
+    return PendingWorkError(
+        f"{len(entries)} works are not over in time: {shown}{'; ...' if len(entries) > 8 else ''}. "
+        "Their memory is still held. Wait for them, or abort their group."
+    )
+
+
+def _dropped(entry: Entry) -> bool:
+    """Return whether the handle is gone: nothing but the lane and one variable of our caller refers to ``entry``."""
+    return not entry.awaited and sys.getrefcount(entry) <= _UNSHARED
+
+
+def _references_to_a_dropped_entry() -> int:
+    entry = Entry()
+    lane = OrderedDict({entry: None})
+    _dropped.__globals__["_UNSHARED"] = 0
+    low = 0
+    while not _dropped(entry):  # versions of Python count references differently, so try which number it is
+        low += 1
+        _dropped.__globals__["_UNSHARED"] = low
+    del lane
+    return low
+
+
+_UNSHARED = _references_to_a_dropped_entry()
+
+
+LEDGER = Ledger(CudaStreams())
+"""The process's ledger."""
+
+atexit.register(LEDGER.leave)
+
+
+def pending() -> list[Pending]:
+    """Return what safecomm holds now, oldest first: a :class:`Pending` for each call whose memory can't be reused yet.
+
+    Asks no device and releases nothing, so an entry can already be over; :func:`drain` looks. Bytes are those of the
+    storages entry, whether or not the caller still refers to them too. Empty in a program that waits for its works.
+
+    Examples
+    --------
+    >>> pending()
+    []
+    """
+    return LEDGER.pending()
+
+
+def drain(*, wait: bool = False, timeout: timedelta | None = None, group: Any = None) -> int:
+    """Give back the memory of all works that are over; with ``wait``, of all works, once they are over.
+
+    Every call of a collective does the first by itself, for the oldest works of each group; this is for the end of a
+    phase, or before a measurement. Without ``wait`` it never blocks. With ``wait`` it blocks the host, until
+    ``timeout`` if one is given, and then also gives back what failed works hold, after the device has become idle.
+
+    Returns the bytes that are still entry, by works of ``group`` if one is given: 0 if all is back.
+
+    Raises
+    ------
+    PendingWorkError
+        With ``wait``, if works are not over in time. Their memory is still entry.
+    CaptureBoundaryError
+        With ``wait``, inside a CUDA graph capture.
+
+    Examples
+    --------
+    >>> drain()
+    0
+    """
+    return LEDGER.drain(wait=wait, timeout=timeout, group=group)

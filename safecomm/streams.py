@@ -1,0 +1,172 @@
+"""Where are we: the current stream, the stream that memory was allocated on, captures, and events.
+
+The ledger asks these questions and no others. ``CudaStreams`` answers them for real GPUs; the tests answer
+them with a simulated device, so that the ledger's own code is what is checked. Streams are raw handles
+(``cudaStream_t`` as an int), never objects: ``torch.cuda.Stream()`` hands out 32 pooled streams round robin,
+so two objects can be one stream.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+
+from safecomm import _torch
+from safecomm._torch import arguments, pointer_attribute
+
+HOST = -1
+"""The device index of memory that no stream orders: the CPU's."""
+
+
+_NOBODYS = (None, 0, 0)
+"""The segment of memory of which nobody knows the stream."""
+
+
+class Streams(Protocol):
+    """The questions that the ledger asks of a device."""
+
+    def current(self, index: int, /) -> int:
+        """Return the current stream of device ``index``."""
+
+    def home(self, pointer: int, /) -> int | None:
+        """Return the stream that the memory at ``pointer`` was allocated on; None if nobody knows.
+
+        An allocator gives freed memory out again in the order of this stream and of no other.
+        """
+
+    def at_home(self, stream: int, pointer: int, other: int | None = None, /) -> bool:
+        """Return whether the memory at one or two pointers was surely allocated on ``stream``."""
+
+    def capture(self, stream: int, /) -> int:
+        """Return the id of the graph capture that ``stream`` is part of; 0 if it is not capturing."""
+
+    def mark(self, index: int, stream: int, /) -> Any:
+        """Return an event recorded on ``stream``."""
+
+    def reached(self, event: Any, /) -> bool:
+        """Return whether the device has passed ``event``. Illegal for events of a capture."""
+
+    def recycle(self, index: int, event: Any, /) -> None:
+        """Take back an event that nobody uses any more."""
+
+    def order(self, index: int, stream: int, event: Any, /) -> None:
+        """Let all later work on ``stream`` start after ``event``."""
+
+    def using(self, index: int, stream: int, /) -> AbstractContextManager[Any]:
+        """Return a context manager under which ``stream`` is the current one."""
+
+    def lenient(self) -> AbstractContextManager[Any]:
+        """Return a context manager under which events may be queried while another thread captures."""
+
+    def synchronize(self, index: int, /) -> None:
+        """Block the host until device ``index`` is idle."""
+
+    def capacity(self, index: int, /) -> int:
+        """Return the bytes of memory that device ``index`` has."""
+
+
+class _Lenient:
+    """Relaxes this thread's capture mode for a few queries, and puts it back."""
+
+    __slots__ = ("_mode",)
+
+    def __enter__(self) -> None:
+        self._mode = _torch.swap_capture_mode()
+
+    def __exit__(self, *_: object) -> None:
+        _torch.swap_capture_mode(self._mode)
+
+
+class CudaStreams:
+    """Streams of NVIDIA GPUs, as torch and its caching allocator use them."""
+
+    def __init__(self) -> None:
+        # By the driver's buffer id and not by address: a segment keeps its stream for life, but once it is
+        # unmapped its address can come back as a segment of another stream (it did, in the first program tried).
+        self._segments: dict[int, tuple[int | None, int, int]] = {}  # stream, first address, and the one past the last
+        self._streams: dict[tuple[int, int], Any] = {}
+        self._events: dict[int, list[Any]] = {}
+
+    current = staticmethod(_torch.current_raw_stream)
+    capture = staticmethod(_torch.capture_id)
+
+    def home(self, pointer: int) -> int | None:
+        return self._segment(pointer)[0]
+
+    def at_home(self, stream: int, pointer: int, other: int | None = None) -> bool:
+        home, start, end = self._segment(pointer)
+        # Where both lie in one segment, which the driver has just confirmed for the first, it need not be asked again.
+        return home == stream and (other is None or start <= other < end or self._segment(other)[0] == stream)
+
+    def _segment(self, pointer: int) -> tuple[int | None, int, int]:
+        if pointer_attribute is None:
+            return _NOBODYS
+        argument, answer, answer_reference, attribute = arguments.buffer_id
+        argument.value = pointer
+        if pointer_attribute(answer_reference, attribute, argument):
+            return _NOBODYS
+        identity = answer.value
+        try:
+            return self._segments[identity]
+        except KeyError:
+            return self._look_up(pointer, identity)
+
+    def _look_up(self, pointer: int, identity: int) -> tuple[int | None, int, int]:
+        try:
+            segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+        except RuntimeError:
+            segments = []  # an allocator that keeps no record, such as a pluggable one
+        if len(self._segments) > 1 << 16:
+            self._segments.clear()  # segments come and go, their ids never come back
+        # Only for this pointer, whose memory the caller keeps alive: any other segment of the snapshot may by now
+        # have been unmapped by another thread, and its address given to a segment of another stream.
+        for segment in segments:
+            start = segment["address"]
+            end = start + segment["total_size"]
+            if start <= pointer < end:
+                # An expandable segment has an id for each part that is mapped, and we don't know where this part ends.
+                found = (segment["stream"], start, 0 if segment.get("is_expandable") else end)
+                break
+        else:
+            found = _NOBODYS  # not this allocator's memory
+        self._segments[identity] = found
+        return found
+
+    def _stream(self, index: int, stream: int) -> Any:
+        known = self._streams.get((index, stream))
+        if known is None:
+            if stream:
+                known = torch.cuda.ExternalStream(stream, device=index)  # type: ignore[no-untyped-call]
+            else:
+                known = torch.cuda.default_stream(index)
+            self._streams[index, stream] = known
+        return known
+
+    def mark(self, index: int, stream: int) -> Any:
+        pool = self._events.get(index)
+        event = pool.pop() if pool else torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(self._stream(index, stream))
+        return event
+
+    def reached(self, event: Any) -> bool:
+        return bool(event.query())
+
+    def recycle(self, index: int, event: Any) -> None:
+        self._events.setdefault(index, []).append(event)
+
+    def order(self, index: int, stream: int, event: Any) -> None:
+        self._stream(index, stream).wait_event(event)
+
+    def using(self, index: int, stream: int) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(self._stream(index, stream))
+
+    def lenient(self) -> AbstractContextManager[Any]:
+        return _Lenient()
+
+    def synchronize(self, index: int) -> None:
+        torch.cuda.synchronize(index)
+
+    def capacity(self, index: int) -> int:
+        return int(torch.cuda.get_device_properties(index).total_memory)

@@ -1,0 +1,186 @@
+"""The handle that an asynchronous call returns."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed.distributed_c10d import Work as C10dWork
+
+from safecomm.ledger import Launched
+
+
+class Work(Launched, C10dWork):
+    """A running collective, and the hold on the memory that it reads and writes.
+
+    It guarantees that this memory is not given out again while the collective may touch it (S1), whichever stream or
+    thread waits, and also if nobody waits or the handle is dropped (S3). Where the stream that waits is the one that
+    the memory was allocated on, the hold ends at :meth:`wait` (S2).
+
+    Everything else is ``torch.distributed.Work``'s: each method forwards to the handle that the backend made. That
+    handle refers to the outputs of the collective, because ``result()`` returns them, so keeping a ``Work`` keeps
+    them alive, as in torch.
+
+    Made by the collectives, not by callers. May be used from any thread.
+
+    Examples
+    --------
+    >>> work = dist.all_reduce(tensor, async_op=True)
+    >>> work.wait()
+    True
+    """
+
+    # With a dictionary for what is rare: it is only made when something is put into it.
+    __slots__ = ("__dict__", "code", "inner", "instruction", "lane", "op", "since", "storages")
+
+    inner: C10dWork
+
+    def synchronize(self) -> None:
+        """Order the current stream after the collective, as torch's does. Raises as :meth:`wait` does."""
+        self._order(self.inner.synchronize)
+
+    def block_current_stream(self) -> None:
+        """Order the current stream after the collective without blocking the host. Raises as :meth:`wait` does."""
+        self._order(self.inner.block_current_stream)
+
+    def _order(self, order: Callable[[], None]) -> None:
+        ledger = self.lane.ledger
+        if self.lane.index >= 0:
+            ledger.check_boundary(self)
+            ledger.guard_staging(self)
+        order()
+        if self.lane.streamed:  # elsewhere the work may still be running on the host: the ledger looks again later
+            ledger.waited(self)
+
+    def is_completed(self) -> bool:
+        """Return whether the collective is complete; if so, its memory is given back.
+
+        Raises CaptureBoundaryError for a work that was captured into a CUDA graph: it is not a work that ever runs.
+        """
+        if self.lane.capture:
+            self.lane.ledger.refuse_query(self)
+        done = self.inner.is_completed()
+        if done:
+            self.lane.ledger.over(self)
+        return done
+
+    def get_future(self) -> Any:
+        """Return torch's future of the collective. The memory stays held until the collective is complete."""
+        self.awaited = True  # the future stands for the handle from now on
+        return self.inner.get_future()
+
+    def get_future_result(self) -> Any:
+        """Return torch's future of the collective's status."""
+        return self.inner.get_future_result()  # type: ignore[attr-defined]
+
+    def is_success(self) -> bool:
+        """Forward to the backend's handle."""
+        return self.inner.is_success()
+
+    def exception(self) -> Any:
+        """Forward to the backend's handle."""
+        return self.inner.exception()
+
+    def result(self) -> list[torch.Tensor]:
+        """Return the outputs, from the backend's handle."""
+        return self.inner.result()
+
+    def source_rank(self) -> int:
+        """Return the rank that a receive from any source was served by."""
+        return self.inner.source_rank()
+
+    def _source_rank(self) -> int:
+        return self.inner._source_rank()
+
+    def _get_op_type(self) -> Any:
+        return self.inner._get_op_type()  # type: ignore[attr-defined]
+
+    def _get_duration(self) -> float:
+        return self.inner._get_duration()  # type: ignore[attr-defined, no-any-return]
+
+    def boxed(self) -> Any:
+        """Return the backend's handle as a TorchScript object, which the compiler's operators pass around."""
+        return self.inner.boxed()
+
+    def __repr__(self) -> str:
+        return f"<safecomm.Work of {self.inner!r}>"
+
+
+class OnceWork(Work):
+    """A :class:`Work` whose backend can be waited for only once: a second wait for a gloo send hangs (torch 2.13)."""
+
+    __slots__ = ("_failure", "_over", "_turn")
+
+    _over: bool
+    _failure: Exception | None
+    _turn: threading.Lock
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        try:
+            self.finish(timeout)
+        except Exception as error:
+            self.lane.ledger.fail(self, error)
+            raise
+        if self.storages:
+            self.lane.ledger.waited(self)
+        return True
+
+    def finish(self, timeout: timedelta | None = None) -> None:
+        """Wait for the backend, and release nothing. From several threads at once the first one waits, for all."""
+        with self._turn:
+            if self._failure is not None:
+                raise self._failure
+            if not self._over:
+                try:
+                    self._over = self.inner.wait() if timeout is None else self.inner.wait(timeout)
+                except Exception as error:
+                    self._failure = error
+                    raise
+
+
+class MemberWork(Work):
+    """A :class:`Work` of one call in a coalescing region: waiting for it is waiting for the region.
+
+    The event of such a call's own work is never recorded (torch 2.11), so that waiting for that orders nothing; and
+    DeepSpeed waits for the last of these and not for the region.
+    """
+
+    __slots__ = ("_region",)
+
+    _region: C10dWork  # the region's Work once it has ended, until then the call's own
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return self._region.wait() if timeout is None else self._region.wait(timeout)
+
+    def synchronize(self) -> None:
+        self._region.synchronize()
+
+    def block_current_stream(self) -> None:
+        self._region.block_current_stream()
+
+    def is_completed(self) -> bool:
+        return self._region.is_completed()
+
+    def get_future(self) -> Any:
+        return self._region.get_future()
+
+
+def handle(*, once: bool) -> Work:
+    """Return a handle that is not filled in yet; ``once``: for a work that can be waited for only once."""
+    if not once:
+        return Work()
+    work = OnceWork()
+    work._over = False
+    work._failure = None
+    work._turn = threading.Lock()
+    return work
+
+
+def member(inner: C10dWork) -> MemberWork:
+    """Return the caller's handle of one call in a coalescing region."""
+    work = MemberWork()
+    work.inner = work._region = inner
+    return work

@@ -1,0 +1,497 @@
+"""A simulated device: what a GPU, the caching allocator and c10d do to memory, without any of them.
+
+The ledger under test is the real one; only its ``Streams`` and c10d's works are replaced. An operation is a bit, and
+a point in a stream is the set of operations that happen before it, as an int: "a happens before b" is one ``&``.
+Operations complete only when a test runs the device, in any order that the streams allow, because the host of a real
+program is anywhere ahead of its GPU.
+
+What is not legal raises, and is recorded in ``faults`` as well: the ledger turns exceptions of c10d into quarantined
+entries, and must not be able to hide the fault from the test by that.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from safecomm import _torch
+from safecomm.ledger import Ledger
+from safecomm.streams import HOST
+from safecomm.work import Work
+from safecomm.work import handle as new_handle
+
+INDEX = 0
+"""The index of the simulated device."""
+
+
+class Violation(AssertionError):
+    """A promise is broken."""
+
+
+class IllegalCall(Violation):
+    """What CUDA would have answered with an error, or with a capture that can't be used any more."""
+
+
+class Stream:
+    """A queue of operations; two of them, because what is captured has no order with what runs."""
+
+    def __init__(self, handle: int) -> None:
+        self.handle = handle
+        self.capture = 0
+        self.eager = 0  # the operations that are before whatever runs next here
+        self.captured = 0
+
+    @property
+    def past(self) -> int:
+        return self.captured if self.capture else self.eager
+
+    def extend(self, operations: int) -> None:
+        if self.capture:
+            self.captured |= operations
+        else:
+            self.eager |= operations
+
+
+class Event:
+    """A point in a stream."""
+
+    def __init__(self, past: int, capture: int) -> None:
+        self.past = past
+        self.capture = capture
+        self.recycled = False
+
+
+class Operation:
+    """A kernel that was launched and has not run."""
+
+    def __init__(self, bit: int, after: int, stuck: bool) -> None:
+        self.bit = bit
+        self.after = after
+        self.stuck = stuck  # ends only when somebody waits for the whole device
+
+
+class Block:
+    """A piece of device memory, which is handed out again and again."""
+
+    def __init__(self, home: int | None, capture: int, nbytes: int) -> None:
+        self.home = home  # None: memory of the host or of an unknown allocator, which no stream orders
+        self.capture = capture  # the capture in whose pool it is
+        self.nbytes = nbytes
+        self.touched: Counter[int] = Counter()  # by capture, 0 for what runs: the operations since it was handed out
+
+
+class SimulatedDevice:
+    """Streams, events, captures and a caching allocator.
+
+    ``calls`` counts what the ledger asked for, by name.
+    """
+
+    def __init__(self, streams: int = 4) -> None:
+        self.streams = {handle: Stream(handle) for handle in range(streams)}
+        self.calls: Counter[str] = Counter()
+        self.faults: list[str] = []
+        self.capturing = 0  # the id of the capture that goes on
+        self.pending: list[Operation] = []
+        self.done = 0
+        self.blocks: list[Block] = []
+        self._origin = 0
+        self._current = 0
+        self._lenient = False
+        self._next_bit = (1 << n for n in itertools.count()).__next__
+        self._next_capture = itertools.count(7).__next__
+        self._live: dict[int, tuple[StorageWeakRef, Block]] = {}
+        self._free: list[Block] = []
+
+    # --- what the ledger asks -----------------------------------------------------------------------------
+
+    def current(self, index: int) -> int:
+        assert index == INDEX
+        return self._current
+
+    def home(self, pointer: int) -> int | None:
+        return self._live[pointer][1].home
+
+    def at_home(self, stream: int, *pointers: int) -> bool:
+        assert 1 <= len(pointers) <= 2
+        return all(pointer and self.home(pointer) == stream for pointer in pointers)
+
+    def capture(self, stream: int) -> int:
+        return self.streams[stream].capture
+
+    def capacity(self, index: int) -> int:
+        return 1 << 20
+
+    def mark(self, index: int, stream: int) -> Event:
+        self.calls["mark"] += 1
+        at = self.streams[stream]
+        return Event(at.past, at.capture)
+
+    def reached(self, event: Event) -> bool:
+        self._check(event)
+        return self.query(event.past, event.capture)
+
+    def recycle(self, index: int, event: Event) -> None:
+        self._check(event)
+        event.recycled = True  # the next one to record it would move it under the feet of whoever still uses it
+
+    def order(self, index: int, stream: int, event: Event) -> None:
+        self.calls["order"] += 1
+        self._check(event)
+        self.wait(self.streams[stream], event.past, event.capture)
+
+    @contextmanager
+    def using(self, index: int, stream: int) -> Iterator[None]:
+        before, self._current = self._current, stream
+        try:
+            yield
+        finally:
+            self._current = before
+
+    @contextmanager
+    def lenient(self) -> Iterator[None]:
+        before, self._lenient = self._lenient, True
+        try:
+            yield
+        finally:
+            self._lenient = before
+
+    def synchronize(self, index: int) -> None:
+        self.calls["synchronize"] += 1
+        if self.capturing:
+            self._fault("the host waits for the device during a capture")
+        self.finish()
+
+    # --- streams ------------------------------------------------------------------------------------------
+
+    def switch(self, stream: int) -> None:
+        """Make ``stream`` the current one."""
+        self._current = stream
+
+    def new_stream(self) -> Stream:
+        """Return a stream of a communicator."""
+        handle = len(self.streams)
+        self.streams[handle] = Stream(handle)
+        return self.streams[handle]
+
+    def here(self) -> Stream:
+        """Return the current stream."""
+        return self.streams[self._current]
+
+    def wait(self, stream: Stream, past: int, capture: int) -> None:
+        """Order ``stream`` after a point of another one, which may take it into that one's capture."""
+        if stream.capture != capture:
+            if stream.capture or capture != self.capturing:
+                self._fault(f"a wait crosses from capture {capture} to capture {stream.capture}")
+            if stream.handle == 0:
+                self._fault("the legacy default stream can't be captured")
+            stream.capture = capture
+            stream.captured = 0
+        stream.extend(past)
+
+    def query(self, past: int, capture: int) -> bool:
+        """Return whether the device has got past a point."""
+        self.calls["query"] += 1
+        if capture:
+            self._fault("a captured event is queried")
+        if self.capturing and (self.here().capture or not self._lenient):
+            self._fault("an event is queried during a capture")
+        return not past & ~self.done
+
+    def _check(self, event: Event) -> None:
+        if event.recycled:
+            self._fault("an event is used after it was given back")
+
+    def _fault(self, what: str) -> None:
+        self.faults.append(what)
+        raise IllegalCall(what)
+
+    # --- captures -----------------------------------------------------------------------------------------
+
+    def begin_capture(self, stream: int) -> None:
+        """Capture ``stream`` from now on, and make it the current one, as ``torch.cuda.graph`` does."""
+        assert stream
+        assert not self.capturing
+        self._origin = self._current = stream
+        self.capturing = self.streams[stream].capture = self._next_capture()
+        self.streams[stream].captured = 0
+
+    def end_capture(self) -> None:
+        """End the capture, as if all of its streams had been joined: whether they have is not the ledger's matter."""
+        for stream in self.streams.values():
+            stream.capture = 0
+        self.capturing = 0
+
+    # --- running ------------------------------------------------------------------------------------------
+
+    def launch(self, stream: Stream, blocks: list[Block], *, stuck: bool = False) -> int:
+        """Enqueue a kernel that touches ``blocks``, and return its bit."""
+        bit = self._next_bit()
+        if not stream.capture:
+            self.pending.append(Operation(bit, stream.eager, stuck))
+        stream.extend(bit)
+        for block in blocks:
+            block.touched[stream.capture] |= bit
+        return bit
+
+    def run(self, pick: int = 0) -> bool:
+        """Complete one of the operations that could be running now; False if none could."""
+        ready = [op for op in self.pending if not op.stuck and not op.after & ~self.done]
+        if ready:
+            op = ready[pick % len(ready)]
+            self.pending.remove(op)
+            self.done |= op.bit
+        return bool(ready)
+
+    def finish(self) -> None:
+        """Complete everything."""
+        for op in self.pending:
+            self.done |= op.bit
+        self.pending.clear()
+
+    # --- memory -------------------------------------------------------------------------------------------
+
+    def allocate(self, stream: int | None, nbytes: int) -> torch.Tensor:
+        """Return a tensor of memory of ``stream``, which may be what was freed there a moment ago.
+
+        ``None``: memory that no stream orders, and that is anybody's once it is free.
+        """
+        self.settle()
+        # Real memory, because the ledger reads the address and counts the references of real storages.
+        tensor = torch.empty(nbytes, dtype=torch.uint8)
+        if nbytes:
+            block = self._hand_out(stream, nbytes)
+            storage = tensor.untyped_storage()
+            self._live[storage.data_ptr()] = StorageWeakRef(storage), block
+        return tensor
+
+    def _hand_out(self, stream: int | None, nbytes: int) -> Block:
+        capture = 0 if stream is None else self.streams[stream].capture
+        for block in reversed(self._free):
+            if (block.home, block.capture, block.nbytes) == (stream, capture, nbytes):
+                self._free.remove(block)
+                break
+        else:
+            block = Block(stream, capture, nbytes)
+            self.blocks.append(block)
+        self._check_free(block)
+        block.touched.clear()
+        return block
+
+    def settle(self) -> None:
+        """Notice what was freed, and check that it could be handed out again at once (S1, S5).
+
+        To be called after whatever may free and before whatever may hand out. Storages are looked at, and not left to
+        tell of their end, because the Python object of a storage may die while its memory lives.
+        """
+        for pointer, (alive, block) in tuple(self._live.items()):
+            if alive.expired():
+                del self._live[pointer]
+                self._check_free(block)
+                self._free.append(block)
+
+    def _check_free(self, block: Block) -> None:
+        if block.home is None:
+            unsafe = block.touched[0] & ~self.done
+        elif not block.capture:
+            # Kernels of a graph touch it at each replay, and keeping it until then is the graph's matter (S6).
+            unsafe = block.touched[0] & ~self.done & ~self.streams[block.home].eager
+        elif block.capture == self.streams[block.home].capture:
+            unsafe = block.touched[block.capture] & ~self.streams[block.home].captured
+        else:
+            return  # its capture is over: the pool is the graph's, and hands nothing out
+        if unsafe:
+            raise Violation(f"memory of stream {block.home} is free while operations {unsafe:b} may touch it (S1)")
+
+    def block(self, tensor: torch.Tensor) -> Block | None:
+        """Return the block under ``tensor``; None if it has no memory."""
+        pointer = tensor.untyped_storage().data_ptr()
+        return self._live[pointer][1] if pointer else None
+
+    def blocks_of(self, tensors: list[torch.Tensor]) -> list[Block]:
+        """Return the blocks under ``tensors``."""
+        return [block for tensor in tensors if (block := self.block(tensor)) is not None]
+
+    def live(self) -> list[Block]:
+        """Return the blocks that somebody refers to."""
+        self.settle()
+        return [block for _, block in self._live.values()]
+
+
+class FakeGroup:
+    """A process group: a communicator with a stream of its own, and one more for each peer.
+
+    ``shelved``: it keeps references of its own until a work is waited for, or over, as c10d does since torch 2.8.
+    """
+
+    def __init__(self, device: SimulatedDevice, backend: str, *, shelved: bool = False) -> None:
+        self.device = device
+        self.backend = backend
+        self.shelved = shelved
+        self.stream = device.new_stream()
+        self.peers = [device.new_stream(), device.new_stream()]
+        self.shelves: list[tuple[int, list[Any]]] = []
+        self._next_peer = itertools.cycle(self.peers).__next__
+        # Where c10d writes it down, and the ledger reads it.
+        _torch.world.pg_backend_config[self] = f"cpu:{backend},cuda:{backend}"
+
+    def forget(self) -> None:
+        """Take this group out of c10d's registry, which would keep it alive."""
+        _torch.world.pg_backend_config.pop(self, None)
+
+    def can_launch(self) -> bool:
+        """Return whether a correct program can launch from the current stream: all or nothing of it is captured."""
+        now = self.device.here().capture
+        if self.backend != "nccl":
+            return not self.device.capturing
+        return all(stream.capture in ((0, now) if now else (0,)) for stream in (self.stream, *self.peers))
+
+    def launch(
+        self, tensors: list[torch.Tensor], *, staged: bool = False, p2p: bool = False, fate: str = ""
+    ) -> FakeWork:
+        """Enqueue an asynchronous collective after the current stream, and return its work.
+
+        ``fate``: ``"fails"``: every wait raises and its kernel hangs; ``"late"``: the first wait times out.
+        """
+        self.shelves = [(bit, shelf) for bit, shelf in self.shelves if bit & ~self.device.done]
+        return FakeWork(self, tensors, self._next_peer() if p2p else self.stream, staged, fate)
+
+
+class FakeWork:
+    """c10d's handle, as far as it matters to memory."""
+
+    def __init__(self, group: FakeGroup, tensors: list[torch.Tensor], stream: Stream, staged: bool, fate: str) -> None:
+        device = group.device
+        launching = device.here()
+        self.device = device
+        self.group = group
+        self.fate = fate
+        self.outputs = [tensor.detach() for tensor in tensors[:1]]  # result() gives them out
+        self.staging = [device.allocate(launching.handle, 64)] if staged else []
+        self.shelf = [tensor.detach() for tensor in tensors] if group.shelved else []
+        device.wait(stream, launching.past, launching.capture)
+        self.capture = stream.capture
+        self.bit = device.launch(stream, device.blocks_of(tensors + self.staging), stuck=fate == "fails")
+        self.past = stream.past
+        if self.shelf and not self.capture:
+            group.shelves.append((self.bit, self.shelf))
+
+    def wait(self, timeout: object = None) -> bool:
+        if self.fate:
+            self.fate = "" if self.fate == "late" else self.fate
+            raise RuntimeError("the collective failed")
+        if self.group.backend == "gloo":
+            while self.bit & ~self.device.done:
+                if not self.device.run():
+                    self.device.finish()
+        self.block_current_stream()
+        return True
+
+    def block_current_stream(self) -> None:
+        self.device.wait(self.device.here(), self.past, self.capture)
+        self.staging.clear()
+        self.shelf.clear()
+
+    synchronize = block_current_stream
+
+    def is_completed(self) -> bool:
+        return self.fate == "fails" or self.device.query(self.past, self.capture)
+
+    def get_future(self) -> object:
+        return object()
+
+
+class FakeHostWork:
+    """The work of a collective that threads of the host run, on memory that no stream orders."""
+
+    def __init__(self, group: FakeGroup, tensors: list[torch.Tensor], p2p: bool, fate: str) -> None:
+        self.device = group.device
+        self.p2p = p2p
+        self.fate = fate
+        self.waited = False
+        self.bit = self.device.launch(group.device.new_stream(), self.device.blocks_of(tensors))
+
+    def wait(self, timeout: object = None) -> bool:
+        if self.p2p and self.waited:
+            self.device.faults.append("a second wait for a send or receive, which hangs")
+        if self.fate == "late" and not self.p2p:  # the threads go on; a send or receive closes its connections instead
+            self.fate = ""
+            raise RuntimeError("timed out")
+        while self.bit & ~self.device.done:
+            self.device.run()
+        if self.fate:
+            raise RuntimeError("the connection was closed")
+        self.waited = True
+        return True
+
+    def is_completed(self) -> bool:
+        self.device.calls["query"] += 1
+        return not self.bit & ~self.device.done and (self.waited or not self.p2p)
+
+
+# --- safecomm's calls, as its collectives make them ---------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Launched:
+    """An asynchronous collective, as long as the program keeps its handle."""
+
+    op: str  # its name in the ledger, which no other call has
+    work: Work
+    inner: Any
+    homes: set[int | None]  # of the memory that it uses
+    capture: int
+
+
+_ops = map("all_reduce {}".format, itertools.count())
+
+
+def call(
+    ledger: Ledger,
+    group: FakeGroup,
+    tensors: list[torch.Tensor],
+    *,
+    staged: bool = False,
+    p2p: bool = False,
+    fate: str = "",
+    index: int = INDEX,
+) -> Launched:
+    """Launch an asynchronous collective on ``tensors`` from the current stream."""
+    if ledger.busy:
+        ledger.sweep()
+    device = group.device
+    device.settle()
+    inner: Any
+    if index == HOST:
+        inner = FakeHostWork(group, tensors, p2p, fate)
+    else:
+        inner = group.launch(tensors, staged=staged, p2p=p2p, fate=fate)
+    op = next(_ops)
+    storages = tuple(tensor.untyped_storage() for tensor in tensors)
+    handle = new_handle(once=p2p and group.backend == "gloo")
+    frame = sys._getframe(1)
+    if staged or p2p:
+        ledger.hold(handle, op, inner, group, index, storages, frame, staged=staged, p2p=p2p)
+    else:
+        ledger.lane_of(group, index).hold(handle, op, inner, storages, frame)
+    return Launched(op, handle, inner, {block.home for block in device.blocks_of(tensors)}, device.here().capture)
+
+
+def call_sync(ledger: Ledger, group: FakeGroup, tensors: list[torch.Tensor]) -> str:
+    """Run a synchronous collective, a kernel on the current stream, and return its name."""
+    if ledger.busy:
+        ledger.sweep()
+    device = group.device
+    device.settle()
+    device.launch(device.here(), device.blocks_of(tensors))
+    op = next(_ops)
+    storages = tuple(tensor.untyped_storage() for tensor in tensors)
+    ledger.trail(op, group, INDEX, storages, sys._getframe(1))
+    return op

@@ -1,0 +1,359 @@
+"""The same bits, the same exceptions, the same warnings as torch.distributed (S8), and nothing held afterwards (S2).
+
+Every test here calls torch.distributed and safecomm with equal data in the same ranks, and compares what can be seen.
+"""
+
+import contextlib
+import itertools
+import re
+import warnings
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as stock
+from calls import ALL, COALESCED, DTYPES, LAYOUTS, MOVES, OPS, POINT_TO_POINT, REDUCTIONS, Setting, bits, finish, shapes
+from ranks import launch, on, subgroup
+
+import safecomm
+
+# --- the comparison ----------------------------------------------------------------------------------------
+
+
+def outcome(dist, call, setting):
+    """Return all that can be seen of a call: results, or exception, and warnings."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            returned, tensors = call(dist, setting)
+            seen = finish(returned), [bits(tensor) for tensor in tensors]
+        except Exception as error:
+            seen = type(error), str(error)
+    return seen, [(w.category, str(w.message)) for w in caught]
+
+
+def compare(call, settings):
+    different = []
+    for setting in settings:
+        expected = outcome(stock, call, setting)
+        found = outcome(safecomm, call, setting)
+        if isinstance(found[0][0], type):
+            safecomm.drain()  # what has failed is given back by the next call
+        held = safecomm.pending()
+        if found != expected or held:
+            different.append(f"{setting}:\n  torch.distributed {expected}\n  safecomm          {found}\n  held {held}")
+            with contextlib.suppress(safecomm.PendingWorkError):
+                safecomm.drain(wait=True, timeout=timedelta(seconds=1))
+    assert not different, "\n".join([f"{len(different)} differ:", *different[:3]])
+
+
+def both_ways(**axes):
+    """Return a setting for each combination of ``axes``, synchronous and asynchronous."""
+    for values in itertools.product(*axes.values(), (False, True)):
+        yield Setting(**dict(zip((*axes, "asynchronous"), values, strict=True)))
+
+
+# --- values --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ALL)
+@on(2, 3)
+def test_same_bits_for_every_type_shape_and_layout(name):
+    compare(ALL[name], both_ways(dtype=DTYPES, shape=shapes(name), layout=LAYOUTS))
+
+
+@pytest.mark.parametrize("name", REDUCTIONS)
+@on(2)
+def test_same_bits_for_every_reduction(name):
+    compare(REDUCTIONS[name], both_ways(op=OPS, dtype=DTYPES))
+
+
+@pytest.mark.parametrize("name", {**REDUCTIONS, **MOVES, **POINT_TO_POINT, **COALESCED})
+@on(4)
+def test_same_in_a_subgroup_and_outside_of_it(name):
+    # Outside: None or a warning, whatever torch.distributed has; point-to-point and regions have no such answer.
+    members = (1, 3)
+    group = subgroup(*members)
+    if stock.get_rank() in members or (name not in POINT_TO_POINT and name not in COALESCED):
+        dtypes = (torch.float32, torch.complex64)
+        compare(ALL[name], both_ways(group=[group], members=[members], dtype=dtypes, shape=[(4,), (3, 5)]))
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "all_gather", "broadcast"])
+@on(3)
+def test_same_for_the_group_passed_as_world(name):
+    compare(ALL[name], both_ways(group=[stock.group.WORLD]))
+
+
+@on(2)
+def test_same_for_tensors_that_are_not_plain():
+    def sparse(dist, s):
+        index = torch.tensor([[0, 2 + s.rank]])
+        tensor = torch.sparse_coo_tensor(index, s.data()[:2], (5,), check_invariants=True)
+        return dist.all_reduce(tensor, **s.keywords), [tensor]
+
+    def parameter(dist, s):
+        tensor = torch.nn.Parameter(s.data())
+        with torch.no_grad():
+            return dist.all_reduce(tensor, **s.keywords), [tensor]
+
+    def part(dist, s):
+        whole = s.data(times=4)
+        return dist.all_reduce(whole[1:3], **s.keywords), [whole]
+
+    def meta(dist, s):
+        return dist.all_reduce(s.data().to("meta"), **s.keywords), []
+
+    class Subclass(torch.Tensor):
+        pass
+
+    def subclass(dist, s):
+        tensor = s.data().as_subclass(Subclass)
+        return dist.all_reduce(tensor, **s.keywords), [tensor.as_subclass(torch.Tensor)]
+
+    for call in (sparse, parameter, part, meta, subclass):
+        compare(call, both_ways())
+
+
+@on(2)
+def test_premultiplied_sum_and_operations_by_type():
+    def call(dist, s):
+        tensor = s.data()
+        return dist.all_reduce(tensor, stock.ReduceOp(getattr(stock.ReduceOp.RedOpType, s.op)), **s.keywords), [tensor]
+
+    compare(call, both_ways(op=("SUM", "MAX", "BAND"), dtype=(torch.float32, torch.int32)))
+
+
+# --- calls without tensors ------------------------------------------------------------------------------------
+
+
+def barrier(dist, s):
+    return dist.barrier(**s.keywords), []
+
+
+def barrier_with_timeout(dist, s):
+    return dist.barrier(timeout=timedelta(seconds=30), **s.keywords), []
+
+
+def monitored_barrier(dist, s):
+    return dist.monitored_barrier(group=s.group, timeout=timedelta(seconds=30), wait_all_ranks=True), []
+
+
+def objects(dist, s):
+    mine, size = {"rank": s.rank}, s.size
+    gathered, at_one, sent, part = [None] * size, [None] * size, [mine, "x"], [None]
+    root = s.rank == 0
+    dist.all_gather_object(gathered, mine, group=s.group)
+    dist.gather_object(mine, at_one if root else None, s.world_rank(0), group=s.group)
+    dist.broadcast_object_list(sent, s.world_rank(size - 1), group=s.group)
+    dist.scatter_object_list(part, [[rank] for rank in range(size)] if root else None, s.world_rank(0), group=s.group)
+    moved = [mine] if root else [None]
+    if s.rank == 0:
+        dist.send_object_list(moved, s.world_rank(1), group=s.group)
+    elif s.rank == 1:
+        dist.recv_object_list(moved, s.world_rank(0), group=s.group)
+    return [str(each) for each in (gathered, at_one, sent, part, moved)], []
+
+
+@pytest.mark.parametrize("call", [barrier, barrier_with_timeout, monitored_barrier, objects])
+@on(2, 3)
+def test_same_for_calls_without_tensors(call):
+    compare(call, both_ways())
+
+
+@pytest.mark.parametrize("call", [barrier, monitored_barrier, objects])
+@on(4)
+def test_same_for_calls_without_tensors_in_a_subgroup(call):
+    group = subgroup(0, 2)
+    if call is objects and stock.get_rank() in (1, 3):
+        return  # ranks of the group are asked for, and have no answer outside
+    compare(call, both_ways(group=[group], members=[(0, 2)]))
+
+
+# --- wrong arguments ----------------------------------------------------------------------------------------------
+
+
+def _ones(*shape, dtype=torch.float32):
+    return torch.ones(shape, dtype=dtype)
+
+
+_one = _ones(4)
+_tensor_functions = [
+    "all_reduce",
+    "broadcast",
+    "reduce",
+    "gather",
+    "scatter",
+    "send",
+    "recv",
+    "isend",
+    "irecv",
+]
+_pair_functions = [
+    "all_gather_into_tensor",
+    "all_gather_single",
+    "_all_gather_base",
+    "reduce_scatter_tensor",
+    "reduce_scatter_single",
+    "_reduce_scatter_base",
+    "all_to_all_single",
+]
+_list_functions = ["all_gather", "reduce_scatter", "all_to_all"]
+_other_functions = ["all_reduce_coalesced", "all_gather_coalesced", "batch_isend_irecv", "barrier"]
+_pair_functions = [name for name in _pair_functions if hasattr(safecomm, name)]
+
+# Calls that every rank makes and that no rank can launch. The group has two members.
+WRONG = {
+    **{
+        f"{name} with {what}": (name, arguments, {})
+        for name in _tensor_functions
+        for what, arguments in {
+            "nothing": (),
+            "None": (None, 0),
+            "a list": ([_one], 0),
+            "a number": (3, 0),
+        }.items()
+    },
+    **{
+        f"{name} with {what}": (name, arguments, {})
+        for name in _pair_functions
+        for what, arguments in {
+            "nothing": (),
+            "one argument": (_one,),
+            "a list": ([_ones(8)], _one),
+            "None": (_ones(8), None),
+            "wrong sizes": (_ones(5), _ones(3)),
+            "two types": (_ones(8, dtype=torch.float64), _ones(4)),
+        }.items()
+    },
+    **{
+        f"{name} with {what}": (name, arguments, {})
+        for name in _list_functions
+        for what, arguments in {
+            "nothing": (),
+            "a tensor in place of the list": (_one, _one),
+            "a short list": ([_one], [_one]) if name == "all_to_all" else ([_one], _one),
+            "an empty list": ([], _one),
+            "two types": ([_one, _ones(4, dtype=torch.float64)], _one),
+        }.items()
+    },
+    "reduce_scatter with a short list": ("reduce_scatter", (_one, [_one]), {}),
+    "all_to_all_single with wrong splits": ("all_to_all_single", (_one, _one, [1, 1], [2, 2]), {}),
+    **{f"{name} with nothing": (name, (), {}) for name in _other_functions[:3]},
+    **{f"{name} with a string": (name, ("x", "y")[: 1 + ("gather" in name)], {}) for name in _other_functions[:3]},
+    "batch_isend_irecv with an empty list": ("batch_isend_irecv", ([],), {}),
+    "P2POp with a wrong function": ("P2POp", (max, _one, 0), {}),
+    "P2POp with nothing": ("P2POp", (), {}),
+    "P2POp with no tensor": ("P2POp", (stock.isend, 5, 0), {}),
+    "P2POp with no peer": ("P2POp", (stock.isend, _one), {}),
+    "P2POp with a wrong keyword": ("P2POp", (stock.isend, _one, 0), {"nonsense": 1}),
+    "all_reduce with no operation": ("all_reduce", (_one, None), {}),
+    "all_reduce with a string as operation": ("all_reduce", (_one, "sum"), {}),
+    "all_reduce with an unsupported operation": (
+        "all_reduce",
+        (_ones(4, dtype=torch.complex64), stock.ReduceOp.MAX),
+        {},
+    ),
+    "broadcast without a source": ("broadcast", (_one,), {}),
+    "broadcast from two sources": ("broadcast", (_one, 0), {"group_src": 0}),
+    "broadcast from nowhere": ("broadcast", (_one, 7), {}),
+    "gather with lists everywhere": ("gather", (_one, [_one, _one], 5), {}),
+    "scatter without a list": ("scatter", (_one,), {"src": -1}),
+    "_coalescing_manager with too much": ("_coalescing_manager", (None, None, False, 1), {}),
+    "destroy_process_group with a string": ("destroy_process_group", ("x",), {}),
+    **{
+        f"{name} with a wrong keyword": (name, (), {"nonsense": 1})
+        for name in [*_tensor_functions, *_pair_functions, *_list_functions, *_other_functions, "_coalescing_manager"]
+    },
+}
+
+WRONG_GROUPS = {
+    name: (arguments, keywords)
+    for name, arguments, keywords in [
+        ("all_reduce", (_one,), {}),
+        ("all_reduce_coalesced", ([_one],), {}),
+        ("broadcast", (_one, 0), {}),
+        ("reduce", (_one, 0), {}),
+        ("all_gather", ([_one, _one], _one), {}),
+        ("all_gather_coalesced", ([[_one], [_one]], [_one]), {}),
+        ("gather", (_one,), {}),
+        ("scatter", (_one,), {}),
+        ("reduce_scatter", (_one, [_one, _one]), {}),
+        ("all_to_all", ([_one, _one], [_one, _one]), {}),
+        ("isend", (_one, 0), {}),
+        ("irecv", (_one, 0), {}),
+        ("send", (_one, 0), {}),
+        ("recv", (_one, 0), {}),
+        ("barrier", (), {}),
+        ("destroy_process_group", (), {}),
+        *((name, (_one, _one), {}) for name in _pair_functions),
+    ]
+}
+
+
+def raised(dist, name, arguments, keywords):
+    """Return the type and the text of what the call raises."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            made = getattr(dist, name)(*arguments, **keywords)
+            if name == "_coalescing_manager":
+                with made:
+                    pass
+        except Exception as error:
+            # Addresses and times differ from one call to the next.
+            return type(error), re.sub(r"0x[0-9a-f]+|\[F\S+ \S+ ", "", str(error))
+        return None
+
+
+def compare_errors(calls):
+    different = []
+    for what, call in calls:
+        expected = raised(stock, *call)
+        found = raised(safecomm, *call)
+        if expected is None or found != expected or safecomm.pending():
+            different.append(
+                f"{what}:\n  torch.distributed {expected}\n  safecomm          {found} {safecomm.pending()}"
+            )
+    assert not different, "\n".join([f"{len(different)} differ:", *different[:3]])
+
+
+@on(2)
+def test_wrong_arguments_raise_the_same_and_hold_nothing():
+    compare_errors(WRONG.items())
+
+
+@on(2)
+def test_a_wrong_group_raises_the_same_and_holds_nothing():
+    for group in ("x", 5, object):
+        compare_errors(
+            (f"{name} with group={group!r}", (name, arguments, {**keywords, "group": group}))
+            for name, (arguments, keywords) in WRONG_GROUPS.items()
+        )
+
+
+@on(2)
+def test_a_call_that_fails_on_the_backend_holds_nothing():
+    def call(dist, s):
+        tensor = s.data()
+        return dist.all_reduce(tensor, stock.ReduceOp.BAND, **s.keywords), [tensor]
+
+    for asynchronous in (False, True):
+        setting = Setting(asynchronous=asynchronous)
+        assert outcome(stock, call, setting)[0][0] is RuntimeError
+        compare(call, [setting])
+
+
+def _without_a_group(rank):
+    calls = [(name, (name, *rest)) for name, rest in WRONG_GROUPS.items()]
+    calls += [
+        ("P2POp", ("P2POp", (stock.isend, _one, 0), {})),
+        ("_coalescing_manager", ("_coalescing_manager", (), {})),
+    ]
+    compare_errors(calls)
+    assert safecomm.pending() == []
+    assert safecomm.drain() == safecomm.drain(wait=True) == 0
+
+
+def test_without_a_process_group_everything_raises_the_same():
+    launch(0, _without_a_group)[0].check()

@@ -1,0 +1,383 @@
+"""Ends and errors (S4, S7): each ends cleanly or with a clear error, never in a hang or a crash.
+
+Tests that kill ranks, destroy groups or end interpreters have processes of their own.
+"""
+
+import logging
+import os
+import signal
+import threading
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as stock
+import torch.distributed.distributed_c10d as c10d
+from calls import COALESCED, Setting
+from ranks import launch, on, signal_to_peers, wait_for_signal
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import safecomm as dist
+
+SOON = 2.0
+"""A group's timeout, in seconds, for the tests that run into it."""
+
+
+def check(world, body, *arguments, statuses=None, destroyed=True, **limits):
+    """Run ``body`` in ranks of their own, check how each ended, and return that."""
+    ended = launch(world, body, *arguments, **limits)
+    for rank, one in enumerate(ended):
+        one.check((statuses or [0] * world)[rank], destroyed=destroyed)
+    return ended
+
+
+# --- destroying and aborting ----------------------------------------------------------------------------
+
+
+def _destroy_with_works_pending(rank, which):
+    group = dist.new_group() if which == "subgroup" else None
+    tensors = [torch.ones(1000) for _ in range(20)]
+    kept = [dist.all_reduce(tensor, group=group, async_op=True) for tensor in tensors[:10]]
+    for tensor in tensors[10:]:
+        dist.all_reduce(tensor, group=group, async_op=True)
+    sent, room = torch.full((10,), 5.0), torch.zeros(10)
+    dist.isend(sent, 1 - rank, group=group)
+    dist.irecv(room, 1 - rank, group=group)
+    assert len(dist.pending()) > 0
+    dist.destroy_process_group(group)
+    assert dist.pending() == []
+    assert all(tensor[0] == 2 for tensor in tensors)
+    assert room[0] == 5
+    assert all(work.wait() for work in kept)
+    if group is not None:
+        dist.destroy_process_group()
+    assert not dist.is_initialized()
+    assert dist.drain(wait=True) == 0
+
+
+@pytest.mark.parametrize("which", ["world", "subgroup"])
+def test_destroying_a_group_finishes_its_works_first(which):
+    check(2, _destroy_with_works_pending, which)
+
+
+def _destroy_with_a_work_that_cannot_end(rank):
+    if rank == 1:
+        wait_for_signal("destroyed")
+        dist.destroy_process_group()
+        return
+    tensor = torch.ones(1000)
+    memory = StorageWeakRef(tensor.untyped_storage())
+    dist.all_reduce(tensor, async_op=True)
+    del tensor
+    # Either safecomm's patience ends first, or the group's, as the limits are the same; then the work has failed.
+    message = ""
+    try:
+        dist.destroy_process_group()
+    except dist.PendingWorkError as error:
+        message = str(error)
+    if message:
+        assert "all_reduce of 4000 bytes" in message
+        assert "in _destroy_with_a_work_that_cannot_end" in message
+        assert not memory.expired()
+        c10d.destroy_process_group()
+    signal_to_peers("destroyed")
+
+
+def test_destroying_a_group_with_a_work_that_cannot_end_is_a_clear_error():
+    check(2, _destroy_with_a_work_that_cannot_end, timeout=SOON)
+
+
+def _abort_with_works_pending(rank):
+    if rank == 1:
+        wait_for_signal("aborted")
+        dist.destroy_process_group()
+        return
+    tensor = torch.ones(1000)
+    memory = StorageWeakRef(tensor.untyped_storage())
+    work = dist.all_reduce(tensor, async_op=True)
+    del tensor
+    dist._abort_process_group()
+    # The backend may still have it: it stays until drain(wait=True).
+    assert all(entry.state == "quarantined" for entry in dist.pending())
+    assert dist.pending() == [] or not memory.expired()
+    assert dist.drain(wait=True, timeout=timedelta(seconds=30)) == 0
+    assert dist.pending() == []
+    del work
+    signal_to_peers("aborted")
+
+
+def test_aborting_a_group_with_works_pending():
+    if not hasattr(c10d, "_abort_process_group"):
+        return  # before torch 2.6
+    check(2, _abort_with_works_pending, timeout=SOON)
+
+
+def _init_again(rank, path):
+    for number in range(3):
+        tensor = torch.ones(4)
+        dist.all_reduce(tensor, async_op=True)
+        dist.destroy_process_group()
+        assert tensor.tolist() == [2.0] * 4
+        dist.init_process_group("gloo", init_method=f"file://{path}{number}", rank=rank, world_size=2)
+    dist.all_reduce(tensor)
+    dist.destroy_process_group()
+
+
+def test_groups_may_be_made_again(tmp_path):
+    check(2, _init_again, str(tmp_path / "store"))
+
+
+# --- collectives that fail ------------------------------------------------------------------------------
+
+
+def _times_out(rank, module_is_stock):
+    module = stock if module_is_stock else dist
+    if rank == 1:
+        wait_for_signal("timed out")
+        os._exit(0)  # its peer has closed the connection
+    tensor = torch.ones(1000)
+    memory = StorageWeakRef(tensor.untyped_storage())
+    work = module.all_reduce(tensor, async_op=True)
+    with pytest.raises(RuntimeError) as caught:
+        work.wait()
+    print(type(caught.value).__name__, str(caught.value).split("]")[-1].split("ms")[-1], flush=True)
+    if not module_is_stock:
+        assert all(entry.state == "quarantined" for entry in dist.pending())
+        assert dist.pending() == [] or not memory.expired()
+        with pytest.raises(RuntimeError):
+            work.wait()
+        assert dist.drain(wait=True, timeout=timedelta(seconds=30)) == 0
+    signal_to_peers("timed out")
+    os._exit(0)
+
+
+def test_a_collective_that_times_out_fails_as_torch_s_and_is_quarantined():
+    outs = [check(2, _times_out, module_is_stock, timeout=SOON)[0].out for module_is_stock in (True, False)]
+    assert outs[0]
+    assert outs[0] == outs[1]
+
+
+def _peer_dies(rank, asynchronous):
+    dist.barrier()
+    if rank == 1:
+        wait_for_signal("launched")
+        os.kill(os.getpid(), signal.SIGKILL)
+    tensor = torch.ones(1 << 20)
+    if asynchronous:
+        work = dist.all_reduce(tensor, async_op=True)
+        signal_to_peers("launched")
+        with pytest.raises(RuntimeError):
+            work.wait()
+    else:
+        signal_to_peers("launched")
+        with pytest.raises(RuntimeError):
+            dist.all_reduce(tensor)
+    assert dist.drain(wait=True, timeout=timedelta(seconds=30)) == 0
+    with pytest.raises(RuntimeError):  # the group is broken, which is said again and hangs nothing
+        dist.all_reduce(tensor)
+    assert dist.drain(wait=True, timeout=timedelta(seconds=30)) == 0
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_rank_that_dies_is_an_error_in_the_others(asynchronous):
+    check(2, _peer_dies, asynchronous, statuses=[0, -signal.SIGKILL], timeout=30.0)
+
+
+def _peer_dies_and_nobody_waits(rank):
+    dist.barrier()
+    if rank == 1:
+        wait_for_signal("launched")
+        os.kill(os.getpid(), signal.SIGKILL)
+    for _ in range(3):
+        dist.all_reduce(torch.ones(1000), async_op=True)
+    signal_to_peers("launched")
+    assert dist.drain(wait=True, timeout=timedelta(seconds=30)) == 0
+    dist.destroy_process_group()
+
+
+def test_a_rank_that_dies_and_nobody_waits():
+    check(2, _peer_dies_and_nobody_waits, statuses=[0, -signal.SIGKILL], timeout=30.0)
+
+
+# --- regions that fail ----------------------------------------------------------------------------------
+
+
+class Interruption(Exception):
+    pass
+
+
+def _group_works_again():
+    assert dist.pending() == []
+    tensor = torch.ones(4)
+    dist.all_reduce(tensor)
+    assert tensor.tolist() == [2.0] * 4
+    with dist._coalescing_manager(async_ops=True) as manager:
+        dist.all_reduce(tensor)
+    manager.wait()
+    assert tensor.tolist() == [4.0] * 4
+    assert dist.pending() == []
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@on(2)
+def test_after_an_exception_in_a_coalescing_region_the_group_works(asynchronous):
+    tensor = torch.ones(4)
+
+    def interrupted():
+        with dist._coalescing_manager(async_ops=asynchronous):
+            dist.all_reduce(tensor)
+            raise Interruption
+
+    with pytest.raises(Interruption):
+        interrupted()
+    assert tensor.tolist() == [1.0] * 4  # it was never launched
+    _group_works_again()
+
+
+@on(2)
+def test_after_an_error_at_the_end_of_a_coalescing_region_the_group_works():
+    with pytest.raises(RuntimeError, match="same type"):
+        COALESCED["mixed_region"](dist, Setting())
+    _group_works_again()
+
+
+@on(2)
+def test_after_a_region_that_could_not_begin_the_group_works():
+    # gloo has no regions that launch as they go. torch.distributed leaves the group collecting calls for ever.
+    def begin(module):
+        try:
+            with module._coalescing_manager(device=torch.device("cpu")):
+                pass
+        except RuntimeError as error:
+            return str(error)
+        return None
+
+    expected = begin(c10d)
+    c10d._world.pg_coalesce_state.clear()
+    assert expected is not None
+    assert begin(dist) == expected
+    _group_works_again()
+
+
+@on(2)
+def test_a_region_in_a_region_fails_as_torch_s_and_the_group_works():
+    def nested():
+        with dist._coalescing_manager():
+            dist.all_reduce(torch.ones(4))
+            with dist._coalescing_manager():
+                pass
+
+    with pytest.raises(ValueError, match="non-empty op list"):
+        nested()
+    _group_works_again()
+
+
+@on(2)
+def test_an_exception_between_launch_and_wait_leaves_nothing_behind():
+    def fails():
+        tensor = torch.ones(1000)
+        dist.all_reduce(tensor, async_op=True)
+        raise Interruption
+
+    with pytest.raises(Interruption):
+        fails()
+    assert dist.drain(wait=True, timeout=timedelta(seconds=30)) == 0
+
+
+# --- interpreters that end ------------------------------------------------------------------------------
+
+
+def _ends(rank, how, destroy):
+    logging.basicConfig(level=logging.ERROR)
+    global kept  # a global is taken down with its module, later than a local
+    tensor, room, peer = torch.ones(1 << 16), torch.empty(1 << 16), 1 - rank
+    if how == "waited":
+        kept = dist.all_reduce(tensor, async_op=True)
+        kept.wait()
+    elif how == "dropped":
+        dist.all_reduce(tensor, async_op=True)
+        del tensor
+    elif how == "kept":
+        kept = dist.all_reduce(tensor, async_op=True)
+    elif how == "future":
+        kept = dist.all_reduce(tensor, async_op=True).get_future()
+    elif how == "send":
+        kept = [dist.isend(tensor, peer), dist.irecv(room, peer)]
+    elif how == "region":
+        with dist._coalescing_manager(async_ops=True) as kept:
+            dist.all_reduce(tensor)
+    elif how == "nothing":
+        pass
+    if destroy:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("destroy", [False, True], ids=["", "destroyed"])
+@pytest.mark.parametrize("how", ["waited", "dropped", "kept", "future", "send", "region"])
+def test_interpreters_end_with_works(how, destroy):
+    check(2, _ends, how, destroy, destroyed=destroy, timeout=30.0)
+
+
+def _ends_with_a_send_that_nobody_receives(rank):
+    global kept
+    if rank == 0:
+        kept = dist.isend(torch.ones(1 << 20), 1)
+    else:
+        kept = dist.irecv(torch.ones(4), 0, tag=5)
+    dist.barrier()
+
+
+def test_interpreters_end_with_a_send_that_nobody_receives():
+    check(2, _ends_with_a_send_that_nobody_receives, destroyed=False, timeout=30.0)
+
+
+def _ends_with_a_collective_that_nobody_joins(rank):
+    global kept
+    dist.barrier()
+    if rank == 0:
+        kept = dist.all_reduce(torch.ones(1 << 16), async_op=True)
+        signal_to_peers("launched")
+    else:
+        wait_for_signal("launched")
+
+
+def test_interpreters_end_with_a_collective_that_nobody_joins():
+    check(2, _ends_with_a_collective_that_nobody_joins, destroyed=False, timeout=30.0)
+
+
+def _ends_by_an_exception(rank):
+    tensor = torch.ones(1000)
+    work = dist.all_reduce(tensor, async_op=True)  # noqa: F841 - alive in the traceback
+    raise Interruption("the program's own")
+
+
+def test_an_interpreter_that_ends_by_an_exception_says_which():
+    for ended in launch(2, _ends_by_an_exception, timeout=30.0):
+        assert ended.status in (1, -signal.SIGABRT), ended.err  # see Ended.check
+        assert "Segmentation" not in ended.err
+        assert "Interruption: the program's own" in ended.err
+
+
+def _ends_while_a_thread_waits(rank):
+    if rank == 1:
+        wait_for_signal("thread waits")
+        dist.all_reduce(torch.ones(4))
+        return
+    work = dist.all_reduce(torch.ones(4), async_op=True)
+    thread = threading.Thread(target=work.wait)
+    thread.start()
+    signal_to_peers("thread waits")
+
+
+def test_an_interpreter_that_ends_while_a_thread_waits():
+    check(2, _ends_while_a_thread_waits, destroyed=False, timeout=30.0)
+
+
+def _without_any_group(rank):
+    assert dist.pending() == []
+    assert dist.drain(wait=True) == 0
+
+
+def test_an_interpreter_that_used_no_group():
+    launch(0, _without_any_group)[0].check()

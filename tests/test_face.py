@@ -1,0 +1,236 @@
+"""``import safecomm as dist`` offers all that torch.distributed does, under the same names, and looks the same (S8)."""
+
+import importlib
+import inspect
+import pickle
+import subprocess
+import sys
+import types
+
+import pytest
+import torch
+import torch.distributed as stock
+import torch.distributed.distributed_c10d as c10d
+from ranks import on
+
+import safecomm
+
+WRAPPED = [
+    name
+    for name in [
+        "all_reduce",
+        "all_reduce_coalesced",
+        "all_gather",
+        "all_gather_into_tensor",
+        "all_gather_coalesced",
+        "all_gather_single",
+        "reduce_scatter",
+        "reduce_scatter_tensor",
+        "reduce_scatter_single",
+        "all_to_all",
+        "all_to_all_single",
+        "broadcast",
+        "reduce",
+        "gather",
+        "scatter",
+        "send",
+        "recv",
+        "isend",
+        "irecv",
+        "batch_isend_irecv",
+        "barrier",
+        "_coalescing_manager",
+        "_all_gather_base",
+        "_reduce_scatter_base",
+        "destroy_process_group",
+        "_abort_process_group",
+    ]
+    if hasattr(c10d, name)
+]
+CLASSES = ["Work", "P2POp"]
+NEW = ["CaptureBoundaryError", "Pending", "PendingWorkError", "SafecommError", "drain", "pending"]
+
+PUBLIC = [name for name in dir(stock) if not name.startswith("_")]
+
+
+def in_a_fresh_interpreter(program):
+    """Return what ``program`` prints."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program],
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": ":".join(filter(None, sys.path))},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+# --- names -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_every_public_name_is_reachable_and_what_is_not_wrapped_is_the_very_same_object(name):
+    ours, theirs = getattr(safecomm, name), getattr(stock, name)
+    if name in WRAPPED or name in CLASSES:
+        assert ours is not theirs
+    else:
+        assert ours is theirs
+
+
+def test_private_names_and_those_added_later_are_reachable():
+    assert safecomm._get_default_group is c10d._get_default_group if hasattr(stock, "_get_default_group") else True
+    stock.a_name_of_tomorrow = object()
+    try:
+        assert safecomm.a_name_of_tomorrow is stock.a_name_of_tomorrow
+        assert "a_name_of_tomorrow" in dir(safecomm)
+    finally:
+        del stock.a_name_of_tomorrow
+    with pytest.raises(AttributeError, match=r"'safecomm'.*'nonsense'"):
+        safecomm.nonsense  # noqa: B018 - looked up for its error
+    assert not hasattr(safecomm, "__nonsense__")
+
+
+def test_dir_has_both():
+    listed = dir(safecomm)
+    assert set(dir(stock)) <= set(listed)
+    assert {*WRAPPED, *CLASSES, *NEW} <= set(listed)
+    assert listed == sorted(set(listed))
+
+
+def test_a_star_import_gives_the_wrapped_functions():
+    namespace = {}
+    exec("from safecomm import *", namespace)
+    for name in WRAPPED + NEW:
+        if not name.startswith("_"):
+            assert namespace[name] is getattr(safecomm, name)
+
+
+def test_every_own_name_is_exported_once_and_says_where_it_is_from():
+    own = {
+        name: thing
+        for name, thing in vars(safecomm).items()
+        if issubclass(type(thing), (type, types.FunctionType))  # isinstance() would make torch's reduce_op warn
+        and thing.__module__.split(".")[0] == "safecomm"
+        and not name.startswith("_")
+    }
+    new = {name: thing for name, thing in own.items() if not hasattr(c10d, name)}
+    assert sorted(new) == sorted(NEW)
+    assert set(own) <= {*NEW, *WRAPPED, *CLASSES}
+    for name, thing in own.items():
+        assert [other for other in own if own[other] is thing] == [name]
+        assert getattr(importlib.import_module(thing.__module__), name) is thing
+
+
+# --- what wrapped functions look like ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*WRAPPED, "P2POp"])
+def test_wrapped_functions_look_like_the_originals(name):
+    ours, theirs = getattr(safecomm, name), getattr(c10d, name)
+    assert inspect.signature(ours) == inspect.signature(theirs)
+    if name in WRAPPED:
+        assert ours.__name__ == theirs.__name__
+        assert ours.__qualname__ == theirs.__qualname__
+        assert ours.__doc__ == theirs.__doc__
+        assert inspect.isfunction(ours)  # what dynamo and others ask
+
+
+@pytest.mark.parametrize("name", [*WRAPPED, *CLASSES, *NEW])
+def test_pickle_finds_wrapped_functions_again(name):
+    thing = getattr(safecomm, name)
+    assert pickle.loads(pickle.dumps(thing)) is thing
+
+
+def test_pickle_in_another_interpreter():
+    text = pickle.dumps(safecomm.all_reduce).hex()
+    program = (
+        f"import pickle; f = pickle.loads(bytes.fromhex({text!r})); import safecomm; print(f is safecomm.all_reduce)"
+    )
+    assert in_a_fresh_interpreter(program).strip() == "True"
+
+
+@on(2)
+def test_p2pop_is_an_instance_both_ways():
+    for make in (safecomm.P2POp, stock.P2POp):
+        for function in (stock.isend, stock.irecv, safecomm.isend, safecomm.irecv):
+            if make is stock.P2POp and function in (safecomm.isend, safecomm.irecv):
+                continue  # torch's own class takes its own functions only, unless they are patched
+            op = make(function, torch.ones(1), 0)
+            assert isinstance(op, stock.P2POp)
+            assert op.op in (c10d.isend, c10d.irecv)
+            assert repr(op).startswith("P2POp(")
+    assert isinstance(safecomm.P2POp(safecomm.isend, tensor=torch.ones(1), group_peer=1), safecomm.P2POp)
+
+
+# --- submodules ---------------------------------------------------------------------------------------------
+
+SUBMODULES = """
+import sys, warnings
+import torch.distributed
+import safecomm
+import safecomm.fsdp
+import safecomm.nn.functional
+import safecomm.algorithms.ddp_comm_hooks.default_hooks as hooks
+from safecomm.tensor.parallel import ColwiseParallel
+from safecomm.device_mesh import DeviceMesh
+from safecomm.fsdp import fully_shard
+import torch.distributed.fsdp, torch.distributed.nn.functional, torch.distributed.tensor.parallel
+import torch.distributed.algorithms.ddp_comm_hooks.default_hooks as their_hooks
+for name in ("fsdp", "nn", "nn.functional", "tensor", "tensor.parallel", "device_mesh"):
+    module = sys.modules["torch.distributed." + name]
+    assert sys.modules["safecomm." + name] is module, name
+    assert module.__name__ == module.__spec__.name == "torch.distributed." + name, module.__spec__
+    assert module.__spec__.origin == module.__file__
+    assert module.__spec__.loader is module.__loader__
+    assert (module.__package__ or "").startswith("torch.distributed")
+assert safecomm.fsdp is torch.distributed.fsdp
+assert safecomm.nn.functional is torch.distributed.nn.functional
+assert hooks is their_hooks
+assert ColwiseParallel is torch.distributed.tensor.parallel.ColwiseParallel
+assert DeviceMesh is torch.distributed.device_mesh.DeviceMesh
+assert safecomm.ledger.__name__ == "safecomm.ledger"  # our own come first
+import importlib
+importlib.reload(torch.distributed.nn.functional)
+for missing in ("safecomm.nonsense", "safecomm.fsdp.nonsense"):
+    try:
+        importlib.import_module(missing)
+    except ModuleNotFoundError as error:
+        assert missing in str(error), error
+    else:
+        raise AssertionError(missing)
+print("done")
+"""
+
+
+def test_submodules_are_torch_distributed_s_own_and_unharmed():
+    program = "import warnings; warnings.simplefilter('default')\n" + SUBMODULES
+    assert in_a_fresh_interpreter(program).strip() == "done"
+
+
+def test_a_submodule_is_reachable_as_an_attribute_without_an_import():
+    program = "import safecomm, sys; print(safecomm.checkpoint is sys.modules['torch.distributed.checkpoint'])"
+    assert in_a_fresh_interpreter("import warnings; warnings.simplefilter('default')\n" + program).strip() == "True"
+
+
+# --- cost of the import ---------------------------------------------------------------------------------------
+
+
+def test_the_import_brings_nothing_but_safecomm():
+    program = (
+        "import sys, torch.distributed; before = set(sys.modules); import safecomm; print(*set(sys.modules) - before)"
+    )
+    new = in_a_fresh_interpreter(program).split()
+    assert "safecomm" in new
+    assert [name for name in new if name.split(".")[0] != "safecomm"] == []
+
+
+def test_the_import_changes_nothing_in_torch():
+    program = """
+import torch, torch.distributed as stock, torch.distributed.distributed_c10d as c10d, os, warnings
+before = dict(vars(stock)), dict(vars(c10d)), dict(os.environ), list(warnings.filters)
+import safecomm
+after = dict(vars(stock)), dict(vars(c10d)), dict(os.environ), list(warnings.filters)
+print([a == b for a, b in zip(before, after)])
+"""
+    assert in_a_fresh_interpreter(program).strip() == "[True, True, True, True]"

@@ -1,0 +1,124 @@
+"""Every private name that safecomm stands on is there, and where it is not, what stands in for it works.
+
+A failure of the first kind means that torch has moved: the message says what takes over, and what that costs.
+"""
+
+import importlib.util
+import types
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.distributed_c10d as c10d
+from ranks import on
+
+import safecomm
+from safecomm import _torch
+
+# Where it is looked up, the name, and what happens without it. None: nothing stands in, safecomm can't be imported.
+NAMES = [
+    (c10d, "_world", None),
+    (c10d._world, "default_pg", None),
+    (c10d._world, "pg_coalesce_state", None),
+    (c10d._world, "pg_backend_config", "backend_name() says '', so nothing is known to end in order"),
+    (c10d._world, "pg_names", "group_name() says '', so pending() shows no group"),
+    (c10d, "_IllegalWork", None),
+    (c10d, "_coalescing_manager", None),
+    (c10d, "_CoalescingManager", None),
+    (c10d.AllreduceOptions, "asyncOp", "every call counts as asynchronous, as before torch 2.7"),
+    (c10d.ProcessGroup, "_get_backend", "group_timeout() says None, so destroy_process_group waits 30 s at most"),
+    (c10d.ProcessGroup, "_end_coalescing", None),
+    (torch._C, "_storage_Use_Count", "only_holder() says False, so memory behind the host comes back a bit later"),
+    (torch.UntypedStorage, "_cdata", "only_holder() fails"),
+]
+if torch.cuda.is_available():
+    NAMES.append((torch._C, "_cuda_getCurrentRawStream", "current_raw_stream() takes 5 us in place of 0.1"))
+
+
+@pytest.mark.parametrize(("owner", "name", "fallback"), NAMES, ids=[name for _, name, _ in NAMES])
+def test_the_name_is_there(owner, name, fallback):
+    takes_over = fallback or "nothing: safecomm needs it"
+    assert hasattr(owner, name), f"{name} is gone from {owner}. What takes over: {takes_over}"
+
+
+def a_fresh_copy():
+    """Return ``safecomm._torch``, run again, as on a torch without the names that the test took away."""
+    spec = importlib.util.spec_from_file_location("a_copy_of_torch_names", Path(_torch.__file__))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_without_the_use_count_nobody_is_known_to_be_the_only_holder(monkeypatch):
+    storage = torch.empty(4).untyped_storage()
+    assert _torch.only_holder(storage)
+    other = torch.empty(0).set_(storage)
+    assert not _torch.only_holder(storage)
+    del other
+    monkeypatch.delattr(torch._C, "_storage_Use_Count")
+    assert not a_fresh_copy().only_holder(storage)
+
+
+def test_only_holder_takes_what_is_no_storage():
+    assert not _torch.only_holder(object())
+
+
+def test_without_the_raw_stream_the_public_one_is_asked(monkeypatch):
+    class Stream:
+        cuda_stream = 77
+
+    monkeypatch.delattr(torch._C, "_cuda_getCurrentRawStream", raising=False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: Stream)
+    assert a_fresh_copy().current_raw_stream(0) == 77
+
+
+def test_without_asyncop_every_call_counts_as_asynchronous(monkeypatch):
+    class Options:
+        pass
+
+    monkeypatch.setattr(c10d, "AllreduceOptions", Options)
+    assert a_fresh_copy().ASYNC_OPTION is False
+
+
+def test_without_a_driver_there_are_no_buffers_and_no_captures(monkeypatch):
+    def no_driver(name):
+        raise OSError(name)
+
+    import ctypes
+
+    monkeypatch.setattr(ctypes, "PyDLL", no_driver)
+    copy = a_fresh_copy()
+    assert copy.pointer_attribute is None
+    assert copy.capture_id(1) == 0
+    assert copy.swap_capture_mode(2) == 2
+
+
+@on(2)
+def test_what_is_known_of_groups_and_what_without_the_names():
+    group = c10d._get_default_group()
+    assert _torch.backend_name(group, "cpu") == "gloo"
+    assert _torch.group_name(group) == group.group_name
+    assert isinstance(_torch.group_timeout(group, "cpu"), timedelta)
+
+    copy = a_fresh_copy()
+    copy.world = object()
+    assert copy.backend_name(group, "cpu") == ""
+    assert copy.group_name(group) == ""
+    assert copy.group_timeout(object(), "cpu") is None
+
+
+@on(2)
+def test_a_group_of_a_backend_that_is_not_known_is_held_for_all_the_same():
+    before = _torch.world
+    _torch.world = types.SimpleNamespace(default_pg=before.default_pg, pg_coalesce_state=before.pg_coalesce_state)
+    try:
+        tensor = torch.ones(4)
+        work = safecomm.all_reduce(tensor, group=c10d.new_group(), async_op=True)
+        (entry,) = safecomm.pending()
+        assert entry.group == ""
+        assert work.wait()
+        assert safecomm.pending() == []
+    finally:
+        _torch.world = before
+    assert tensor.tolist() == [2.0] * 4

@@ -1,0 +1,143 @@
+"""The shape of the package: who may import whom, who may touch private names, and that all of it is documented."""
+
+import ast
+import inspect
+import types
+from pathlib import Path
+
+import pytest
+
+import safecomm
+
+ROOT = Path(safecomm.__file__).parent
+FILES = sorted(ROOT.rglob("*.py"))
+
+# Names with an underscore that are torch.distributed's vocabulary rather than its internals: collectives that safecomm
+# wraps, which people call under these names.
+WRAPPED_NAMES = {
+    "_coalescing_manager",
+    "_all_gather_base",
+    "_reduce_scatter_base",
+    "_allgather_base",
+    "_abort_process_group",
+    "_end_coalescing",
+}
+# A module of torch with an underscore in its name, but documented functions: torch.overrides and the like have none.
+ALIASES = {"torch", "c10d", "_c10d", "C10dWork"}
+
+
+def layers():
+    """Return the layers that the docstring of the package lists, top to bottom, each a set of module names."""
+    lines = inspect.getdoc(safecomm).splitlines()
+    start = next(i for i, line in enumerate(lines) if "The direction of dependency" in line)
+    indented = [line for line in lines[start:] if line.startswith("    ")]
+    return [{name.strip() for name in line.strip().split("  ")[0].split(",")} for line in indented]
+
+
+def layer_of(module):
+    """Return the number of the layer that ``safecomm.<module>`` is in; 0 is the top."""
+    first = module.split(".")[0] or "__init__"
+    found = [number for number, names in enumerate(layers()) if first in names]
+    assert len(found) == 1, f"{first} is listed {len(found)} times in the docstring of safecomm/__init__.py"
+    return found[0]
+
+
+def module_of(path):
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix("__init__").rstrip(".")
+
+
+def imported(tree):
+    """Yield the modules of safecomm that a module imports, at its head or in its functions."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] == "safecomm":
+                    yield alias.name.removeprefix("safecomm").lstrip(".")
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "relative imports hide the direction"
+            if node.module == "safecomm":
+                for alias in node.names:
+                    yield alias.name if (ROOT / f"{alias.name}.py").exists() or (ROOT / alias.name).is_dir() else ""
+            elif node.module and node.module.startswith("safecomm."):
+                yield node.module.removeprefix("safecomm.")
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_of)
+def test_nothing_imports_upwards(path):
+    module = module_of(path)
+    for other in imported(ast.parse(path.read_text())):
+        assert layer_of(other) >= layer_of(module), f"{module or '__init__'} imports {other or 'safecomm itself'}"
+
+
+def test_every_file_is_in_the_list():
+    for path in FILES:
+        layer_of(module_of(path))
+
+
+def chains(tree):
+    """Yield each chain of attributes as a list of names: ``torch._C._x`` as ["torch", "_C", "_x"]."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            names = []
+            while isinstance(node, ast.Attribute):
+                names.insert(0, node.attr)
+                node = node.value
+            if isinstance(node, ast.Name):
+                yield [node.id, *names]
+
+
+def private(name):
+    return name.startswith("_") and not name.startswith("__")
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if path.name != "_torch.py"], ids=module_of)
+def test_private_names_of_torch_are_only_in_their_place(path):
+    tree = ast.parse(path.read_text())
+    touched = [
+        ".".join(chain)
+        for chain in chains(tree)
+        if chain[0] in ALIASES and any(private(name) and name not in WRAPPED_NAMES for name in chain[1:])
+    ]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            names = [*node.module.split("."), *(alias.name for alias in node.names)]
+            touched += [f"from {node.module}: {name}" for name in names if private(name) and name not in WRAPPED_NAMES]
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id in ("getattr", "hasattr")
+            and isinstance(node.args[0], ast.Name)
+            and node.args[0].id in ALIASES
+            and isinstance(node.args[1], ast.Constant)
+            and private(node.args[1].value)
+            and node.args[1].value not in WRAPPED_NAMES
+        ):
+            touched.append(f"{node.func.id}({node.args[0].id}, {node.args[1].value!r})")
+    assert touched == []
+
+
+def documented():
+    for name, thing in vars(safecomm).items():
+        # By type() and not isinstance(): torch's deprecated reduce_op warns when its class is asked for.
+        if name.startswith("_") or not issubclass(type(thing), (type, types.FunctionType)):
+            continue
+        if thing.__module__.split(".")[0] == "safecomm":
+            yield name, thing
+            if isinstance(thing, type):
+                for member, value in vars(thing).items():
+                    if not member.startswith("_") and isinstance(value, (types.FunctionType, property)):
+                        yield f"{name}.{member}", value
+
+
+def test_the_package_is_documented():
+    assert safecomm.__doc__
+    for path in FILES:
+        assert ast.get_docstring(ast.parse(path.read_text())), f"{path.name} has no docstring"
+
+
+DOCUMENTED = dict(documented())
+
+
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_every_public_name_is_documented(name):
+    assert DOCUMENTED[name].__doc__
