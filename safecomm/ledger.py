@@ -737,7 +737,8 @@ class Ledger:
             self.sweep(thorough=True)
             return entry not in entry.lane.entries
 
-        self._await(self._entries(group), gone, deadline)
+        while entries := self._entries(group):  # a work can leave a trail
+            self._await(entries, gone, deadline)
 
     def _entries(self, group: Any = None) -> list[Entry]:
         """Return the entries of ``group`` (None: of all groups), without the quarantine."""

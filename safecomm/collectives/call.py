@@ -47,8 +47,8 @@ class Region:
         on another work than the one that is waited for (pytorch #187565). The alias is left without memory at the
         release.
         """
-        if type(tensor) not in PLAIN or not tensor.is_cuda or tensor.is_complex() or tensor.layout is not torch.strided:
-            return tensor
+        if type(tensor) not in PLAIN or tensor.is_complex() or tensor.layout is not torch.strided:
+            return host_alias(tensor)
         alias = tensor.detach()
         self.aliases.append(alias)
         return alias
@@ -100,6 +100,19 @@ def flatten(arguments: Any) -> Iterator[Any]:
             yield from flatten(argument)
 
 
+def host_alias(argument: Any) -> Any:
+    """Return what an asynchronous call is to be given in place of a CPU tensor, or of a list of them.
+
+    gloo's threads look the memory up in the tensor when they come to it, so ``t.data = ...`` after the launch would
+    have them use other memory, and gather then takes the process down (torch 2.13). NCCL gets addresses at the launch.
+    """
+    if isinstance(argument, (list, tuple)):
+        return type(argument)(map(host_alias, argument))
+    if type(argument) in PLAIN and argument.device.type == "cpu" and argument.layout is torch.strided:
+        return argument.detach()
+    return argument
+
+
 def caller() -> types.FrameType:
     """Return the innermost frame outside of this package: the call site."""
     frame = sys._getframe(1)
@@ -109,7 +122,14 @@ def caller() -> types.FrameType:
 
 
 def finish(
-    op: str, result: Any, group: Any, tensors: list[Any], frame: types.FrameType, *, staged: bool, p2p: bool
+    op: str,
+    result: Any,
+    group: Any,
+    tensors: list[Any],
+    frame: types.FrameType,
+    *,
+    staged: bool = False,
+    p2p: bool = False,
 ) -> Any:
     """Hold what a forwarded call left running, and return what the caller gets for ``result``."""
     if isinstance(result, Work) or not tensors:  # c10d's function came back through a wrapper, which holds already
@@ -124,12 +144,15 @@ def finish(
             region.works.append(result)
         return result
     index = index_of(tensors[0])
-    if index is None or type(result) is _torch.IllegalWork:
+    if index is None or not isinstance(group, c10d.ProcessGroup) or type(result) is _torch.IllegalWork:
         return result
     if isinstance(result, c10d.Work):
         device_type = "cpu" if index == HOST else "cuda"
         work = handle(once=p2p and _torch.backend_name(group, device_type) == "gloo")
         return LEDGER.hold(work, op, result, group, index, storages_of(tensors), frame, staged=staged, p2p=p2p)
+    if isinstance(result, torch.Future):
+        _hold_future(op, result, group, index, tensors, frame)
+        return result
     if id(group) not in LEDGER.direct:
         LEDGER.lane_of(group, index)
     if index != HOST:
@@ -137,18 +160,46 @@ def finish(
     return result
 
 
+class _FutureAsWork:
+    """What the ledger asks of a work, answered by a future."""
+
+    def __init__(self, future: Any) -> None:
+        self.wait = future.wait
+        self.is_completed = future.done
+
+
+def _hold_future(op: str, future: Any, group: Any, index: int, tensors: list[Any], frame: types.FrameType) -> None:
+    """Hold the tensors of a call that answers with a future: the coalesced ones, which torch has deprecated."""
+    storages = storages_of(tensors)
+    if index == HOST:
+        LEDGER.hold(Work(), op, _FutureAsWork(future), group, index, storages, frame).awaited = True
+        return
+    # On the device a future is done when the call is launched, and waiting for it orders the current stream: one of its
+    # own, so that the caller's are not delayed.
+    with torch.cuda.stream(torch.cuda.Stream(index)):  # type: ignore[no-untyped-call]
+        future.wait()
+        LEDGER.trail(op, group, index, storages, frame)
+
+
 def forwarded(
-    name: str, *tensor_arguments: str, staged: bool = False, p2p: bool = False, coalesced: bool = False
+    name: str,
+    *tensor_arguments: str,
+    staged: bool = False,
+    p2p: bool = False,
+    unpolled: bool = False,
+    coalesced: bool = False,
 ) -> Any:
     """Return c10d's function ``name`` with a hold around it, on what it is given as ``tensor_arguments``.
 
-    ``staged``: c10d copies through memory of its own. ``p2p``: point-to-point. ``coalesced``: inside a coalescing
+    ``staged``: c10d copies through memory of its own. ``p2p``: point-to-point. ``unpolled``: gloo's does not tell when
+    it is over, as its point-to-point (torch 2.13). ``coalesced``: inside a coalescing
     region c10d collects the tensors and launches them at its end.
     """
     original = getattr(c10d, name)
     names = list(inspect.signature(original).parameters)
     places = [(names.index(argument), argument) for argument in tensor_arguments]
     group_place = names.index("group")
+    async_place = names.index("async_op") if "async_op" in names else None
     compiling = torch.compiler.is_dynamo_compiling
     busy = LEDGER.busy
 
@@ -157,25 +208,30 @@ def forwarded(
             return original(*args, **kwargs)
         if busy:
             LEDGER.sweep()
-        if coalesced and REGIONS:
-            args, kwargs = _aliased(args, kwargs)
+        given, named = args, kwargs
+        region = REGIONS.get(_arguments(args, kwargs)[0]) if coalesced and REGIONS else None
+        if region is not None:
+            given, named = _mapped(region.alias, args, kwargs)
+        elif async_place is not None and (args[async_place] if async_place < len(args) else kwargs.get("async_op")):
+            given, named = _mapped(host_alias, args, kwargs)
         try:
-            result = original(*args, **kwargs)
+            result = original(*given, **named)
         except torch.distributed.DistBackendError:
             finish(name, None, *_arguments(args, kwargs), caller(), staged=staged, p2p=p2p)
             raise
-        return finish(name, result, *_arguments(args, kwargs), caller(), staged=staged, p2p=p2p)
+        group, tensors = _arguments(args, kwargs)
+        apart = p2p or (unpolled and _torch.backend_name(group, "cpu") == "gloo")
+        return finish(name, result, group, tensors, caller(), staged=staged, p2p=apart)
 
-    def _aliased(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        region = REGIONS.get(_arguments(args, kwargs)[0])
-        if region is None:
-            return args, kwargs
+    def _mapped(
+        function: Callable[[Any], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         positional = list(args)
         for place, argument in places:
             if place < len(args):
-                positional[place] = region.alias(args[place])
+                positional[place] = function(args[place])
             elif argument in kwargs:
-                kwargs = {**kwargs, argument: region.alias(kwargs[argument])}
+                kwargs = {**kwargs, argument: function(kwargs[argument])}
         return tuple(positional), kwargs
 
     def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Any]]:

@@ -36,7 +36,13 @@ def _region(group: Any, device: Any, async_ops: bool, frame: types.FrameType) ->
     to = group or default_group()
     region = Region()
     manager = _original(group, device, async_ops)
-    cm = manager.__enter__()
+    was_open = to in _torch.world.pg_coalesce_state
+    try:
+        cm = manager.__enter__()
+    except BaseException:
+        if not was_open:  # c10d would go on collecting the group's calls without running them
+            _torch.world.pg_coalesce_state.pop(to, None)
+        raise
     REGIONS[to] = region
     try:
         yield cm

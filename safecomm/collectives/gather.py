@@ -63,9 +63,11 @@ def _all_gather(output_tensor: Any, input_tensor: Any, group: Any = None, async_
         or dtype.is_complex
         or (lane.regions and to in lane.regions)
     ):
-        return _forward_all_gather(output_tensor, input_tensor, group, async_op)
+        return _forward_all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
     if async_op:
         storages = (output_tensor.untyped_storage(), input_tensor.untyped_storage())
+        if not lane.streamed:  # see call.host_alias
+            output_tensor, input_tensor = output_tensor.detach(), input_tensor.detach()
         inner = _launch(to, output_tensor, input_tensor, _async_options)
         return inner and lane.hold(Work(), _NAME, inner, storages, _caller(_getframe(1)))
     inner = _launch(to, output_tensor, input_tensor, _sync_options)

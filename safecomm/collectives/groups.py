@@ -43,8 +43,8 @@ if hasattr(c10d, "_abort_process_group"):
     _c10d_abort = c10d._abort_process_group
 
     def _abort_process_group(group: Any = None) -> None:
-        target = _target(group)
+        # Before, because c10d lets go of the group in it.
+        LEDGER.close(_target(group), "its group was aborted")
         _c10d_abort(group)
-        LEDGER.close(target, "its group was aborted")
 
     _abort_process_group = stand_in(_abort_process_group, _c10d_abort)

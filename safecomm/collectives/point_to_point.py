@@ -26,17 +26,27 @@ _c10d_batch = c10d.batch_isend_irecv
 _compiling = torch.compiler.is_dynamo_compiling
 
 
+def _with_c10d_op(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if args:
+        return (_c10d_op.get(args[0], args[0]), *args[1:]), kwargs
+    if "op" in kwargs:
+        return args, {**kwargs, "op": _c10d_op.get(kwargs["op"], kwargs["op"])}
+    return args, kwargs
+
+
 class P2POp(c10d.P2POp):
     """One send or receive of a batch: ``torch.distributed.P2POp``, made with safecomm's functions or with torch's.
 
     c10d tells sends from receives by the identity of its own functions, so those are what ``op`` is.
     """
 
-    def __new__(cls, op: Any, *args: Any, **kwargs: Any) -> P2POp:
-        return super().__new__(cls, _c10d_op.get(op, op), *args, **kwargs)  # type: ignore[no-any-return]
+    def __new__(cls, *args: Any, **kwargs: Any) -> P2POp:
+        args, kwargs = _with_c10d_op(args, kwargs)
+        return super().__new__(cls, *args, **kwargs)  # type: ignore[no-any-return]
 
-    def __init__(self, op: Any, *args: Any, **kwargs: Any) -> None:
-        super().__init__(_c10d_op.get(op, op), *args, **kwargs)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        args, kwargs = _with_c10d_op(args, kwargs)
+        super().__init__(*args, **kwargs)
 
 
 P2POp.__signature__ = inspect.signature(c10d.P2POp)  # type: ignore[attr-defined]

@@ -54,13 +54,13 @@ def all_reduce(tensor: Any, op: Any = c10d.ReduceOp.SUM, group: Any = None, asyn
         or (options := (_async_all_reduce if async_op else _sync_all_reduce).get(id(op))) is None
         or (lane.regions and to in lane.regions)
     ):
-        return _forward_all_reduce(tensor, op, group, async_op)
+        return _forward_all_reduce(tensor, op=op, group=group, async_op=async_op)
     if async_op:
         try:
             storages = (tensor.untyped_storage(),)
         except (NotImplementedError, RuntimeError):  # sparse
-            return _forward_all_reduce(tensor, op, group, async_op)
-        inner = _launch_all_reduce(to, [tensor], options)
+            return _forward_all_reduce(tensor, op=op, group=group, async_op=async_op)
+        inner = _launch_all_reduce(to, [tensor if lane.streamed else tensor.detach()], options)  # see call.host_alias
         return inner and lane.hold(Work(), "all_reduce", inner, storages, _getframe(1))
     inner = _launch_all_reduce(to, [tensor], options)
     if inner is not None:  # None where the backend ran it on the current stream (NCCL since torch 2.8)
@@ -84,7 +84,7 @@ _NAME = "reduce_scatter_single" if _RENAMED else "reduce_scatter_tensor"
 _sync_reduce_scatter, _async_reduce_scatter = direct_options(c10d.ReduceScatterOptions)
 _launch_reduce_scatter = getattr(ProcessGroup, "reduce_scatter_single" if _RENAMED else "_reduce_scatter_base")
 _c10d_reduce_scatter = getattr(c10d, _NAME)
-_forward_reduce_scatter = forwarded(_NAME, "output", "input", coalesced=True)
+_forward_reduce_scatter = forwarded(_NAME, "output", "input", coalesced=True, unpolled=True)
 
 
 def _caller(frame: types.FrameType) -> types.FrameType:
@@ -109,8 +109,9 @@ def _reduce_scatter(
         or input.get_device() != lane.index  # that the output is on the same device, c10d checks
         or (options := (_async_reduce_scatter if async_op else _sync_reduce_scatter).get(id(op))) is None
         or (lane.regions and to in lane.regions)
+        or (async_op and not lane.streamed)  # gloo's can't be polled
     ):
-        return _forward_reduce_scatter(output, input, op, group, async_op)
+        return _forward_reduce_scatter(output, input, op=op, group=group, async_op=async_op)
     if async_op:
         storages = (output.untyped_storage(), input.untyped_storage())
         inner = _launch_reduce_scatter(to, output, input, options)
@@ -142,7 +143,7 @@ else:
 
 # --- the rest ------------------------------------------------------------------------------------------
 
-_reduce_scatter_base = forwarded("_reduce_scatter_base", "output", "input", coalesced=True)
+_reduce_scatter_base = forwarded("_reduce_scatter_base", "output", "input", coalesced=True, unpolled=True)
 all_reduce_coalesced = forwarded("all_reduce_coalesced", "tensors")
 reduce = forwarded("reduce", "tensor")
-reduce_scatter = forwarded("reduce_scatter", "output", "input_list", staged=True)
+reduce_scatter = forwarded("reduce_scatter", "output", "input_list", staged=True, unpolled=True)
