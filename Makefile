@@ -36,7 +36,7 @@ gpu-test: $(READY)
 bench: $(READY)
 	@test "$(N)" -ge 2 || { echo "bench needs two GPUs"; exit 2; }
 	mkdir -p build
-	$(BIN)/python -m torch.distributed.run --nproc-per-node $(N) benchmarks/run.py --out build/bench.json
+	$(BIN)/python -m torch.distributed.run --nproc-per-node $(N) benchmarks/host_time.py --out build/bench.json
 
 venv: $(READY)
 

@@ -1,5 +1,6 @@
-"""Host time of one call, ours against stock, interleaved in one process: ``torchrun --nproc-per-node 2
-benchmarks/host_time.py --out FILE``.
+"""Host time of one call, ours against stock, interleaved in one process.
+
+    torchrun --nproc-per-node 2 benchmarks/host_time.py --out FILE
 
 Runs on NCCL where there are GPUs and on gloo where there are none. Each round times a burst of calls of one library
 and then of the other, in turns, and the figure is the median over rounds of the ratio of the two, so that what else
@@ -48,7 +49,7 @@ def calls(library, device):
         return library.broadcast(full, 0, async_op=async_op)
 
     def all_to_all_single(async_op=False):
-        return library.all_to_all_single(full, full.clone() if async_op is None else other, async_op=async_op)
+        return library.all_to_all_single(full, other, async_op=async_op)
 
     other = torch.ones(256, device=device)
     table = {}
@@ -119,12 +120,10 @@ def main():
                 results["rows"][f"{name}, {where}"] = row
                 if local == 0:
                     print(f"{name}, {where}:", row, flush=True)
-    start = time.perf_counter()
     if local == 0:
         with open(arguments.out, "w") as file:
             json.dump(results, file, indent=1)
             file.write("\n")
-    del start
     stock.destroy_process_group()
     sys.exit(0)
 

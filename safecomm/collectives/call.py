@@ -54,6 +54,9 @@ class Region:
         return alias
 
 
+_current = LEDGER.streams.current
+_at_home = LEDGER.streams.at_home
+
 REGIONS: dict[Any, Region] = {}
 """The open regions, by group. c10d allows one a group at a time."""
 
@@ -98,6 +101,17 @@ def flatten(arguments: Any) -> Iterator[Any]:
     elif isinstance(arguments, (list, tuple)):
         for argument in arguments:
             yield from flatten(argument)
+
+
+def at_home(argument: Any) -> bool:
+    """Return whether a synchronous call need hold nothing of this: on the CPU, or allocated on the current stream."""
+    if type(argument) in PLAIN:
+        if argument.is_cuda and argument.layout is torch.strided:
+            return _at_home(_current(argument.get_device()), argument.data_ptr())
+        return bool(argument.is_cpu)
+    if isinstance(argument, (list, tuple)):
+        return all(map(at_home, argument))
+    return argument is None
 
 
 def host_alias(argument: Any) -> Any:
@@ -219,6 +233,12 @@ def forwarded(
         except torch.distributed.DistBackendError:
             finish(name, None, *_arguments(args, kwargs), caller(), staged=staged, p2p=p2p)
             raise
+        if result is None and not coalesced and not REGIONS:
+            for place, argument in places:
+                if not at_home(args[place] if place < len(args) else kwargs.get(argument)):
+                    break
+            else:
+                return None  # the ordinary program: nothing to hold
         group, tensors = _arguments(args, kwargs)
         apart = p2p or (unpolled and _torch.backend_name(group, "cpu") == "gloo")
         return finish(name, result, group, tensors, caller(), staged=staged, p2p=apart)

@@ -487,7 +487,7 @@ def overlap_is_kept():
         times = {library: [] for library in LIBRARIES}
         for turn in range(12):
             for library, module in sorted(LIBRARIES.items(), reverse=turn % 2):
-                times[library].append(overlapped(module, 12, size, products, a, b))
+                times[library].append(overlapped(module, 48, size, products, a, b))
         times = {library: values[2:] for library, values in times.items()}
         median = {library: sorted(values)[len(values) // 2] for library, values in times.items()}
         result[name] = {"ratio": round(median["safecomm"] / median["stock"], 4), "stock ms": round(median["stock"], 3)}

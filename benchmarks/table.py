@@ -1,0 +1,128 @@
+"""Write the README's figures from the committed results: ``python benchmarks/table.py``; ``--check`` only compares."""
+
+import json
+import pathlib
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+BEGIN, END = "<!-- figures:begin -->", "<!-- figures:end -->"
+
+
+def load(name):
+    return json.loads((ROOT / "benchmarks" / "results" / name).read_text())
+
+
+def table(head, rows):
+    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
+    return "\n".join(lines + ["| " + " | ".join(map(str, row)) + " |" for row in rows]) + "\n"
+
+
+def setting(results):
+    return (
+        f"torch {results['torch']}, NCCL {results['nccl']}, {results['world']} x {results['device']}, {results['date']}"
+    )
+
+
+def safety(cases):
+    figures = cases["s1_corruption_programs"]["figures"]
+    world = 2
+    rows = [
+        (name, f"{row['stock']} of {3 * world}", f"{row['safecomm']} of {10 * world}") for name, row in figures.items()
+    ]
+    every = cases["s1_every_combination_of_streams"]["figures"]
+    total = every["programs"] * every["trials each"] * world
+    rows.append(
+        (
+            f"each of three streams allocating, launching, waiting; 4 collectives: {every['programs']} programs",
+            f"{every['stock corrupted']} of {total}",
+            f"{every['safecomm corrupted']} of {total}",
+        )
+    )
+    captured = cases["s5_first_work_dropped_in_capture"]["figures"]
+    rows.append(
+        (
+            "in a capture: first work dropped, second waited for; wrong replays",
+            f"{captured['stock: wrong replays of 20']} of 20",
+            f"{captured['safecomm: wrong replays of 20']} of 20",
+        )
+    )
+    return table(("program, slow peer; trials in which a tensor was corrupted", "torch.distributed", "safecomm"), rows)
+
+
+def memory(cases):
+    dropped = cases["s3_dropped_handles"]["figures"]
+    loop = cases["s3_dropped_in_a_loop"]["figures"]
+    coalesced = cases["s3_coalesced"]["figures"]
+    forum = cases["s2_forum_program"]["figures"]
+    flat = cases["s5_capture_is_flat"]["figures"]
+    rows = [
+        (
+            "16 dropped handles of 32 MiB, over: MiB held after drain() / after a call on another group",
+            f"{dropped['stock, drain: MiB held']} / {dropped['stock, another group: MiB held']}",
+            f"{dropped['safecomm, drain: MiB held']} / {dropped['safecomm, another group: MiB held']}",
+        ),
+        (
+            "40 x (matmul, async all_reduce, handle dropped): peak above the base, in buffers of 64 MiB",
+            loop["stock: buffers above base"],
+            loop["safecomm: buffers above base"],
+        ),
+        (
+            "coalescing with async_ops=True, waited for and deleted: MiB held, with device= / without",
+            f"{coalesced['stock, device=True: MiB held']} / {coalesced['stock, device=False: MiB held']}",
+            f"{coalesced['safecomm, device=True: MiB held']} / {coalesced['safecomm, device=False: MiB held']}",
+        ),
+        (
+            "forum program, one stream (default or not), sync, async + wait, 5 runs, all ranks: "
+            "buffers above the same without communication, most",
+            "-",
+            max(forum.values()),
+        ),
+        (
+            "bytes of a captured graph of 4 / 16 / 64 layers, sync on a side stream, MiB",
+            "-",
+            " / ".join(map(str, flat["sync on a side stream"])),
+        ),
+    ]
+    return table(("memory", "torch.distributed", "safecomm"), rows)
+
+
+def overlap(cases):
+    rows = [(name, row["stock ms"], row["ratio"]) for name, row in cases["overlap_is_kept"].get("figures", {}).items()]
+    return table(("compute on main under side-stream all_reduces, 48 of them", "torch.distributed, ms", "ratio"), rows)
+
+
+def host(results):
+    rows = [(name, row["stock"], row["safecomm"], row["ratio"]) for name, row in results["rows"].items()]
+    return table(("host time of a call, 1 KiB, us", "torch.distributed", "safecomm", "ratio"), rows)
+
+
+def figures():
+    gpu, times = load("gpu_tests.json"), load("host_time.json")
+    cases = gpu["cases"]
+    parts = [
+        f"Measured by `torchrun --nproc-per-node 2 tests/gpu/run.py` and `benchmarks/host_time.py` ({setting(gpu)}); the",
+        "results are in [benchmarks/results](benchmarks/results), and `python benchmarks/table.py` makes these tables of them.",
+        "Absolute times are one machine's; the ratios are medians of interleaved runs.\n",
+        safety(cases),
+        memory(cases),
+        overlap(cases),
+        host(times),
+    ]
+    return "\n".join(parts)
+
+
+def main():
+    readme = ROOT / "README.md"
+    text = readme.read_text()
+    before, rest = text.split(BEGIN)
+    _, after = rest.split(END)
+    made = f"{before}{BEGIN}\n{figures()}{END}{after}"
+    if "--check" in sys.argv:
+        if made != text:
+            sys.exit("README.md is not what benchmarks/table.py makes of the results")
+        return
+    readme.write_text(made)
+
+
+if __name__ == "__main__":
+    main()
