@@ -100,8 +100,9 @@ def figures():
     gpu, times = load("gpu_tests.json"), load("host_time.json")
     cases = gpu["cases"]
     parts = [
-        f"Measured by `torchrun --nproc-per-node 2 tests/gpu/run.py` and `benchmarks/host_time.py` ({setting(gpu)}); the",
-        "results are in [benchmarks/results](benchmarks/results), and `python benchmarks/table.py` makes these tables of them.",
+        "Measured by `torchrun --nproc-per-node 2 tests/gpu/run.py` and `... benchmarks/host_time.py`:",
+        f"{setting(gpu)}. The results are in",
+        "[benchmarks/results](benchmarks/results), and `python benchmarks/table.py` makes these tables of them.",
         "Absolute times are one machine's; the ratios are medians of interleaved runs.\n",
         safety(cases),
         memory(cases),

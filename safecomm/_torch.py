@@ -6,6 +6,7 @@ Nothing else in the package touches a private name. ``tests/test_private_names.p
 from __future__ import annotations
 
 import ctypes
+import sys
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -21,6 +22,16 @@ world: Any = c10d._world
 
 IllegalWork: type = c10d._IllegalWork
 """What a collective returns inside a coalescing region: any use of it raises ValueError."""
+
+FakeWork: type | None = getattr(torch._C._distributed_c10d, "FakeWork", None)
+"""What the fake backend and meta tensors are answered with: it stands for no work, and is never complete."""
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Return whether ``tensor`` only pretends to have memory."""
+    subclasses = sys.modules.get("torch._subclasses.fake_tensor")
+    return tensor.is_meta or (subclasses is not None and isinstance(tensor, subclasses.FakeTensor))
+
 
 ASYNC_OPTION = hasattr(c10d.AllreduceOptions, "asyncOp")
 """Whether the options say that a call is asynchronous (2.7 and later). Before, each call was, and its caller waited."""

@@ -52,6 +52,9 @@ _now = time.perf_counter
 LAG = 4
 """Entries of one lane that rule 3 leaves alone however large they are, to keep communication and compute overlapped."""
 
+UNORDERED = 8
+"""Running works of a lane without an order that one call looks at."""
+
 BUDGET = 256 << 20
 """Bytes of a group's abandoned works that rule 3 leaves alone however many they are."""
 
@@ -167,6 +170,8 @@ class Launched(Entry):
             stream = lane.current(index)
             if stream or rare:  # the default stream, which is 0, can't capture
                 lane.ledger.check_boundary(self)
+                if lane.capture:
+                    timeout = None  # with one, the backend would ask the device, which would break the capture
         try:
             if rare:
                 lane.ledger.guard_staging(self)
@@ -202,12 +207,13 @@ class Lane:
     """Entries of one origin: the works of a group, device and capture, or the trails of a stream."""
 
     __slots__ = (
-        "at_home", "blind", "budget", "capture", "current", "entries", "group", "index", "ledger", "ordered", "regions",
-        "stream", "streamed",
+        "at_home", "blind", "budget", "capture", "current", "entries", "group", "index", "key", "ledger", "ordered",
+        "regions", "stream", "streamed",
     )  # fmt: skip
 
-    def __init__(self, ledger: Ledger, index: int, stream: int, capture: int, budget: int) -> None:
+    def __init__(self, ledger: Ledger, key: Any, index: int, stream: int, capture: int, budget: int) -> None:
         self.ledger = ledger
+        self.key = key
         self.current = ledger.streams.current
         self.at_home = ledger.streams.at_home
         self.index = index  # device index, or HOST
@@ -245,6 +251,8 @@ class Lane:
             busy.pop(self, None)
             if self.entries:  # another thread came in between
                 busy[self] = None
+            elif self.capture:  # a capture comes only once
+                self.ledger.forget(self)
 
     def hold(
         self, work: W, op: str, inner: Any, storages: tuple[torch.UntypedStorage, ...], frame: types.FrameType
@@ -287,7 +295,7 @@ class Ledger:
         self.streams = streams
         self.current = streams.current
         self.busy: dict[Lane, None] = {}  # the lanes that hold anything: none in a program that waits for its works
-        self.quarantine: list[Entry] = []
+        self.quarantine: dict[Entry, None] = {}  # what has failed
         self._lag = lag
         self._budget = budget
         self._trail_budget = trail_budget
@@ -345,7 +353,7 @@ class Ledger:
         lane = self._lanes.get(key)
         if lane is None:
             backend = _torch.backend_name(group, "cpu" if index == HOST else "cuda")
-            lane = Lane(self, index, stream, capture, self._budget)
+            lane = Lane(self, key, index, stream, capture, self._budget)
             lane.group = weakref.ref(group, lambda _: self._forget(key))
             lane.regions = _torch.world.pg_coalesce_state
             lane.streamed = backend == "nccl"
@@ -357,6 +365,10 @@ class Ledger:
             if type(group) is ProcessGroup and not capture and not p2p:
                 self.direct.setdefault(id(group), lane)
         return lane
+
+    def forget(self, lane: Lane) -> None:
+        """Forget a lane that nothing will go to again."""
+        self._lanes.pop(lane.key, None)
 
     def _forget(self, key: tuple[int, int, int, bool]) -> None:
         # A group has died. What its lane holds stays in busy, and is swept.
@@ -388,7 +400,7 @@ class Ledger:
             budget = self._trail_budget
             if budget is None:
                 budget = self.streams.capacity(index) // TRAIL_SHARE
-            lane = self._lanes[key] = Lane(self, index, stream, capture, budget)
+            lane = self._lanes[key] = Lane(self, key, index, stream, capture, budget)
         entry = Trail()
         entry.op = op
         entry.storages = astray
@@ -443,12 +455,14 @@ class Ledger:
             "Nothing was done, and the capture is unharmed."
         )
 
-    def refuse_query(self, entry: Entry) -> None:
-        """Raise CaptureBoundaryError, because asking whether a captured work is complete would break the capture."""
-        raise CaptureBoundaryError(
-            f"is_completed() for {entry.op} launched at {entry.site}: it was captured into a CUDA graph, so it does "
-            "not run now and can't be complete. Wait for it inside the capture."
-        )
+    def refuse_query_in_capture(self, entry: Entry) -> None:
+        """Raise CaptureBoundaryError where asking whether a work is complete would break a capture."""
+        stream = self.current(entry.lane.index)
+        if entry.lane.capture or (stream and self.streams.capture(stream)):
+            raise CaptureBoundaryError(
+                f"is_completed() for {entry.op} launched at {entry.site}: a work can't be asked inside a CUDA graph "
+                "capture, nor one that was captured, which does not run. Nothing was done, and the capture is unharmed."
+            )
 
     def waited(self, entry: Entry) -> None:
         """Settle ``entry``, whose work the current stream (or the host) has just waited for, and what that settles."""
@@ -461,11 +475,12 @@ class Ledger:
                     break
                 if lane.take(earlier) and self._wait_here(earlier):
                     self._settle(earlier)
-        if lane.take(entry):
+        if lane.take(entry) or (self.quarantine and self._pardon(entry)):
             self._settle(entry)
-        elif self.quarantine and entry in self.quarantine:  # it had only timed out
-            self.quarantine.remove(entry)
-            self._settle(entry)
+
+    def _pardon(self, entry: Entry) -> bool:
+        """Take ``entry`` out of the quarantine; False if another thread did."""
+        return self.quarantine.pop(entry, self) is None
 
     def _settle(self, entry: Entry) -> None:
         """Release a work that the current stream (or the host) has waited for; what that can't cover is a trail."""
@@ -495,8 +510,10 @@ class Ledger:
         try:
             self.guard_staging(entry)
             entry.inner.wait()
-        except Exception as error:
+        except BaseException as error:
             self._quarantine(entry, error)
+            if not isinstance(error, Exception):
+                raise
             return False
         return True
 
@@ -520,7 +537,7 @@ class Ledger:
         if self._idle(entry):
             self._release(entry)
             return
-        self.quarantine.append(entry)
+        self.quarantine[entry] = None
         log.warning(
             "%s failed (%s); its memory is kept until drain(wait=True)",
             entry.describe("quarantined"),
@@ -546,8 +563,7 @@ class Ledger:
         """
         capturing = self._capturing()
         for entry in tuple(self.quarantine):
-            if self._idle(entry):
-                self.quarantine.remove(entry)
+            if self._idle(entry) and self._pardon(entry):
                 self._release(entry)
         with self.streams.lenient():
             for lane in tuple(self.busy):
@@ -556,9 +572,10 @@ class Ledger:
                 elif lane.blind:
                     self._sweep_blind(lane)
                 elif not capturing:  # querying an event inside a capture would break the capture
-                    self._sweep_eager(lane)
-                    if thorough and not lane.ordered:
-                        self._sweep_behind_first(lane)
+                    if lane.ordered:
+                        self._sweep_ordered(lane)
+                    else:
+                        self._sweep_unordered(lane, len(lane.entries) if thorough else UNORDERED)
 
     def _capturing(self) -> int:
         """Return the capture that a current stream is part of; 0 if none is."""
@@ -569,20 +586,31 @@ class Ledger:
                 return capture
         return 0
 
-    def _sweep_eager(self, lane: Lane) -> None:
+    def _sweep_ordered(self, lane: Lane) -> None:
         while (entry := lane.first()) is not None:
             dropped = _dropped(entry)
-            over = self._over(entry)
-            if not over and not self._behind(lane, entry, dropped):
+            if not self._sweep_first(lane, entry, dropped):
                 return
-            if not (over and entry.inner is None) and self._blocked(entry):
-                return
-            self._take(entry, over=over, dropped=dropped)
 
-    def _sweep_behind_first(self, lane: Lane) -> None:
-        for entry in tuple(lane.entries):
-            if self._over(entry) and not self._blocked(entry):
-                self._take(entry)
+    def _sweep_unordered(self, lane: Lane, count: int) -> None:
+        # One that never ends must not keep the others: what is not over goes to the back, and the next call looks on.
+        running = 0
+        while running < min(count, len(lane.entries)) and (entry := lane.first()) is not None:
+            dropped = _dropped(entry)
+            if not self._sweep_first(lane, entry, dropped):
+                running += 1
+                with contextlib.suppress(KeyError):
+                    lane.entries.move_to_end(entry)
+
+    def _sweep_first(self, lane: Lane, entry: Entry, dropped: bool) -> bool:
+        """Release ``entry`` if rule 2 or 3 allows; return whether they do."""
+        over = self._over(entry)
+        if not over and not self._behind(lane, entry, dropped):
+            return False
+        if not (over and entry.inner is None) and self._blocked(entry):
+            return False
+        self._take(entry, over=over, dropped=dropped)
+        return True
 
     def _blocked(self, entry: Entry, streams: set[int | None] | None = None) -> bool:
         """Return whether a stream that the release of an eager entry would order is being captured just now."""
@@ -656,7 +684,6 @@ class Ledger:
             for entry in tuple(lane.entries):
                 if lane.take(entry):
                     self._release(entry)
-            self._lanes = {key: kept for key, kept in self._lanes.items() if kept is not lane}
 
     def _forgotten(self, entry: Entry) -> bool:
         """Return whether only the ledger still refers to what a captured trail holds, and all of it can be ordered."""
@@ -687,7 +714,8 @@ class Ledger:
     def pending(self) -> list[Pending]:
         """Return what is held, oldest first, quarantined entries last."""
         entries = sorted(self._entries(), key=operator.attrgetter("since"))
-        return [entry.describe() for entry in entries] + [entry.describe("quarantined") for entry in self.quarantine]
+        failed = [entry.describe("quarantined") for entry in tuple(self.quarantine)]
+        return [entry.describe() for entry in entries] + failed
 
     def drain(self, *, wait: bool = False, timeout: timedelta | None = None, group: Any = None) -> int:
         """Release what is safe, or with ``wait`` all of it, once it is over; return the bytes that are still held."""
@@ -695,7 +723,7 @@ class Ledger:
             self._finish(timeout, group)
         else:
             self.sweep(thorough=True)
-        quarantined = [entry for entry in self.quarantine if entry.belongs_to(group)]
+        quarantined = [entry for entry in tuple(self.quarantine) if entry.belongs_to(group)]
         return sum(entry.nbytes for entry in self._entries(group) + quarantined)
 
     def _finish(self, timeout: timedelta | None, group: Any) -> None:
@@ -704,11 +732,22 @@ class Ledger:
         for entry in tuple(self.quarantine):
             if entry.belongs_to(group):
                 if entry.lane.index != HOST:
-                    self.streams.synchronize(entry.lane.index)
+                    self._synchronize(entry, deadline)
                 elif not entry.lane.blind:  # the threads of a work that timed out go on
                     self._await([entry], self._idle, deadline)
-                self.quarantine.remove(entry)
-                self._release(entry)
+                if self._pardon(entry):
+                    self._release(entry)
+
+    def _synchronize(self, entry: Entry, deadline: float | None) -> None:
+        """Block the host until the device is idle; a kernel whose peer is gone can keep it busy, so in a thread."""
+        if deadline is None:
+            self.streams.synchronize(entry.lane.index)
+            return
+        thread = threading.Thread(target=self.streams.synchronize, args=(entry.lane.index,), daemon=True)
+        thread.start()
+        thread.join(max(deadline - time.monotonic(), 0))
+        if thread.is_alive():
+            raise _late([entry])
 
     def _await(self, entries: list[Entry], over: Callable[[Entry], bool], deadline: float | None) -> None:
         """Block the host until all ``entries`` are ``over``; raise PendingWorkError at the deadline."""
@@ -751,6 +790,8 @@ class Ledger:
             with contextlib.suppress(Exception):  # which the wait below raises again
                 entry.finish()  # type: ignore[attr-defined]
 
+        if _dropped(entry):
+            self._report(entry)
         thread = threading.Thread(target=wait, daemon=True)
         thread.start()
         thread.join(None if deadline is None else max(deadline - time.monotonic(), 0))
@@ -773,7 +814,7 @@ class Ledger:
             self.sweep(thorough=True)
         except Exception as error:  # the device may be gone
             log.debug("sweep at exit: %r", error)
-        left = self._entries() + self.quarantine
+        left = self._entries() + list(self.quarantine)
         if left:
             # Tearing down modules would free it in some order while a kernel or a gloo thread may be using it. The
             # process is about to give it all back anyway.

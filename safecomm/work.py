@@ -58,13 +58,18 @@ class Work(Launched, C10dWork):
     def is_completed(self) -> bool:
         """Return whether the collective is complete; if so, its memory is given back.
 
-        Raises CaptureBoundaryError for a work that was captured into a CUDA graph: it is not a work that ever runs.
+        Raises CaptureBoundaryError for a work that was captured into a CUDA graph, which is not a work that ever runs,
+        and inside a capture, which asking would break.
         """
-        if self.lane.capture:
-            self.lane.ledger.refuse_query(self)
-        done = self.inner.is_completed()
+        ledger = self.lane.ledger
+        if self.lane.index < 0:
+            done = self.inner.is_completed()
+        else:
+            ledger.refuse_query_in_capture(self)
+            with ledger.streams.lenient():
+                done = self.inner.is_completed()
         if done:
-            self.lane.ledger.over(self)
+            ledger.over(self)
         return done
 
     def get_future(self) -> Any:
@@ -121,6 +126,8 @@ class OnceWork(Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         try:
             self.finish(timeout)
+        except TimeoutError:  # another thread is waiting
+            raise
         except Exception as error:
             self.lane.ledger.fail(self, error)
             raise
@@ -130,15 +137,20 @@ class OnceWork(Work):
 
     def finish(self, timeout: timedelta | None = None) -> None:
         """Wait for the backend, and release nothing. From several threads at once the first one waits, for all."""
-        with self._turn:
+        if not self._turn.acquire(timeout=-1 if timeout is None else timeout.total_seconds()):
+            raise TimeoutError(f"{self.op} launched at {self.site} is not over after {timeout}")
+        try:
             if self._failure is not None:
                 raise self._failure
             if not self._over:
                 try:
                     self._over = self.inner.wait() if timeout is None else self.inner.wait(timeout)
                 except Exception as error:
-                    self._failure = error
+                    # Another one of its kind, because the traceback of this one keeps the caller's locals alive.
+                    self._failure = type(error)(*error.args)
                     raise
+        finally:
+            self._turn.release()
 
 
 class MemberWork(Work):

@@ -68,6 +68,8 @@ def default_group() -> Any:
 
 def index_of(tensor: Any) -> int | None:
     """Return the device index that the ledger knows ``tensor``'s device by; None for devices that it does not know."""
+    if type(tensor) not in PLAIN and _torch.is_fake(tensor):
+        return None
     if tensor.is_cuda:
         return int(tensor.get_device())
     return HOST if tensor.device.type == "cpu" else None
@@ -146,6 +148,8 @@ def finish(
     p2p: bool = False,
 ) -> Any:
     """Hold what a forwarded call left running, and return what the caller gets for ``result``."""
+    if type(result) is _torch.FakeWork:
+        return result
     if isinstance(result, Work) or not tensors:  # c10d's function came back through a wrapper, which holds already
         return result
     region = REGIONS.get(group) if REGIONS else None
@@ -157,6 +161,8 @@ def finish(
             result = member(result)
             region.works.append(result)
         return result
+    if group in _torch.world.pg_coalesce_state:
+        return result  # a region of torch's own: c10d has launched nothing yet, and holds what it launches
     index = index_of(tensors[0])
     if index is None or not isinstance(group, c10d.ProcessGroup) or type(result) is _torch.IllegalWork:
         return result

@@ -52,12 +52,19 @@ def _region(group: Any, device: Any, async_ops: bool, frame: types.FrameType) ->
         _close(cm, to, region, frame)
         raise
     REGIONS.pop(to, None)
+    for call in _torch.world.pg_coalesce_state.get(to, ()):  # also what was called through torch's own functions
+        region.tensors += [tensor for tensor in (call.tensor, call.dst_tensor) if tensor is not None]
+    before = len(cm.works)
     manager.__exit__(None, None, None)
-    _close(cm, to, region, frame)
+    own, cm.works = cm.works[:before], cm.works[before:]  # callers may have put works of their own in
+    try:
+        _close(cm, to, region, frame)
+    finally:
+        cm.works[:0] = own
 
 
 def _close(cm: Any, group: Any, region: Region, frame: types.FrameType) -> None:
-    """Hold what the region has launched."""
+    """Hold what the region has launched, whose work is in ``cm``."""
     index = index_of(region.tensors[0]) if region.tensors else None
     if index is None:
         return

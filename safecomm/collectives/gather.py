@@ -58,6 +58,7 @@ def _all_gather(output_tensor: Any, input_tensor: Any, group: Any = None, async_
         or (type(output_tensor) is not _Tensor and type(output_tensor) is not _Parameter)
         or (type(input_tensor) is not _Tensor and type(input_tensor) is not _Parameter)
         or has_torch_function_unary(input_tensor)
+        or (lane.index < 0 and not input_tensor.is_cpu)
         or input_tensor.get_device() != lane.index  # that the output is on the same device, c10d checks
         or (dtype := input_tensor.dtype) is not output_tensor.dtype
         or dtype.is_complex
@@ -65,7 +66,10 @@ def _all_gather(output_tensor: Any, input_tensor: Any, group: Any = None, async_
     ):
         return _forward_all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
     if async_op:
-        storages = (output_tensor.untyped_storage(), input_tensor.untyped_storage())
+        try:
+            storages = (output_tensor.untyped_storage(), input_tensor.untyped_storage())
+        except (NotImplementedError, RuntimeError):  # sparse
+            return _forward_all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
         if not lane.streamed:  # see call.host_alias
             output_tensor, input_tensor = output_tensor.detach(), input_tensor.detach()
         inner = _launch(to, output_tensor, input_tensor, _async_options)

@@ -50,6 +50,7 @@ def all_reduce(tensor: Any, op: Any = c10d.ReduceOp.SUM, group: Any = None, asyn
         or (type(tensor) is not _Tensor and type(tensor) is not _Parameter)
         or has_torch_function_unary(tensor)  # a TorchFunctionMode is active
         or tensor.get_device() != lane.index
+        or (lane.index < 0 and not tensor.is_cpu)
         or tensor.dtype.is_complex
         or (options := (_async_all_reduce if async_op else _sync_all_reduce).get(id(op))) is None
         or (lane.regions and to in lane.regions)
@@ -106,6 +107,7 @@ def _reduce_scatter(
         or (type(output) is not _Tensor and type(output) is not _Parameter)
         or (type(input) is not _Tensor and type(input) is not _Parameter)
         or has_torch_function_unary(input)
+        or (lane.index < 0 and not input.is_cpu)
         or input.get_device() != lane.index  # that the output is on the same device, c10d checks
         or (options := (_async_reduce_scatter if async_op else _sync_reduce_scatter).get(id(op))) is None
         or (lane.regions and to in lane.regions)
@@ -113,7 +115,10 @@ def _reduce_scatter(
     ):
         return _forward_reduce_scatter(output, input, op=op, group=group, async_op=async_op)
     if async_op:
-        storages = (output.untyped_storage(), input.untyped_storage())
+        try:
+            storages = (output.untyped_storage(), input.untyped_storage())
+        except (NotImplementedError, RuntimeError):  # sparse
+            return _forward_reduce_scatter(output, input, op=op, group=group, async_op=async_op)
         inner = _launch_reduce_scatter(to, output, input, options)
         return inner and lane.hold(Work(), _NAME, inner, storages, _caller(_getframe(1)))
     inner = _launch_reduce_scatter(to, output, input, options)
