@@ -669,3 +669,18 @@ def calls_in(step: Callable[[], object]) -> int:
     finally:
         sys.setprofile(None)
     return count
+
+
+def test_one_that_never_ends_keeps_no_other_s3(device) -> None:
+    """S3: behind a point-to-point work that is not over, all that is over is given back by the next call."""
+    ledger, group = Ledger(device), FakeGroup(device, "nccl")
+    stuck = call(ledger, group, [device.allocate(0, 64)], p2p=True)  # one peer's; the others' go to the next
+    while device.run():
+        pass
+    with mock.patch.object(stuck.inner, "is_completed", return_value=False):
+        for _ in range(20):
+            call(ledger, group, [device.allocate(0, 64)], p2p=True)
+        while device.run():
+            pass
+        ledger.sweep()
+        assert [entry.op for entry in ledger.pending()] == [stuck.op]
