@@ -28,7 +28,6 @@ import ctypes
 import itertools
 import logging
 import operator
-import sys
 import threading
 import time
 import types
@@ -37,6 +36,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from sys import getrefcount
 from typing import Any, TypeVar
 
 import torch
@@ -588,7 +588,7 @@ class Ledger:
 
     def _sweep_ordered(self, lane: Lane) -> None:
         while (entry := lane.first()) is not None:
-            dropped = _dropped(entry)
+            dropped = getrefcount(entry) <= _UNSHARED
             if not self._sweep_first(lane, entry, dropped):
                 return
 
@@ -596,7 +596,7 @@ class Ledger:
         # One that never ends must not keep the others: what is not over goes to the back, and the next call looks on.
         running = 0
         while running < min(count, len(lane.entries)) and (entry := lane.first()) is not None:
-            dropped = _dropped(entry)
+            dropped = getrefcount(entry) <= _UNSHARED
             if not self._sweep_first(lane, entry, dropped):
                 running += 1
                 with contextlib.suppress(KeyError):
@@ -604,6 +604,7 @@ class Ledger:
 
     def _sweep_first(self, lane: Lane, entry: Entry, dropped: bool) -> bool:
         """Release ``entry`` if rule 2 or 3 allows; return whether they do."""
+        dropped = dropped and not entry.awaited
         over = self._over(entry)
         if not over and not self._behind(lane, entry, dropped):
             return False
@@ -624,7 +625,7 @@ class Ledger:
 
     def _sweep_blind(self, lane: Lane) -> None:
         entry = lane.first()
-        if entry is not None and _dropped(entry):
+        if entry is not None and getrefcount(entry) <= _UNSHARED:
             self._report(entry)
 
     def _over(self, entry: Entry) -> bool:
@@ -790,8 +791,6 @@ class Ledger:
             with contextlib.suppress(Exception):  # which the wait below raises again
                 entry.finish()  # type: ignore[attr-defined]
 
-        if _dropped(entry):
-            self._report(entry)
         thread = threading.Thread(target=wait, daemon=True)
         thread.start()
         thread.join(None if deadline is None else max(deadline - time.monotonic(), 0))
@@ -829,24 +828,20 @@ def _late(entries: list[Entry]) -> PendingWorkError:
     )
 
 
-def _dropped(entry: Entry) -> bool:
-    """Return whether the handle is gone: nothing but the lane and one variable of our caller refers to ``entry``."""
-    return not entry.awaited and sys.getrefcount(entry) <= _UNSHARED
-
-
 def _references_to_a_dropped_entry() -> int:
     entry = Entry()
     lane = OrderedDict({entry: None})
-    _dropped.__globals__["_UNSHARED"] = 0
-    low = 0
-    while not _dropped(entry):  # versions of Python count references differently, so try which number it is
-        low += 1
-        _dropped.__globals__["_UNSHARED"] = low
+    references = getrefcount(entry)
     del lane
-    return low
+    return references
 
 
 _UNSHARED = _references_to_a_dropped_entry()
+"""References to an entry whose handle is gone: its lane's, and those of one variable and of the call that counts.
+
+Counted once, because versions of Python differ. Where it is compared, the count must be taken directly, on the only
+variable: how many references an argument of a Python function is worth changes as the interpreter specialises the call.
+"""
 
 
 LEDGER = Ledger(CudaStreams())
@@ -859,7 +854,7 @@ def pending() -> list[Pending]:
     """Return what safecomm holds now, oldest first: a :class:`Pending` for each call whose memory can't be reused yet.
 
     Asks no device and releases nothing, so an entry can already be over; :func:`drain` looks. Bytes are those of the
-    storages entry, whether or not the caller still refers to them too. Empty in a program that waits for its works.
+    storages held, whether or not the caller still refers to them too. Empty in a program that waits for its works.
 
     Examples
     --------
