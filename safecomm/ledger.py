@@ -110,7 +110,7 @@ class Entry:
     staged: bool = False  # c10d has staging memory of the launch stream, which it gives back at the first wait anywhere
     aliases: tuple[torch.Tensor, ...] = ()  # what c10d was given in place of the caller's tensors; emptied at release
     awaited: bool = False  # something else than the handle stands for the call, so nobody has forgotten it
-    rare: bool = False  # a work that is staged, has aliases, is of a capture, or holds more than one or two storages
+    rare: bool = False  # a work that did not come by Lane.hold: it may be staged, have aliases, be of a capture
 
     @property
     def nbytes(self) -> int:

@@ -698,3 +698,16 @@ def test_a_dropped_handle_is_told_from_a_kept_one_when_the_interpreter_is_warm_s
         ledger._reported.clear()
         ledger.sweep()
         assert bool(ledger._reported) == (kept is None), number
+
+
+@pytest.mark.parametrize(("home", "elsewhere"), [(0, 1), (1, 0), (1, 2)])
+def test_a_work_alone_in_its_lane_is_not_released_by_a_wait_elsewhere_s1(device, home, elsewhere) -> None:
+    """S1: the short way of the ordinary program is not taken where the waiting stream is not the memory's own."""
+    ledger, group = Ledger(device), FakeGroup(device, "nccl")
+    device.switch(home)
+    launched = call(ledger, group, [device.allocate(home, 64)])
+    device.switch(elsewhere)
+    launched.work.wait()
+    assert [entry.state for entry in ledger.pending()] == ["trailing"]
+    del launched
+    device.settle()  # raises if the memory could be handed out now
