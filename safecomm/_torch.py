@@ -37,6 +37,40 @@ ASYNC_OPTION = hasattr(c10d.AllreduceOptions, "asyncOp")
 """Whether the options say that a call is asynchronous (2.7 and later). Before, each call was, and its caller waited."""
 
 
+Backend: Any = torch._C._distributed_c10d.Backend
+"""The C++ side of one backend of a group. Calling its collectives skips the dispatcher, 1 to 2.5 us of each call."""
+
+
+def _perhaps() -> bool:
+    return True  # every call then goes through c10d's own function
+
+
+dispatch_modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", _perhaps)
+"""How many ``TorchDispatchMode``s are active. They see the dispatcher's calls and no others."""
+
+profiling: Callable[[], bool] = getattr(torch.autograd, "_profiler_enabled", _perhaps)
+"""Whether a profiler is on. It shows the dispatcher's calls too."""
+
+
+def _never() -> bool:
+    return False
+
+
+inflight_as_graph_input: Callable[[], bool] = getattr(
+    torch._C._distributed_c10d, "_allow_inflight_collective_as_graph_input", _never
+)
+"""Whether the dispatcher's calls register their works, for graphs that are given tensors still in flight."""
+
+
+def backend_of(group: Any, device_type: str) -> Any:
+    """Return the C++ side of ``group``'s backend for ``device_type``; None if it has none."""
+    try:
+        backend = group._get_backend(torch.device(device_type))
+    except (AttributeError, RuntimeError):
+        return None
+    return backend if isinstance(backend, Backend) else None
+
+
 def backend_name(group: Any, device_type: str) -> str:
     """Return the backend that serves ``device_type`` in ``group``, such as ``"nccl"``; ``""`` if torch does not say."""
     config = str(getattr(world, "pg_backend_config", {}).get(group, ""))
@@ -51,7 +85,7 @@ def group_name(group: Any) -> str:
 def group_timeout(group: Any, device_type: str) -> timedelta | None:
     """Return the timeout of ``group``'s backend for ``device_type``; None if torch does not say."""
     try:
-        timeout = group._get_backend(torch.device(device_type)).options._timeout
+        timeout = backend_of(group, device_type).options._timeout
     except (AttributeError, RuntimeError):
         return None
     return timeout if isinstance(timeout, timedelta) else None

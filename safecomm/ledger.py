@@ -100,6 +100,7 @@ class Entry:
     op: str
     lane: Lane
     storages: tuple[Any, ...]
+    pointers: tuple[int, ...]  # what an ordinary call was given: an address in each storage
     since: float
     code: types.CodeType  # with instruction, the call site: cheap to take, and a line number when somebody asks
     instruction: int
@@ -179,12 +180,12 @@ class Launched(Entry):
         except Exception as error:
             lane.ledger.fail(self, error)
             raise
-        if done and (storages := self.storages):
+        if done and self.storages:
             entries = lane.entries
             if (
                 rare
                 or len(entries) != 1
-                or not (index < 0 or lane.at_home(stream, *[storage.data_ptr() for storage in storages]))
+                or not (index < 0 or lane.at_home(stream, *self.pointers))
                 or entries.pop(self, lane) is lane
             ):
                 lane.ledger.waited(self)
@@ -192,7 +193,10 @@ class Launched(Entry):
                 # This is ledger.waited(self), written out for the ordinary program: a work that is alone in its lane,
                 # and was waited for on the stream that its memory was allocated on.
                 self.storages = ()
-                lane.emptied()
+                busy = lane.busy
+                busy.pop(lane, None)
+                if entries:  # another thread came in between
+                    busy[lane] = None
         return done
 
 
@@ -207,13 +211,14 @@ class Lane:
     """Entries of one origin: the works of a group, device and capture, or the trails of a stream."""
 
     __slots__ = (
-        "at_home", "blind", "budget", "capture", "current", "entries", "group", "index", "key", "ledger", "ordered",
-        "regions", "stream", "streamed",
+        "at_home", "backend", "blind", "budget", "busy", "capture", "current", "entries", "group", "index", "key",
+        "ledger", "ordered", "regions", "stream", "streamed",
     )  # fmt: skip
 
     def __init__(self, ledger: Ledger, key: Any, index: int, stream: int, capture: int, budget: int) -> None:
         self.ledger = ledger
         self.key = key
+        self.busy = ledger.busy
         self.current = ledger.streams.current
         self.at_home = ledger.streams.at_home
         self.index = index  # device index, or HOST
@@ -223,6 +228,7 @@ class Lane:
         # Weak, because a group that is still referred to when the interpreter ends can take the process down (gloo,
         # torch 2.13). None for trails.
         self.group: weakref.ref[Any] | None = None
+        self.backend: Any = None  # of an ordinary lane: the C++ side of the group's backend, which direct calls go to
         self.regions: dict[Any, Any] = {}  # c10d's open coalescing regions, by group
         self.streamed = False  # waiting for a work orders a stream; with other backends than NCCL it blocks the host
         self.ordered = True  # entries end in the order in which they were made
@@ -247,7 +253,7 @@ class Lane:
     def emptied(self) -> None:
         """See whether an entry that was taken out was the last."""
         if not self.entries:
-            busy = self.ledger.busy
+            busy = self.busy
             busy.pop(self, None)
             if self.entries:  # another thread came in between
                 busy[self] = None
@@ -255,12 +261,18 @@ class Lane:
                 self.ledger.forget(self)
 
     def hold(
-        self, work: W, op: str, inner: Any, storages: tuple[torch.UntypedStorage, ...], frame: types.FrameType
+        self,
+        work: W,
+        op: str,
+        inner: Any,
+        storages: tuple[torch.UntypedStorage, ...],
+        pointers: tuple[int, ...],
+        frame: types.FrameType,
     ) -> W:
         """Make ``work`` the entry of ``inner``, which was just launched from ``frame``, and return it.
 
-        For an ordinary call, of one or two storages, on the group and device of this lane. For others see
-        ``Ledger.hold``.
+        For an ordinary call, of one or two ``storages``, with a pointer into each, on the group and device of this
+        lane. For others see ``Ledger.hold``.
         """
         index = self.index
         if index >= 0 and (stream := self.current(index)) and self.ledger.streams.capture(stream):
@@ -269,12 +281,13 @@ class Lane:
         work.op = op
         work.inner = inner
         work.storages = storages
+        work.pointers = pointers
         work.code = frame.f_code
         work.instruction = frame.f_lasti
         work.since = _now()
         work.lane = self
         self.entries[work] = None
-        self.ledger.busy[self] = None
+        self.busy[self] = None
         return work
 
     def nbytes(self) -> int:
@@ -362,8 +375,10 @@ class Ledger:
             # stays False, torch 2.13), and a second wait for it hangs. So it is never polled, and waited for once.
             lane.blind = backend == "gloo" and p2p
             self._lanes[key] = lane
-            if type(group) is ProcessGroup and not capture and not p2p:
-                self.direct.setdefault(id(group), lane)
+            if type(group) is ProcessGroup and not capture and not p2p and id(group) not in self.direct:
+                lane.backend = _torch.backend_of(group, "cpu" if index == HOST else "cuda")
+                if lane.backend is not None:
+                    self.direct[id(group)] = lane
         return lane
 
     def forget(self, lane: Lane) -> None:
@@ -813,6 +828,10 @@ class Ledger:
             self.sweep(thorough=True)
         except Exception as error:  # the device may be gone
             log.debug("sweep at exit: %r", error)
+        # A backend that goes only when modules are torn down can take the process down (gloo, torch 2.13).
+        self.direct.clear()
+        for lane in self._lanes.values():
+            lane.backend = None
         left = self._entries() + list(self.quarantine)
         if left:
             # Tearing down modules would free it in some order while a kernel or a gloo thread may be using it. The

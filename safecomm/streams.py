@@ -96,7 +96,15 @@ class CudaStreams:
         return self._segment(pointer)[0]
 
     def at_home(self, stream: int, pointer: int, other: int | None = None) -> bool:
-        home, start, end = self._segment(pointer)
+        # This is _segment(pointer), written out: it is asked on every call.
+        if pointer_attribute is None:
+            return False
+        argument, answer, answer_reference, attribute = arguments.buffer_id
+        argument.value = pointer
+        if pointer_attribute(answer_reference, attribute, argument):
+            return False
+        known = self._segments.get(answer.value)
+        home, start, end = known or self._look_up(pointer, answer.value)
         # Where both lie in one segment, which the driver has just confirmed for the first, it need not be asked again.
         return home == stream and (other is None or start <= other < end or self._segment(other)[0] == stream)
 

@@ -480,7 +480,8 @@ def call(
     if staged or p2p:
         ledger.hold(handle, op, inner, group, index, storages, frame, staged=staged, p2p=p2p)
     else:
-        ledger.lane_of(group, index).hold(handle, op, inner, storages, frame)
+        pointers = tuple(storage.data_ptr() for storage in storages)
+        ledger.lane_of(group, index).hold(handle, op, inner, storages, pointers, frame)
     return Launched(op, handle, inner, {block.home for block in device.blocks_of(tensors)}, device.here().capture)
 
 

@@ -359,3 +359,67 @@ def _without_a_group(rank):
 
 def test_without_a_process_group_everything_raises_the_same():
     launch(0, _without_a_group)[0].check()
+
+
+def _direct_calls():
+    full, part = torch.ones(4), torch.ones(2)
+    return {
+        "allreduce_": lambda library: library.all_reduce(full),
+        "_allgather_base_": lambda library: getattr(library, GATHER)(full, part),
+        "_reduce_scatter_base_": lambda library: getattr(library, SCATTER)(part, full),
+    }
+
+
+GATHER = "all_gather_single" if hasattr(stock, "all_gather_single") else "all_gather_into_tensor"
+SCATTER = "reduce_scatter_single" if hasattr(stock, "reduce_scatter_single") else "reduce_scatter_tensor"
+
+
+@on(2)
+def test_s8_a_dispatch_mode_sees_the_calls_that_it_sees_of_torch():
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    for name, call in _direct_calls().items():
+        call(safecomm)  # the second call of a group is the first that can go the direct way
+        sights = []
+        for library in (stock, safecomm):
+            seen = []
+            with Watch():
+                call(library)
+            sights.append(seen)
+        assert sights[0] == sights[1], name
+        assert any(name in operator for operator in sights[0]), sights
+
+
+@on(2)
+def test_s8_the_profiler_shows_the_calls_that_it_shows_of_torch():
+    for name, call in _direct_calls().items():
+        call(safecomm)
+        shown = []
+        for library in (stock, safecomm):
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+                call(library)
+            shown.append({event.key for event in profile.key_averages() if event.key.startswith(("c10d::", "gloo:"))})
+        assert shown[0] == shown[1], name
+        assert f"c10d::{name}" in shown[0], shown
+
+
+@on(2)
+def test_s8_a_tensor_that_requires_grad_gets_the_warning_that_it_gets_of_torch():
+    import warnings
+
+    said = []
+    for library in (stock, safecomm):
+        leaf = torch.ones(2, requires_grad=True)
+        library.all_reduce(torch.ones(2))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            moved = leaf * 1
+            library.all_reduce(moved)
+            moved.sum().backward()
+        said.append(["autograd kernel was not registered" in str(warning.message) for warning in caught])
+    assert said[0] == said[1], said

@@ -29,6 +29,16 @@ NAMES = [
     (c10d.AllreduceOptions, "asyncOp", "every call counts as asynchronous, as before torch 2.7"),
     (c10d.ProcessGroup, "_get_backend", "group_timeout() says None, so destroy_process_group waits 30 s at most"),
     (c10d.ProcessGroup, "_end_coalescing", None),
+    (torch._C._distributed_c10d, "Backend", None),
+    (torch._C._distributed_c10d.Backend, "_allgather_base", None),
+    (torch._C._distributed_c10d.Backend, "_reduce_scatter_base", None),
+    (torch._C, "_len_torch_dispatch_stack", "no call takes the direct way"),
+    (torch.autograd, "_profiler_enabled", "no call takes the direct way"),
+    (
+        torch._C._distributed_c10d,
+        "_allow_inflight_collective_as_graph_input",
+        "nothing: torch has no such calls, as before 2.6",
+    ),
     (torch._C, "_storage_Use_Count", "only_holder() says False, so memory behind the host comes back a bit later"),
     (torch.UntypedStorage, "_cdata", "only_holder() fails"),
 ]
@@ -79,6 +89,14 @@ def test_without_asyncop_every_call_counts_as_asynchronous(monkeypatch):
 
     monkeypatch.setattr(c10d, "AllreduceOptions", Options)
     assert a_fresh_copy().ASYNC_OPTION is False
+
+
+def test_without_a_word_on_who_watches_the_dispatcher_no_call_goes_past_it(monkeypatch):
+    monkeypatch.delattr(torch._C, "_len_torch_dispatch_stack")
+    monkeypatch.delattr(torch.autograd, "_profiler_enabled")
+    copy = a_fresh_copy()
+    assert copy.dispatch_modes()
+    assert copy.profiling()
 
 
 def test_without_a_driver_there_are_no_buffers_and_no_captures(monkeypatch):

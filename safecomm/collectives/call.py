@@ -167,9 +167,15 @@ def finish(
     if index is None or not isinstance(group, c10d.ProcessGroup) or type(result) is _torch.IllegalWork:
         return result
     if isinstance(result, c10d.Work):
+        lane = LEDGER.direct.get(id(group))
+        storages = storages_of(tensors)
+        if lane is not None and lane.index == index and lane.streamed and not (staged or p2p) and len(storages) <= 2:
+            pointers = [storage.data_ptr() for storage in storages if type(storage) is torch.UntypedStorage]
+            if len(pointers) == len(storages):
+                return lane.hold(Work(), op, result, storages, tuple(pointers), frame)
         device_type = "cpu" if index == HOST else "cuda"
         work = handle(once=p2p and _torch.backend_name(group, device_type) == "gloo")
-        return LEDGER.hold(work, op, result, group, index, storages_of(tensors), frame, staged=staged, p2p=p2p)
+        return LEDGER.hold(work, op, result, group, index, storages, frame, staged=staged, p2p=p2p)
     if isinstance(result, torch.Future):
         _hold_future(op, result, group, index, tensors, frame)
         return result

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed.distributed_c10d as c10d
-from torch.distributed import ProcessGroup
 from torch.nn import Parameter as _Parameter
 from torch.overrides import has_torch_function_unary
 
@@ -29,6 +28,9 @@ _HERE = globals()
 _world = _torch.world
 _direct = LEDGER.direct
 _Tensor = torch.Tensor
+_modes = _torch.dispatch_modes
+_profiling = _torch.profiling
+_inflight = _torch.inflight_as_graph_input
 
 # --- all_gather_into_tensor, which torch 2.13 calls all_gather_single -----------------------------------------
 
@@ -36,7 +38,7 @@ _RENAMED = hasattr(c10d, "all_gather_single")
 _NAME = "all_gather_single" if _RENAMED else "all_gather_into_tensor"
 _SUM = id(c10d.ReduceOp.SUM)  # a gather has no reduce operation; any key of the table does
 _sync_options, _async_options = (table[_SUM] for table in direct_options(c10d.AllgatherOptions))  # type: ignore[attr-defined]
-_launch = getattr(ProcessGroup, "all_gather_single" if _RENAMED else "_allgather_base")
+_launch = _torch.Backend._allgather_base
 _c10d_all_gather = getattr(c10d, _NAME)
 _forward_all_gather = forwarded(_NAME, "output_tensor", "input_tensor", coalesced=True)
 
@@ -57,28 +59,35 @@ def _all_gather(output_tensor: Any, input_tensor: Any, group: Any = None, async_
         lane is None
         or (type(output_tensor) is not _Tensor and type(output_tensor) is not _Parameter)
         or (type(input_tensor) is not _Tensor and type(input_tensor) is not _Parameter)
-        or has_torch_function_unary(input_tensor)
-        or (lane.index < 0 and not input_tensor.is_cpu)
-        or input_tensor.get_device() != lane.index  # that the output is on the same device, c10d checks
+        or has_torch_function_unary(input_tensor)  # a TorchFunctionMode is active
+        or input_tensor.get_device() != (index := lane.index)  # that the output is there too, the backend checks
+        or (index < 0 and not (input_tensor.is_cpu and output_tensor.is_cpu))
         or (dtype := input_tensor.dtype) is not output_tensor.dtype
         or dtype.is_complex
         or (lane.regions and to in lane.regions)
+        or input_tensor.requires_grad
+        or _modes()
+        or _profiling()
+        or _inflight()
     ):
         return _forward_all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
+    try:
+        output_pointer, input_pointer = output_tensor.data_ptr(), input_tensor.data_ptr()
+    except RuntimeError:  # sparse, or a wrapper of functorch
+        return _forward_all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
     if async_op:
-        try:
-            storages = (output_tensor.untyped_storage(), input_tensor.untyped_storage())
-        except (NotImplementedError, RuntimeError):  # sparse
-            return _forward_all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
+        storages = (output_tensor.untyped_storage(), input_tensor.untyped_storage())
         if not lane.streamed:  # see call.host_alias
             output_tensor, input_tensor = output_tensor.detach(), input_tensor.detach()
-        inner = _launch(to, output_tensor, input_tensor, _async_options)
-        return inner and lane.hold(Work(), _NAME, inner, storages, _caller(_getframe(1)))
-    inner = _launch(to, output_tensor, input_tensor, _sync_options)
+        inner = _launch(lane.backend, output_tensor, input_tensor, _async_options)
+        frame = _caller(_getframe(1)) if _RENAMED else _getframe(1)
+        return inner and lane.hold(Work(), _NAME, inner, storages, (output_pointer, input_pointer), frame)
+    inner = _launch(lane.backend, output_tensor, input_tensor, _sync_options)
     if inner is not None:
         inner.wait()
-    if (index := lane.index) >= 0 and not _at_home(_current(index), output_tensor.data_ptr(), input_tensor.data_ptr()):
-        _trail(_NAME, to, index, storages_of([output_tensor, input_tensor]), _caller(_getframe(1)))
+    if index >= 0 and not _at_home(_current(index), output_pointer, input_pointer):
+        frame = _caller(_getframe(1)) if _RENAMED else _getframe(1)
+        _trail(_NAME, to, index, storages_of([output_tensor, input_tensor]), frame)
     return None
 
 

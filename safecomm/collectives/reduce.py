@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed.distributed_c10d as c10d
-from torch.distributed import ProcessGroup
 from torch.nn import Parameter as _Parameter
 from torch.overrides import has_torch_function_unary
 
@@ -29,10 +28,13 @@ _HERE = globals()
 _world = _torch.world
 _direct = LEDGER.direct
 _Tensor = torch.Tensor
+_modes = _torch.dispatch_modes
+_profiling = _torch.profiling
+_inflight = _torch.inflight_as_graph_input
 
 # --- all_reduce ------------------------------------------------------------------------------------------
 
-_launch_all_reduce = ProcessGroup.allreduce
+_launch_all_reduce = _torch.Backend.allreduce
 _sync_all_reduce, _async_all_reduce = direct_options(c10d.AllreduceOptions)
 _c10d_all_reduce = c10d.all_reduce
 _forward_all_reduce = forwarded("all_reduce", "tensor", coalesced=True)
@@ -49,30 +51,30 @@ def all_reduce(tensor: Any, op: Any = c10d.ReduceOp.SUM, group: Any = None, asyn
         lane is None
         or (type(tensor) is not _Tensor and type(tensor) is not _Parameter)
         or has_torch_function_unary(tensor)  # a TorchFunctionMode is active
-        or tensor.get_device() != lane.index
-        or (lane.index < 0 and not tensor.is_cpu)
+        or tensor.get_device() != (index := lane.index)
+        or (index < 0 and not tensor.is_cpu)
         or tensor.dtype.is_complex
         or (options := (_async_all_reduce if async_op else _sync_all_reduce).get(id(op))) is None
         or (lane.regions and to in lane.regions)
+        or tensor.requires_grad
+        or _modes()
+        or _profiling()
+        or _inflight()
     ):
         return _forward_all_reduce(tensor, op=op, group=group, async_op=async_op)
+    try:
+        pointer = tensor.data_ptr()
+    except RuntimeError:  # sparse, or a wrapper of functorch
+        return _forward_all_reduce(tensor, op=op, group=group, async_op=async_op)
     if async_op:
-        try:
-            storages = (tensor.untyped_storage(),)
-        except (NotImplementedError, RuntimeError):  # sparse
-            return _forward_all_reduce(tensor, op=op, group=group, async_op=async_op)
-        inner = _launch_all_reduce(to, [tensor if lane.streamed else tensor.detach()], options)  # see call.host_alias
-        return inner and lane.hold(Work(), "all_reduce", inner, storages, _getframe(1))
-    inner = _launch_all_reduce(to, [tensor], options)
+        storages = (tensor.untyped_storage(),)
+        inner = _launch_all_reduce(lane.backend, [tensor if lane.streamed else tensor.detach()], options)
+        return inner and lane.hold(Work(), "all_reduce", inner, storages, (pointer,), _getframe(1))
+    inner = _launch_all_reduce(lane.backend, [tensor], options)
     if inner is not None:  # None where the backend ran it on the current stream (NCCL since torch 2.8)
         inner.wait()
-    if (index := lane.index) >= 0:
-        try:
-            at_home = _at_home(_current(index), tensor.data_ptr())
-        except RuntimeError:  # sparse
-            at_home = False
-        if not at_home:
-            _trail("all_reduce", to, index, storages_of([tensor]), _getframe(1))
+    if index >= 0 and not _at_home(_current(index), pointer):
+        _trail("all_reduce", to, index, storages_of([tensor]), _getframe(1))
     return None
 
 
@@ -83,7 +85,7 @@ all_reduce = stand_in(all_reduce, _c10d_all_reduce)
 _RENAMED = hasattr(c10d, "reduce_scatter_single")
 _NAME = "reduce_scatter_single" if _RENAMED else "reduce_scatter_tensor"
 _sync_reduce_scatter, _async_reduce_scatter = direct_options(c10d.ReduceScatterOptions)
-_launch_reduce_scatter = getattr(ProcessGroup, "reduce_scatter_single" if _RENAMED else "_reduce_scatter_base")
+_launch_reduce_scatter = _torch.Backend._reduce_scatter_base
 _c10d_reduce_scatter = getattr(c10d, _NAME)
 _forward_reduce_scatter = forwarded(_NAME, "output", "input", coalesced=True, unpolled=True)
 
@@ -107,25 +109,32 @@ def _reduce_scatter(
         or (type(output) is not _Tensor and type(output) is not _Parameter)
         or (type(input) is not _Tensor and type(input) is not _Parameter)
         or has_torch_function_unary(input)
-        or (lane.index < 0 and not input.is_cpu)
-        or input.get_device() != lane.index  # that the output is on the same device, c10d checks
+        or input.get_device() != (index := lane.index)  # that the output is there too, the backend checks
+        or (index < 0 and not (input.is_cpu and output.is_cpu))
         or (options := (_async_reduce_scatter if async_op else _sync_reduce_scatter).get(id(op))) is None
         or (lane.regions and to in lane.regions)
         or (async_op and not lane.streamed)  # gloo's can't be polled
+        or input.requires_grad
+        or _modes()
+        or _profiling()
+        or _inflight()
     ):
         return _forward_reduce_scatter(output, input, op=op, group=group, async_op=async_op)
+    try:
+        output_pointer, input_pointer = output.data_ptr(), input.data_ptr()
+    except RuntimeError:  # sparse, or a wrapper of functorch
+        return _forward_reduce_scatter(output, input, op=op, group=group, async_op=async_op)
     if async_op:
-        try:
-            storages = (output.untyped_storage(), input.untyped_storage())
-        except (NotImplementedError, RuntimeError):  # sparse
-            return _forward_reduce_scatter(output, input, op=op, group=group, async_op=async_op)
-        inner = _launch_reduce_scatter(to, output, input, options)
-        return inner and lane.hold(Work(), _NAME, inner, storages, _caller(_getframe(1)))
-    inner = _launch_reduce_scatter(to, output, input, options)
+        storages = (output.untyped_storage(), input.untyped_storage())
+        inner = _launch_reduce_scatter(lane.backend, output, input, options)
+        frame = _caller(_getframe(1)) if _RENAMED else _getframe(1)
+        return inner and lane.hold(Work(), _NAME, inner, storages, (output_pointer, input_pointer), frame)
+    inner = _launch_reduce_scatter(lane.backend, output, input, options)
     if inner is not None:
         inner.wait()
-    if (index := lane.index) >= 0 and not _at_home(_current(index), output.data_ptr(), input.data_ptr()):
-        _trail(_NAME, to, index, storages_of([output, input]), _caller(_getframe(1)))
+    if index >= 0 and not _at_home(_current(index), output_pointer, input_pointer):
+        frame = _caller(_getframe(1)) if _RENAMED else _getframe(1)
+        _trail(_NAME, to, index, storages_of([output, input]), frame)
     return None
 
 
