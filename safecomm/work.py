@@ -32,7 +32,7 @@ class Work(Launched, _Base):
     them alive, as in torch.
 
     Made by the collectives, not by callers. May be used from any thread. ``isinstance(work, torch.distributed.Work)``
-    is true; torch's C++ wants the backend's own handle, which :meth:`boxed` gives.
+    is true, but torch's C++ takes only the backend's own handle, which is :attr:`inner`.
 
     Examples
     --------
@@ -45,6 +45,7 @@ class Work(Launched, _Base):
     __slots__ = ("code", "inner", "instruction", "lane", "op", "pointers", "since", "storages")
 
     inner: C10dWork
+    """The backend's handle."""
 
     if not TYPE_CHECKING:
         __class__ = property(lambda self: C10dWork)

@@ -623,12 +623,14 @@ def test_renamed_functions_hold_once(name):
 
 
 @on(2)
-def test_c_plus_plus_may_wait_for_our_work():
+def test_c_plus_plus_takes_the_backends_handle_and_refuses_ours():
     from torch._C._distributed_c10d import _register_work
 
     tensor = torch.ones(4)
     work = dist.all_reduce(tensor, async_op=True)
-    _register_work(tensor, work)
+    with pytest.raises(TypeError, match="incompatible function arguments"):
+        _register_work(tensor, work)
+    _register_work(tensor, work.inner)
     del work
     torch.ops._c10d_functional.wait_tensor(tensor)
     assert tensor.tolist() == [2.0] * 4
