@@ -8,7 +8,10 @@ The direction of dependency, top to bottom; nothing imports upwards (``tests/tes
 
     __init__, __main__     the face, and the shell
     demo                   the program that shows what it is for
+    graphs                 graph(): a capture in which collectives behave
+    record_stream          avoid_record_streams(): intercept, convert, verify
     collectives            the wrapped collectives, a file a family
+    captures               what CUDA graphs own
     work                   the handle
     ledger                 what is held, until when: the only place that decides a release
     streams                where are we: streams, captures, events
@@ -27,6 +30,8 @@ from torch.distributed import *  # noqa: F403
 from torch.torch_version import TorchVersion
 
 from safecomm import _submodules
+from safecomm.captures import CapturedGraph as CapturedGraph
+from safecomm.captures import Lease as Lease
 from safecomm.collectives.all_to_all import all_to_all as all_to_all
 from safecomm.collectives.all_to_all import all_to_all_single as all_to_all_single
 from safecomm.collectives.coalesced import _coalescing_manager as _coalescing_manager
@@ -52,11 +57,17 @@ from safecomm.collectives.reduce import reduce_scatter_tensor as reduce_scatter_
 from safecomm.collectives.scatter import broadcast as broadcast
 from safecomm.collectives.scatter import scatter as scatter
 from safecomm.errors import CaptureBoundaryError as CaptureBoundaryError
+from safecomm.errors import LiveGraphError as LiveGraphError
 from safecomm.errors import PendingWorkError as PendingWorkError
+from safecomm.errors import RecordStreamError as RecordStreamError
 from safecomm.errors import SafecommError as SafecommError
+from safecomm.errors import StaleGraphError as StaleGraphError
+from safecomm.graphs import graph as graph
+from safecomm.graphs import settle_before_capture as settle_before_capture
 from safecomm.ledger import Pending as Pending
 from safecomm.ledger import drain as drain
 from safecomm.ledger import pending as pending
+from safecomm.record_stream import avoid_record_streams as avoid_record_streams
 from safecomm.work import Work as Work
 
 # Names that only some versions of torch have.

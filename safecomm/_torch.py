@@ -6,8 +6,10 @@ Nothing else in the package touches a private name. ``tests/test_private_names.p
 from __future__ import annotations
 
 import ctypes
+import functools
 import sys
 import threading
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -82,6 +84,15 @@ def group_name(group: Any) -> str:
     return str(getattr(world, "pg_names", {}).get(group, ""))
 
 
+def is_initialized(group: Any, device_type: str) -> bool:
+    """Return whether ``group`` has made its communicators for ``device_type``; True if torch does not say."""
+    backend = backend_of(group, device_type)
+    try:
+        return bool(backend._is_initialized())
+    except (AttributeError, RuntimeError):
+        return True
+
+
 def group_timeout(group: Any, device_type: str) -> timedelta | None:
     """Return the timeout of ``group``'s backend for ``device_type``; None if torch does not say."""
     try:
@@ -101,6 +112,17 @@ def _no_raw_stream(index: int) -> int:
 current_raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _no_raw_stream)
 """The handle of a device's current stream: 0.1 us, where ``torch.cuda.current_stream()`` takes 5."""
 
+
+def raw_stream(stream: torch.Stream) -> int:
+    """Return the handle of ``stream``, which C++ gives to Python as a ``torch.Stream`` that does not tell it."""
+    if isinstance(stream, torch.cuda.Stream):
+        return int(stream.cuda_stream)
+    of_device = torch.cuda.Stream(  # type: ignore[no-untyped-call]
+        stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
+    )
+    return int(of_device.cuda_stream)
+
+
 _storage_use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
 
 
@@ -109,6 +131,57 @@ def only_holder(storage: Any) -> bool:
     if _storage_use_count is None or not isinstance(storage, torch.UntypedStorage):
         return False
     return _storage_use_count(storage._cdata) == 1
+
+
+_construct_storage: Callable[..., Any] | None = getattr(torch._C, "_construct_storage_from_data_pointer", None)
+
+
+def unowned(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of the same memory that does not own it; ``tensor`` itself if torch can't make one.
+
+    The caching allocator's C++ ``recordStream`` does nothing for memory whose deleter is not its own.
+    """
+    storage = tensor.untyped_storage()
+    if _construct_storage is None or not storage.nbytes():
+        return tensor
+    same = _construct_storage(storage.data_ptr(), tensor.device, storage.nbytes())
+    alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return alias.set_(same, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
+# --- the dispatcher --------------------------------------------------------------------------------
+
+
+class Override:
+    """A Python function in place of torch's own kernel of ``operator`` (such as ``"aten::record_stream"``).
+
+    ``original`` is called as the operator is; None if this torch does not give it out (before 2.9). Nothing is replaced
+    then if the function ``needs_original``.
+    """
+
+    def __init__(self, operator: str, key: str, function: Callable[..., Any], *, needs_original: bool = False) -> None:
+        namespace, name = operator.split("::")
+        get_kernel = getattr(torch.library, "get_kernel", None)
+        self.original: Callable[..., Any] | None = None
+        try:
+            kernel = None if get_kernel is None else get_kernel(operator, key)
+        except RuntimeError:
+            kernel = None  # this device type has none
+        if kernel is not None:
+            keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+            self.original = functools.partial(kernel.call_boxed, keys)
+        self._library: Any = None
+        if needs_original and self.original is None:
+            return
+        self._library = torch.library.Library(namespace, "IMPL")  # type: ignore[no-untyped-call]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns of every kernel that is replaced
+            self._library.impl(name, function, key)
+
+    def remove(self) -> None:
+        """Put torch's own kernel back."""
+        if self._library is not None:
+            self._library._destroy()
 
 
 # --- the CUDA driver -------------------------------------------------------------------------------

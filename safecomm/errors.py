@@ -3,6 +3,10 @@
 Wrong arguments are not here: they raise what ``torch.distributed`` raises (S8).
 """
 
+from __future__ import annotations
+
+from typing import Any
+
 
 class SafecommError(RuntimeError):
     """Base of all errors that safecomm itself raises."""
@@ -20,4 +24,30 @@ class PendingWorkError(SafecommError):
     """Works did not complete in the time given, so what they hold could not be given back (S7).
 
     The message names each work's operation, bytes and call site. Nothing was released.
+    """
+
+
+class RecordStreamError(SafecommError):
+    """``record_stream`` was called inside of ``avoid_record_streams(mode="raise")``, or past a strict one.
+
+    The message names the call site, or how many bytes are freed but unusable. The tensor was not recorded.
+    """
+
+
+class LiveGraphError(SafecommError):
+    """A group can't be destroyed while a CUDA graph is alive that runs its collectives (S7).
+
+    NCCL waits for such a graph for ever. ``graphs`` lists them; reset each (``for graph in error.graphs:
+    graph.reset()``), and destroy the group again. Nothing was destroyed.
+    """
+
+    def __init__(self, message: str, graphs: tuple[Any, ...] = ()) -> None:
+        super().__init__(message)
+        self.graphs = graphs
+
+
+class StaleGraphError(SafecommError):
+    """A CUDA graph would read or write memory that is no longer what was captured (S6).
+
+    The message names the collective and its call site. Nothing was replayed; capture the graph again.
     """

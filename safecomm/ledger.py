@@ -1,12 +1,14 @@
 """What is held, by which call, since when, until what: the only place that decides a release.
 
-Two kinds of entry. A *work* holds what a running asynchronous collective reads and writes. A *trail* holds
+Three kinds of entry. A *work* holds what a running asynchronous collective reads and writes. A *trail* holds
 what was used on another stream than the one it was allocated on, until the device has passed an event there.
-An entry is let go by one of three rules, and each of them leaves every stream in whose order the memory can be
-given out again after its last use (S1):
+A *record* holds what ``record_stream`` was called for: while others use it too it only waits, and from then on
+it is a trail. An entry is let go by one of three rules, and each of them leaves every stream in whose order the
+memory can be given out again after its last use (S1):
 
 1. *Waited at home.* ``wait()`` ordered the very stream that the memory was allocated on: at once (S2). What it
-   does not cover, because it was allocated on another stream, becomes a trail.
+   does not cover, because it was allocated on another stream, becomes a trail. For trails and records, that
+   stream waited for the one that they are about.
 2. *Over.* The work, or the event, is complete: at the next call of safecomm, of any group (S3).
 3. *Too much behind.* More than ``LAG`` entries and ``BUDGET`` bytes have piled up behind the host, and nobody is
    going to wait for the oldest: its allocation stream is ordered after it. Inside a graph capture nothing can be
@@ -32,8 +34,8 @@ import threading
 import time
 import types
 import weakref
-from collections import OrderedDict
-from collections.abc import Callable
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from sys import getrefcount
@@ -58,6 +60,9 @@ UNORDERED = 8
 BUDGET = 256 << 20
 """Bytes of a group's abandoned works that rule 3 leaves alone however many they are."""
 
+LOOK = 64
+"""Entries of a lane of records that one call looks at."""
+
 TRAIL_SHARE = 64
 """The share of the device's memory, one part in this many, that rule 3 leaves alone in the trails of a stream.
 
@@ -75,8 +80,9 @@ class Pending:
     nbytes: int
     """Bytes of the storages that the entry holds."""
     state: str
-    """``"in flight"``: a work that nobody has waited for; ``"trailing"``: used on another stream than it was allocated
-    on, which has not got there; ``"quarantined"``: its work failed."""
+    """``"in flight"``: a work that nobody has waited for; ``"recorded"``: ``record_stream`` was called for it, and
+    others still use it; ``"trailing"``: used on another stream than it was allocated on, which has not got there;
+    ``"quarantined"``: its work failed."""
     group: str
     """c10d's name of the group."""
     device: str
@@ -104,12 +110,13 @@ class Entry:
     since: float
     code: types.CodeType  # with instruction, the call site: cheap to take, and a line number when somebody asks
     instruction: int
-    inner: Any = None  # c10d's Work; None for a trail
-    event: Any = None  # a trail's event; None for a work
+    inner: Any = None  # c10d's Work; None for trails and records
+    event: Any = None  # a trail's event; a record has one from when nobody else uses it
     group: weakref.ref[Any] | None = None  # a trail's group; a work's is its lane's
     stream: int = 0  # the stream of a trail's event, or of the launch of a work that is staged
     staged: bool = False  # c10d has staging memory of the launch stream, which it gives back at the first wait anywhere
     aliases: tuple[torch.Tensor, ...] = ()  # what c10d was given in place of the caller's tensors; emptied at release
+    settled: bool = False  # the host has waited for it before a capture
     awaited: bool = False  # something else than the handle stands for the call, so nobody has forgotten it
     rare: bool = False  # a work that did not come by Lane.hold: it may be staged, have aliases, be of a capture
 
@@ -141,7 +148,7 @@ class Entry:
         return Pending(
             op=self.op,
             nbytes=self.nbytes,
-            state=state or ("in flight" if self.event is None else "trailing"),
+            state=state or ("trailing" if self.event else "recorded" if self.lane.records else "in flight"),
             group=_torch.group_name(self._group()),
             device="cpu" if self.lane.index == HOST else f"cuda:{self.lane.index}",
             site=self.site,
@@ -170,7 +177,8 @@ class Launched(Entry):
         if index >= 0:
             stream = lane.current(index)
             if stream or rare:  # the default stream, which is 0, can't capture
-                lane.ledger.check_boundary(self)
+                if lane.ledger.check_boundary(self):
+                    return True
                 if lane.capture:
                     timeout = None  # with one, the backend would ask the device, which would break the capture
         try:
@@ -204,6 +212,12 @@ class Trail(Entry):
     """Memory that was used on another stream than it was allocated on."""
 
 
+class Record(Entry):
+    """Memory that ``record_stream`` was called for."""
+
+    order: str  # "auto", or the one way to give it back: "order" or "defer"
+
+
 W = TypeVar("W", bound=Entry)
 
 
@@ -212,7 +226,7 @@ class Lane:
 
     __slots__ = (
         "at_home", "backend", "blind", "budget", "busy", "capture", "current", "entries", "group", "index", "key",
-        "ledger", "ordered", "regions", "stream", "streamed",
+        "ledger", "ordered", "records", "regions", "stream", "streamed",
     )  # fmt: skip
 
     def __init__(self, ledger: Ledger, key: Any, index: int, stream: int, capture: int, budget: int) -> None:
@@ -233,6 +247,7 @@ class Lane:
         self.streamed = False  # waiting for a work orders a stream; with other backends than NCCL it blocks the host
         self.ordered = True  # entries end in the order in which they were made
         self.blind = False  # the backend does not tell when a work is over
+        self.records = False  # entries are records
         # Not a plain dict: finding its first entry takes longer with every entry deleted before it.
         self.entries: OrderedDict[Entry, None] = OrderedDict()
 
@@ -313,8 +328,13 @@ class Ledger:
         self._budget = budget
         self._trail_budget = trail_budget
         self.direct: dict[int, Lane] = {}  # by the id of a group that is c10d's own: the lane of its ordinary calls
+        self._diverted: dict[int, Lane] = {}  # the same while all calls take the long way
+        self._diverting = 0
         self._lanes: dict[Any, Lane] = {}
+        self.recorded: dict[int, dict[tuple[int, int], Record]] = {}  # by storage; by stream and capture
         self._reported: set[tuple[types.CodeType, int]] = set()
+        self._orphans: deque[tuple[int, tuple[int, ...], tuple[Any, ...], types.CodeType, int]] = deque()
+        self._orphanage = Lane(self, "orphans", HOST, 0, 0, 0)  # is busy while there are any
 
     # --- entries ----------------------------------------------------------------------------------------
 
@@ -375,11 +395,26 @@ class Ledger:
             # stays False, torch 2.13), and a second wait for it hangs. So it is never polled, and waited for once.
             lane.blind = backend == "gloo" and p2p
             self._lanes[key] = lane
-            if type(group) is ProcessGroup and not capture and not p2p and id(group) not in self.direct:
+            direct = self._diverted if self._diverting else self.direct
+            if type(group) is ProcessGroup and not capture and not p2p and id(group) not in direct:
                 lane.backend = _torch.backend_of(group, "cpu" if index == HOST else "cuda")
                 if lane.backend is not None:
-                    self.direct[id(group)] = lane
+                    direct[id(group)] = lane
         return lane
+
+    @contextlib.contextmanager
+    def diverted(self) -> Iterator[None]:
+        """Let every call take the long way, past whatever has to see all of them."""
+        self._diverting += 1
+        self._diverted.update(self.direct)
+        self.direct.clear()
+        try:
+            yield
+        finally:
+            self._diverting -= 1
+            if not self._diverting:
+                self.direct.update(self._diverted)
+                self._diverted.clear()
 
     def forget(self, lane: Lane) -> None:
         """Forget a lane that nothing will go to again."""
@@ -389,6 +424,7 @@ class Ledger:
         # A group has died. What its lane holds stays in busy, and is swept.
         self._lanes.pop(key, None)
         self.direct.pop(key[0], None)
+        self._diverted.pop(key[0], None)
 
     def trail(self, op: str, group: Any, index: int, storages: tuple[Any, ...], frame: types.FrameType) -> None:
         """Hold those of ``storages``, used on the current stream of ``index``, that were allocated on another (S1)."""
@@ -408,14 +444,8 @@ class Ledger:
         astray = tuple(s for s in storages if self.home(s, stream) != stream)
         if not astray:
             return
-        capture = self.streams.capture(stream) if stream else 0
-        key = (stream, index, capture)
-        lane = self._lanes.get(key)
-        if lane is None:
-            budget = self._trail_budget
-            if budget is None:
-                budget = self.streams.capacity(index) // TRAIL_SHARE
-            lane = self._lanes[key] = Lane(self, key, index, stream, capture, budget)
+        capture = self._capture_of(stream)
+        lane = self._lane_of_stream((stream, index, capture), index, stream, capture)
         entry = Trail()
         entry.op = op
         entry.storages = astray
@@ -429,6 +459,50 @@ class Ledger:
         lane.entries[entry] = None
         self.busy[lane] = None
 
+    def _lane_of_stream(self, key: Any, index: int, stream: int, capture: int) -> Lane:
+        lane = self._lanes.get(key)
+        if lane is None:
+            budget = self._trail_budget
+            if budget is None:
+                budget = self.streams.capacity(index) // TRAIL_SHARE
+            lane = self._lanes[key] = Lane(self, key, index, stream, capture, budget)
+        return lane
+
+    def record(
+        self, storage: torch.UntypedStorage, index: int, stream: int, frame: types.FrameType, order: str = "auto"
+    ) -> bool:
+        """Hold ``storage``, used on ``stream`` until nobody refers to it, as ``record_stream`` asks for.
+
+        ``order``: how it comes back. ``"order"``: the stream that it was allocated on is ordered after ``stream``, as
+        soon as nobody else refers to it. ``"defer"``: once the device has passed that point of ``stream``. ``"auto"``:
+        whatever comes first, but the former only when too much has piled up, or in a capture. False if it can't be
+        held, because nobody knows where it was allocated.
+        """
+        home = self.home(storage, stream)
+        if home is None:
+            return False
+        if home == stream:
+            return True
+        of_storage = self.recorded.setdefault(storage._cdata, {})
+        capture = self._capture_of(stream)
+        entry = of_storage.get((stream, capture))
+        if entry is not None and entry.event is None:
+            return True
+        lane = self._lane_of_stream(("records", stream, index, capture), index, stream, capture)
+        lane.records = True
+        entry = of_storage[stream, capture] = Record()
+        entry.op = "record_stream"
+        entry.storages = (storage,)
+        entry.code = frame.f_code
+        entry.instruction = frame.f_lasti
+        entry.since = time.perf_counter()
+        entry.stream = stream
+        entry.order = order
+        entry.lane = lane
+        lane.entries[entry] = None
+        self.busy[lane] = None
+        return True
+
     def home(self, storage: Any, nowhere: int) -> int | None:
         """Return the stream that ``storage`` was allocated on, and ``nowhere`` if it has no memory."""
         # A tensor subclass without memory of its own is held as an object, and has no address.
@@ -441,27 +515,39 @@ class Ledger:
                 # c10d may keep this tensor until the group's next collective: leave it one without memory.
                 alias.data = torch.empty(0, dtype=alias.dtype, device=alias.device)
             entry.aliases = ()
+        if entry.lane.records and entry.storages:
+            cdata = entry.storages[0]._cdata
+            of_storage = self.recorded.get(cdata, {})
+            if of_storage.get((entry.stream, entry.lane.capture)) is entry:
+                del of_storage[entry.stream, entry.lane.capture]
+            if not of_storage:
+                self.recorded.pop(cdata, None)
         entry.storages = ()
         if entry.event is not None and not entry.lane.capture:  # an event of a capture stays the graph's
             self.streams.recycle(entry.lane.index, entry.event)
 
     # --- rule 1: waited ---------------------------------------------------------------------------------
 
-    def check_boundary(self, entry: Entry) -> None:
-        """Raise CaptureBoundaryError if the current stream is not in the capture that ``entry`` was launched in."""
+    def check_boundary(self, entry: Entry) -> bool:
+        """Raise CaptureBoundaryError if the current stream is not in the capture that ``entry`` was launched in.
+
+        Returns whether there is nothing to wait for: the host has waited for the work before the capture.
+        """
         lane = entry.lane
         stream = self.current(lane.index)
-        now = self.streams.capture(stream) if stream else 0
+        now = self._capture_of(stream)
         if entry.staged and now == lane.capture and stream != entry.stream:
             now = self.streams.capture(entry.stream)  # guard_staging will order that one as well
         if now == lane.capture:
-            return
+            return False
+        if entry.settled and now and not lane.capture:
+            return True
         if now and lane.capture:
             what = "was captured into another CUDA graph than the one that is being captured"
             mend = "wait for it in the capture that it was launched in"
         elif now:
             what = "was launched before the CUDA graph capture that is going on"
-            mend = "wait for it before the capture begins"
+            mend = "wait for it before the capture begins, or call settle_before_capture()"
         else:
             what = "was captured into a CUDA graph"
             mend = "wait for it inside the capture: outside, the stream that replays the graph is what orders it"
@@ -515,6 +601,17 @@ class Ledger:
         lane = entry.lane
         group = lane.group() if lane.group is not None else None
         self._trail(entry.op, group, lane.index, entry.storages, entry.code, entry.instruction, entry.since)
+
+    def joined(self, index: int, stream: int, other: int) -> None:
+        """Release what only ``other`` was still using, which ``stream`` has just been ordered after."""
+        capture = self._capture_of(stream)
+        for key in ((other, index, capture), ("records", other, index, capture)):
+            lane = self._lanes.get(key)
+            for entry in tuple(itertools.islice(lane.entries, LOOK)) if lane is not None else ():
+                if any(self.home(storage, stream) != stream for storage in entry.storages):
+                    continue
+                if (entry.event is not None or self._alone(entry)) and lane.take(entry):  # type: ignore[union-attr]
+                    self._release(entry)
 
     def _wait_here(self, entry: Entry) -> bool:
         """Order the current stream after a work; on failure quarantine it and return False.
@@ -577,12 +674,16 @@ class Ledger:
         It looks at the oldest entry of each lane, and on while they are released; ``thorough``: at every entry.
         """
         capturing = self._capturing()
+        if self._orphans and not capturing:
+            self._adopt()
         for entry in tuple(self.quarantine):
             if self._idle(entry) and self._pardon(entry):
                 self._release(entry)
         with self.streams.lenient():
             for lane in tuple(self.busy):
-                if lane.capture:
+                if lane.records:
+                    self._sweep_records(lane, capturing)
+                elif lane.capture:
                     self._sweep_captured(lane, capturing)
                 elif lane.blind:
                     self._sweep_blind(lane)
@@ -591,6 +692,9 @@ class Ledger:
                         self._sweep_ordered(lane)
                     else:
                         self._sweep_unordered(lane, len(lane.entries) if thorough else UNORDERED)
+
+    def _capture_of(self, stream: int) -> int:
+        return self.streams.capture(stream) if stream else 0  # 0 is the legacy default stream, which can't capture
 
     def _capturing(self) -> int:
         """Return the capture that a current stream is part of; 0 if none is."""
@@ -701,6 +805,119 @@ class Ledger:
                 if lane.take(entry):
                     self._release(entry)
 
+    def _sweep_records(self, lane: Lane, capturing: int) -> None:
+        capture = self._capture_of(lane.stream)
+        if capture == lane.capture == capturing:
+            for entry in tuple(itertools.islice(lane.entries, LOOK)):
+                if not self._sweep_record(lane, entry):
+                    with contextlib.suppress(KeyError):
+                        lane.entries.move_to_end(entry)
+        elif lane.capture and capture != lane.capture:
+            # The capture is over: what it has recorded runs when the graph does.
+            for entry in tuple(lane.entries):
+                if lane.take(entry):
+                    self._release(entry)
+
+    def _sweep_record(self, lane: Lane, entry: Entry) -> bool:
+        """Give back a record that nobody else refers to, if its turn has come; return whether it had."""
+        if entry.event is None:
+            if not self._alone(entry):
+                return False
+            home = self.home(entry.storages[0], lane.stream)
+            if home is None or self._capture_of(home) != lane.capture:
+                return False  # allocated outside of this capture, or inside of one that is going on elsewhere
+            entry.event = self.streams.mark(lane.index, lane.stream)
+        order = "order" if lane.capture else entry.order  # type: ignore[attr-defined]
+        over = not lane.capture and self.streams.reached(entry.event)
+        if over or order == "order" or (order == "auto" and self._behind(lane, entry, False)):
+            if over or not self._blocked(entry):
+                self._take(entry, over=over)
+            return True
+        return False
+
+    def _alone(self, entry: Entry) -> bool:
+        """Return whether nobody but records refers to what a record holds, neither in C++ nor in Python."""
+        (storage,) = entry.storages
+        shared = len(self.recorded[storage._cdata]) - 1
+        return getrefcount(storage) - shared <= _UNSHARED_STORAGE and _torch.only_holder(storage)
+
+    def freeing(self, storage: torch.UntypedStorage, *, order: bool = True) -> list[tuple[int, int]]:
+        """Make it safe that ``storage`` is about to free its memory by itself, which no reference can keep.
+
+        Orders the stream that it was allocated on after those that ``record_stream`` was called with. Returns those
+        with which that can't be done, or with ``order=False`` all of them, as pairs of device index and stream: they
+        are the allocator's to keep in order.
+        """
+        left = []
+        for (stream, _), entry in tuple(self.recorded.get(storage._cdata, {}).items()):
+            lane = entry.lane
+            home = self.home(storage, stream)
+            captures = {self._capture_of(stream), self._capture_of(home or 0)}
+            if order and captures == {lane.capture} and home is not None:
+                event = entry.event = self.streams.mark(lane.index, stream)
+                self.streams.order(lane.index, home, event)
+            else:
+                left.append((lane.index, stream))
+            if lane.take(entry):
+                self._release(entry)
+        return left
+
+    def hand_over(self) -> list[tuple[torch.UntypedStorage, int, int]]:
+        """Let go of all records but those of captures; return what they held, the device index, and the stream."""
+        handed = []
+        for lane in tuple(self.busy):
+            for entry in tuple(lane.entries) if lane.records and not lane.capture else ():
+                (storage,) = entry.storages
+                if lane.take(entry):
+                    handed.append((storage, lane.index, lane.stream))
+                    self._release(entry)
+        return handed
+
+    # --- captures -------------------------------------------------------------------------------------------
+
+    def join(self, capture: int, stream: int) -> list[str]:
+        """Order ``stream`` after all works of ``capture`` that nobody has waited for there; describe each."""
+        left = []
+        for lane in tuple(self.busy):
+            if lane.capture == capture:
+                for entry in tuple(lane.entries):
+                    if entry.inner is not None:
+                        left.append(f"{entry.op} launched at {entry.site}")
+                        with self.streams.using(lane.index, stream):
+                            if lane.take(entry) and self._wait_here(entry):
+                                self._release(entry)
+        return left
+
+    def end_capture(self, capture: int) -> None:
+        """Release what is held for ``capture``, which is over."""
+        for lane in tuple(self.busy):
+            if lane.capture == capture:
+                for entry in tuple(lane.entries):
+                    if lane.take(entry):
+                        self._release(entry)
+
+    def orphan(
+        self, index: int, streams: tuple[int, ...], storages: tuple[Any, ...], code: types.CodeType, instruction: int
+    ) -> None:
+        """Take over ``storages``, which only graphs have used, on ``streams``. May be called from a destructor."""
+        self._orphans.append((index, streams, storages, code, instruction))
+        self.busy[self._orphanage] = None
+
+    def _adopt(self) -> None:
+        self.busy.pop(self._orphanage, None)
+        while self._orphans:
+            index, streams, storages, code, instruction = self._orphans.popleft()
+            for stream in streams:
+                with self.streams.using(index, stream):
+                    self._trail("a CUDA graph", None, index, storages, code, instruction, time.perf_counter())
+
+    def settle(self, timeout: timedelta | None) -> None:
+        """Block the host until all works are over, so that there is nothing to wait for in a capture."""
+        works = [entry for entry in self._entries() if entry.inner is not None]
+        self.await_works(timeout, None)
+        for entry in works:
+            entry.settled = True
+
     def _forgotten(self, entry: Entry) -> bool:
         """Return whether only the ledger still refers to what a captured trail holds, and all of it can be ordered."""
         for storage in entry.storages:
@@ -740,11 +957,15 @@ class Ledger:
         else:
             self.sweep(thorough=True)
         quarantined = [entry for entry in tuple(self.quarantine) if entry.belongs_to(group)]
-        return sum(entry.nbytes for entry in self._entries(group) + quarantined)
+        return sum(entry.nbytes for entry in self._unsettled(group) + quarantined)
 
     def _finish(self, timeout: timedelta | None, group: Any) -> None:
         deadline = None if timeout is None else time.monotonic() + timeout.total_seconds()
         self.await_works(timeout, group)
+        self._empty_quarantine(group, deadline)
+        self._await_all(group, deadline)  # what a record holds may have been held by one of those too
+
+    def _empty_quarantine(self, group: Any, deadline: float | None) -> None:
         for entry in tuple(self.quarantine):
             if entry.belongs_to(group):
                 if entry.lane.index != HOST:
@@ -788,16 +1009,23 @@ class Ledger:
         for entry in [entry for entry in self._entries(group) if entry.lane.blind]:
             self._wait_blind(entry, deadline)
 
+        self._await_all(group, deadline)
+
+    def _await_all(self, group: Any, deadline: float | None) -> None:
         def gone(entry: Entry) -> bool:
             self.sweep(thorough=True)
             return entry not in entry.lane.entries
 
-        while entries := self._entries(group):  # a work can leave a trail
+        while entries := self._unsettled(group):  # a work can leave a trail
             self._await(entries, gone, deadline)
 
     def _entries(self, group: Any = None) -> list[Entry]:
         """Return the entries of ``group`` (None: of all groups), without the quarantine."""
         return [entry for lane in tuple(self.busy) for entry in tuple(lane.entries) if entry.belongs_to(group)]
+
+    def _unsettled(self, group: Any = None) -> list[Entry]:
+        """Return the entries that the device will be over with: not the records of what others still use."""
+        return [e for e in self._entries(group) if not e.lane.records or e.event is not None or self._alone(e)]
 
     def _wait_blind(self, entry: Entry, deadline: float | None) -> None:
         # In a thread, because a wait that times out would close the connection (gloo, torch 2.13). The thread only
@@ -830,6 +1058,7 @@ class Ledger:
             log.debug("sweep at exit: %r", error)
         # A backend that goes only when modules are torn down can take the process down (gloo, torch 2.13).
         self.direct.clear()
+        self._diverted.clear()
         for lane in self._lanes.values():
             lane.backend = None
         left = self._entries() + list(self.quarantine)
@@ -861,6 +1090,17 @@ _UNSHARED = _references_to_a_dropped_entry()
 Counted once, because versions of Python differ. Where it is compared, the count must be taken directly, on the only
 variable: how many references an argument of a Python function is worth changes as the interpreter specialises the call.
 """
+
+
+def _references_to_an_unshared_storage() -> int:
+    entry = Entry()
+    entry.storages = (torch.empty(0).untyped_storage(),)
+    (storage,) = entry.storages
+    return getrefcount(storage)
+
+
+_UNSHARED_STORAGE = _references_to_an_unshared_storage()
+"""The same of a storage: its entry's, and those of one variable and of the call that counts."""
 
 
 LEDGER = Ledger(CudaStreams())

@@ -20,7 +20,10 @@ HOST = -1
 """The device index of memory that no stream orders: the CPU's."""
 
 
-_NOBODYS = (None, 0, 0)
+Segment = tuple[int | None, int, int, Any]
+"""What is known of a piece of memory: its stream, the first address, the one past the last, the allocator's pool."""
+
+_NOBODYS: Segment = (None, 0, 0, None)
 """The segment of memory of which nobody knows the stream."""
 
 
@@ -38,6 +41,15 @@ class Streams(Protocol):
 
     def at_home(self, stream: int, pointer: int, other: int | None = None, /) -> bool:
         """Return whether the memory at one or two pointers was surely allocated on ``stream``."""
+
+    def pool(self, pointer: int, /) -> Any:
+        """Return the allocator's pool, such as that of a graph, that the memory at ``pointer`` is part of."""
+
+    def allocated(self, pool: Any, /) -> list[tuple[int, int]]:
+        """Return the pieces of memory of ``pool`` that are in use, as pairs of first address and the one past the last.
+
+        Takes time; not for the hot path.
+        """
 
     def capture(self, stream: int, /) -> int:
         """Return the id of the graph capture that ``stream`` is part of; 0 if it is not capturing."""
@@ -85,7 +97,7 @@ class CudaStreams:
     def __init__(self) -> None:
         # By the driver's buffer id and not by address: a segment keeps its stream for life, but once it is
         # unmapped its address can come back as a segment of another stream (it did, in the first program tried).
-        self._segments: dict[int, tuple[int | None, int, int]] = {}  # stream, first address, and the one past the last
+        self._segments: dict[int, Segment] = {}
         self._streams: dict[tuple[int, int], Any] = {}
         self._events: dict[int, list[Any]] = {}
 
@@ -94,6 +106,18 @@ class CudaStreams:
 
     def home(self, pointer: int) -> int | None:
         return self._segment(pointer)[0]
+
+    def pool(self, pointer: int) -> Any:
+        return self._segment(pointer)[3]
+
+    def allocated(self, pool: Any) -> list[tuple[int, int]]:
+        return [
+            (block["address"], block["address"] + block["size"])
+            for segment in torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+            if tuple(segment.get("segment_pool_id", (0, 0))) == pool
+            for block in segment["blocks"]
+            if block["state"] != "inactive"
+        ]
 
     def at_home(self, stream: int, pointer: int, other: int | None = None) -> bool:
         # This is _segment(pointer), written out: it is asked on every call.
@@ -104,11 +128,11 @@ class CudaStreams:
         if pointer_attribute(answer_reference, attribute, argument):
             return False
         known = self._segments.get(answer.value)
-        home, start, end = known or self._look_up(pointer, answer.value)
+        home, start, end, _ = known or self._look_up(pointer, answer.value)
         # Where both lie in one segment, which the driver has just confirmed for the first, it need not be asked again.
         return home == stream and (other is None or start <= other < end or self._segment(other)[0] == stream)
 
-    def _segment(self, pointer: int) -> tuple[int | None, int, int]:
+    def _segment(self, pointer: int) -> Segment:
         if pointer_attribute is None:
             return _NOBODYS
         argument, answer, answer_reference, attribute = arguments.buffer_id
@@ -121,7 +145,7 @@ class CudaStreams:
         except KeyError:
             return self._look_up(pointer, identity)
 
-    def _look_up(self, pointer: int, identity: int) -> tuple[int | None, int, int]:
+    def _look_up(self, pointer: int, identity: int) -> Segment:
         try:
             segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
         except RuntimeError:
@@ -135,7 +159,8 @@ class CudaStreams:
             end = start + segment["total_size"]
             if start <= pointer < end:
                 # An expandable segment has an id for each part that is mapped, and we don't know where this part ends.
-                found = (segment["stream"], start, 0 if segment.get("is_expandable") else end)
+                end = 0 if segment.get("is_expandable") else end
+                found = (segment["stream"], start, end, tuple(segment.get("segment_pool_id", (0, 0))))
                 break
         else:
             found = _NOBODYS  # not this allocator's memory

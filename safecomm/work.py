@@ -61,7 +61,8 @@ class Work(Launched, _Base):
     def _order(self, order: Callable[[], None]) -> None:
         ledger = self.lane.ledger
         if self.lane.index >= 0:
-            ledger.check_boundary(self)
+            if ledger.check_boundary(self):
+                return
             ledger.guard_staging(self)
         order()
         if self.lane.streamed:  # elsewhere the work may still be running on the host: the ledger looks again later

@@ -85,6 +85,7 @@ class Block:
         self.home = home  # None: memory of the host or of an unknown allocator, which no stream orders
         self.capture = capture  # the capture in whose pool it is
         self.nbytes = nbytes
+        self.tenancy = 0  # how often it was handed out
         self.touched: Counter[int] = Counter()  # by capture, 0 for what runs: the operations since it was handed out
 
 
@@ -118,6 +119,12 @@ class SimulatedDevice:
 
     def home(self, pointer: int) -> int | None:
         return self._live[pointer][1].home
+
+    def pool(self, pointer: int) -> object:
+        return (self._live[pointer][1].capture,)
+
+    def allocated(self, pool: object) -> list[tuple[int, int]]:
+        return []
 
     def at_home(self, stream: int, *pointers: int) -> bool:
         assert 1 <= len(pointers) <= 2
@@ -283,6 +290,7 @@ class SimulatedDevice:
             self.blocks.append(block)
         self._check_free(block)
         block.touched.clear()
+        block.tenancy += 1
         return block
 
     def settle(self) -> None:
@@ -310,6 +318,11 @@ class SimulatedDevice:
         if unsafe:
             raise Violation(f"memory of stream {block.home} is free while operations {unsafe:b} may touch it (S1)")
 
+    def is_free(self, block: Block) -> bool:
+        """Return whether nobody refers to ``block``."""
+        self.settle()
+        return block in self._free
+
     def block(self, tensor: torch.Tensor) -> Block | None:
         """Return the block under ``tensor``; None if it has no memory."""
         pointer = tensor.untyped_storage().data_ptr()
@@ -323,6 +336,28 @@ class SimulatedDevice:
         """Return the blocks that somebody refers to."""
         self.settle()
         return [block for _, block in self._live.values()]
+
+
+class FakeGraph:
+    """``torch.cuda.CUDAGraph``: what its collectives touch, at each replay."""
+
+    def __init__(self, device: SimulatedDevice) -> None:
+        self.device = device
+        self.touches: list[tuple[Block, int]] = []  # with the tenancy that was captured
+
+    def touch(self, blocks: list[Block]) -> None:
+        """Note what a collective that is being captured touches."""
+        self.touches += [(block, block.tenancy) for block in blocks if block.capture != self.device.capturing]
+
+    def replay(self) -> None:
+        """Run the graph on the current stream, and check that what it touches is still its own (S6)."""
+        for block, tenancy in self.touches:
+            if block.tenancy != tenancy or self.device.is_free(block):
+                raise Violation("a replay touches memory that is somebody else's (S6)")
+        self.device.launch(self.device.here(), [block for block, _ in self.touches])
+
+    def reset(self) -> None:
+        self.touches.clear()
 
 
 class FakeGroup:

@@ -48,7 +48,11 @@ WRAPPED = [
     if hasattr(c10d, name)
 ]
 CLASSES = ["Work", "P2POp"]
-NEW = ["CaptureBoundaryError", "Pending", "PendingWorkError", "SafecommError", "drain", "pending"]
+NEW = [
+    "CaptureBoundaryError", "CapturedGraph", "Lease", "LiveGraphError", "Pending", "PendingWorkError",
+    "RecordStreamError", "SafecommError", "StaleGraphError", "avoid_record_streams", "drain", "graph", "pending",
+    "settle_before_capture",
+]  # fmt: skip
 
 PUBLIC = [name for name in dir(stock) if not name.startswith("_")]
 

@@ -33,8 +33,9 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from simulated import INDEX, FakeGroup, Launched, SimulatedDevice, call, call_sync
+from simulated import INDEX, FakeGraph, FakeGroup, Launched, SimulatedDevice, call, call_sync
 
+from safecomm.captures import CapturedGraph
 from safecomm.errors import CaptureBoundaryError
 from safecomm.ledger import Ledger
 from safecomm.streams import HOST
@@ -72,6 +73,8 @@ class Programs(RuleBasedStateMachine):
         self.works: list[Launched] = []
         self.failed: set[str] = set()  # the works whose failure the program has seen
         self.homeless: set[str] = set()  # the calls that use memory which no stream orders
+        self.kept: list[torch.Tensor] = []
+        self.recorded: set[tuple[int, int, int, int]] = set()  # the memory, its tenancy, the stream, and its capture
 
     @initialize(lag=st.integers(0, 3), budget=st.sampled_from([0, 128, 1 << 20]), shelved=st.booleans())
     def start(self, lag: int, budget: int, shelved: bool) -> None:
@@ -150,6 +153,7 @@ class Programs(RuleBasedStateMachine):
         if group.backend == "gloo":
             kind = fate = ""
         launched = call(self.ledger, group, tensors, staged=kind == "staged", p2p=kind == "p2p", fate=fate)
+        self.used(tensors, group)
         if None in launched.homes:
             self.homeless.add(launched.op)
         if keep:
@@ -160,8 +164,63 @@ class Programs(RuleBasedStateMachine):
         self.go_to(stream)
         if tensors := self.some_tensors(picks, last):
             op = call_sync(self.ledger, self.groups[0], tensors)
+            self.used(tensors, self.groups[0])
             if any(block.home is None for block in self.device.blocks_of(tensors)):
                 self.homeless.add(op)
+
+    def used(self, tensors: list[torch.Tensor], group: FakeGroup) -> None:
+        """A collective of ``group`` was launched on ``tensors``."""
+
+    # --- record_stream ------------------------------------------------------------------------------------
+
+    @rule(stream=STREAM, pick=PICK, last=st.booleans(), order=st.sampled_from(["auto", "auto", "order", "defer"]))
+    def use_and_record(self, stream: int, pick: int, last: bool, order: str) -> None:
+        """A kernel of the program's own on another stream, and record_stream for it, once for many."""
+        self.go_to(stream)
+        for tensor in self.some_tensors([pick], last=False):
+            storage = tensor.untyped_storage()
+            (block,) = self.device.blocks_of([tensor]) or (None,)
+            if block is None or block.home is None:
+                continue
+            here = self.device.here()
+            key = (storage.data_ptr(), block.tenancy, here.handle, here.capture)
+            self.device.launch(here, [block])
+            if key not in self.recorded and here.handle != block.home:
+                assert self.ledger.record(storage, INDEX, here.handle, sys._getframe(), order)
+                self.recorded.add(key)
+            if last:
+                self.tensors = [one for one in self.tensors if one is not tensor]
+
+    @rule(waiting=STREAM, other=STREAM)
+    def wait_stream_and_tell(self, waiting: int, other: int) -> None:
+        """What torch.cuda.Stream.wait_stream does inside of avoid_record_streams()."""
+        one, two = self.device.streams[waiting], self.device.streams[other]
+        if one.capture == two.capture:
+            self.device.wait(one, two.past, two.capture)
+            self.ledger.joined(INDEX, waiting, other)
+
+    @rule(pick=PICK, order=st.booleans())
+    def free_storage(self, pick: int, order: bool) -> None:
+        """resize_(0) of what only record_stream protects: the memory is gone, whoever refers to it."""
+        if not self.tensors:
+            return
+        tensor = self.tensors[pick % len(self.tensors)]
+        storage = tensor.untyped_storage()
+        if not self.ledger.recorded.get(storage._cdata):
+            return
+        if any(entry.op != "record_stream" for entry in self.holding(storage)):
+            return  # a collective's: nothing in Python survives that, and no correct program does it
+        left = self.ledger.freeing(storage, order=order)
+        assert not self.holding(storage)
+        if left:
+            self.kept.append(tensor.detach())  # by the allocator, until the device is over with it
+        else:
+            self.tensors = [one for one in self.tensors if one.untyped_storage()._cdata != storage._cdata]
+
+    def holding(self, storage: torch.UntypedStorage) -> list[Any]:
+        """Return the entries that hold ``storage``."""
+        entries = [entry for lane in self.ledger.busy for entry in lane.entries]
+        return [e for e in entries if any(one._cdata == storage._cdata for one in e.storages)]
 
     # --- handles ------------------------------------------------------------------------------------------
 
@@ -253,7 +312,8 @@ class Programs(RuleBasedStateMachine):
         elif not self.device.capturing:
             with mock.patch("safecomm.ledger.time.sleep", sleep):
                 assert self.ledger.drain(wait=True) == 0, "S3: drain(wait=True) left something"
-            assert not self.ledger.pending(), "S3: drain(wait=True) left something"
+            assert self.held() <= {"record_stream"}, "S3: drain(wait=True) left something"
+            assert not self.held("in flight", "trailing"), "S3: drain(wait=True) left something"
             self.failed.clear()
 
     def all_is_over(self) -> None:
@@ -289,6 +349,8 @@ class Programs(RuleBasedStateMachine):
                 self.tensors.clear()
                 for group in self.groups:
                     group.shelves.clear()
+                self.kept.clear()
+                self.ledger.sweep()
                 self.nothing_unsafe_is_free()
                 assert not self.device.live(), "S3: leaked"
         finally:
@@ -310,6 +372,68 @@ class CapturingPrograms(Programs):
             self.device.end_capture()
         else:
             self.device.begin_capture(stream)
+
+
+class GraphPrograms(CapturingPrograms):
+    """The same with graphs that are seen to be captured, replayed, reset, and that die."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.graphs: list[tuple[FakeGraph, CapturedGraph]] = []
+        self.recording: tuple[FakeGraph, CapturedGraph] | None = None
+
+    @rule(stream=st.integers(1, 3))
+    def capture(self, stream: int) -> None:
+        if self.device.capturing:
+            self.end_capture()
+            return
+        self.device.begin_capture(stream)
+        capture = self.device.capturing
+        graph = FakeGraph(self.device)
+        captured = CapturedGraph(self.ledger, graph, (capture,), [], INDEX, stream, capture, sys._getframe())
+        self.recording = graph, captured
+
+    def end_capture(self) -> None:
+        assert self.recording is not None
+        capture = self.device.capturing
+        self.ledger.sweep()
+        self.ledger.join(capture, self.recording[1].stream)
+        self.device.end_capture()
+        self.ledger.end_capture(capture)
+        self.recording[1].seal()
+        self.graphs.append(self.recording)
+        self.recording = None
+        # Its works are no longer to be waited for: they stand for nothing that runs.
+        self.works = [launched for launched in self.works if launched.capture != capture]
+
+    def used(self, tensors: list[torch.Tensor], group: FakeGroup) -> None:
+        if self.recording is not None and self.device.here().capture:
+            graph, captured = self.recording
+            graph.touch(self.device.blocks_of(tensors))
+            for tensor in tensors:
+                captured.add("a collective", group, tensor, sys._getframe())
+
+    @rule(stream=STREAM, pick=PICK)
+    def replay(self, stream: int, pick: int) -> None:
+        if self.graphs and not self.device.capturing:
+            self.device.switch(stream)
+            self.graphs[pick % len(self.graphs)][0].replay()
+
+    @rule(pick=PICK, how=st.sampled_from(["reset", "dies"]))
+    def end_graph(self, pick: int, how: str) -> None:
+        if self.graphs:
+            graph, _ = self.graphs.pop(pick % len(self.graphs))
+            if how == "reset":
+                graph.reset()
+
+    def teardown(self) -> None:
+        if sys.exc_info()[0] is None:
+            if self.device.capturing:
+                self.end_capture()
+            self.graphs.clear()
+        elif self.recording is not None:
+            self.recording[1].abandon()
+        super().teardown()
 
 
 class HostPrograms(RuleBasedStateMachine):
@@ -431,7 +555,9 @@ def programs(count: int, **more: Any) -> settings:
     )
 
 
-@pytest.mark.parametrize(("machine", "count"), [(Programs, 900), (CapturingPrograms, 1200), (HostPrograms, 500)])
+@pytest.mark.parametrize(
+    ("machine", "count"), [(Programs, 900), (CapturingPrograms, 1000), (GraphPrograms, 700), (HostPrograms, 400)]
+)
 def test_random_programs_s1_s2_s3_s4_s5(machine: type[RuleBasedStateMachine], count: int) -> None:
     """S1 to S5: no random program breaks a promise."""
     run_state_machine_as_test(machine, settings=programs(count))
@@ -521,6 +647,48 @@ class CrossesCaptures(Ledger):
         pass
 
 
+class ForgetsRecords(Ledger):
+    """Takes record_stream() for nothing."""
+
+    def record(self, storage, index, stream, frame, order="auto"):
+        return True
+
+
+class TakesAWaitForThePast(Ledger):
+    """Releases a record at any wait, although somebody else still uses it."""
+
+    def joined(self, index, stream, other):
+        for lane in tuple(self.busy):
+            for entry in tuple(lane.entries):
+                if lane.records and lane.stream == other and lane.take(entry):
+                    self._release(entry)
+
+
+class FreesWithoutOrder(Ledger):
+    """Lets memory that frees itself go at once."""
+
+    def freeing(self, storage, *, order=True):
+        for entry in tuple(self.recorded.get(storage._cdata, {}).values()):
+            if entry.lane.take(entry):
+                self._release(entry)
+        return []
+
+
+class FreesLeasesAtOnce(Ledger):
+    """Does not wait for the last replay."""
+
+    def orphan(self, *_):
+        pass
+
+
+class HoldsNoLease(Ledger):
+    """Thinks that all memory is the graph's pool."""
+
+    def __init__(self, streams, **how):
+        super().__init__(streams, **how)
+        streams.pool = lambda pointer: (streams.capturing,)
+
+
 class PollsConnections(Ledger):
     """Waits for sends and receives as often as it likes."""
 
@@ -547,6 +715,11 @@ class PollsConnections(Ledger):
         (QueriesInCaptures, CapturingPrograms),
         (CrossesCaptures, CapturingPrograms),
         (PollsConnections, HostPrograms),
+        (ForgetsRecords, Programs),
+        (TakesAWaitForThePast, Programs),
+        (FreesWithoutOrder, Programs),
+        (FreesLeasesAtOnce, GraphPrograms),
+        (HoldsNoLease, GraphPrograms),
     ],
 )
 def test_machine_catches_a_ledger_that(ledger: type[Ledger], machine: type[RuleBasedStateMachine]) -> None:

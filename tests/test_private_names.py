@@ -41,6 +41,9 @@ NAMES = [
     ),
     (torch._C, "_storage_Use_Count", "only_holder() says False, so memory behind the host comes back a bit later"),
     (torch.UntypedStorage, "_cdata", "only_holder() fails"),
+    (torch._C, "_construct_storage_from_data_pointer", "unowned() gives the tensor itself, and sends record streams"),
+    (torch.library, "get_kernel", "outside of its thread or mode, record_stream is converted too, and stays so"),
+    (torch.library.Library, "_destroy", None),
 ]
 if torch.cuda.is_available():
     NAMES.append((torch._C, "_cuda_getCurrentRawStream", "current_raw_stream() takes 5 us in place of 0.1"))
@@ -81,6 +84,28 @@ def test_without_the_raw_stream_the_public_one_is_asked(monkeypatch):
     monkeypatch.delattr(torch._C, "_cuda_getCurrentRawStream", raising=False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda index: Stream)
     assert a_fresh_copy().current_raw_stream(0) == 77
+
+
+def test_an_unowned_tensor_is_the_same_memory_and_keeps_nothing(monkeypatch):
+    tensor = torch.arange(12.0).reshape(3, 4).t()[1:]
+    alias = _torch.unowned(tensor)
+    assert torch.equal(alias, tensor)
+    assert (alias.data_ptr(), alias.stride()) == (tensor.data_ptr(), tensor.stride())
+    assert _torch.only_holder(alias.untyped_storage()) is False
+    assert alias.untyped_storage()._cdata != tensor.untyped_storage()._cdata
+    empty = torch.empty(0)
+    assert _torch.unowned(empty) is empty
+    monkeypatch.delattr(torch._C, "_construct_storage_from_data_pointer")
+    assert a_fresh_copy().unowned(tensor) is tensor
+
+
+def test_without_a_way_to_get_torchs_kernel_only_record_stream_is_replaced(monkeypatch):
+    monkeypatch.delattr(torch.library, "get_kernel")
+    copy = a_fresh_copy()
+    override = copy.Override("aten::resize_", "CPU", lambda *_: None, needs_original=True)
+    assert override.original is None
+    assert torch.empty(0).resize_(3).shape == (3,)
+    override.remove()
 
 
 def test_without_asyncop_every_call_counts_as_asynchronous(monkeypatch):

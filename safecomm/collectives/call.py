@@ -19,7 +19,7 @@ import torch
 import torch.distributed.distributed_c10d as c10d
 from torch.nn import Parameter
 
-from safecomm import _torch
+from safecomm import _torch, captures
 from safecomm.ledger import LEDGER
 from safecomm.streams import HOST
 from safecomm.work import MemberWork, Work, handle, member
@@ -129,6 +129,17 @@ def host_alias(argument: Any) -> Any:
     return argument
 
 
+def device_alias(argument: Any) -> Any:
+    """Return what a send or receive is to be given in place of a tensor of a GPU.
+
+    ProcessGroupNCCL calls the allocator's ``record_stream`` for each (torch 2.13), which does nothing for memory that
+    the tensor does not own. The ledger holds it.
+    """
+    if type(argument) in PLAIN and argument.is_cuda and argument.layout is torch.strided:
+        return _torch.unowned(argument)
+    return argument
+
+
 def caller() -> types.FrameType:
     """Return the innermost frame outside of this package: the call site."""
     frame = sys._getframe(1)
@@ -228,6 +239,7 @@ def forwarded(
     async_place = names.index("async_op") if "async_op" in names else None
     compiling = torch.compiler.is_dynamo_compiling
     busy = LEDGER.busy
+    recording = captures.RECORDING
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if compiling():
@@ -240,11 +252,17 @@ def forwarded(
             given, named = _mapped(region.alias, args, kwargs)
         elif async_place is not None and (args[async_place] if async_place < len(args) else kwargs.get("async_op")):
             given, named = _mapped(host_alias, args, kwargs)
+        if p2p:
+            given, named = _mapped(device_alias, given, named)
+        if recording:
+            captures.check_group(name, _arguments(args, kwargs)[0])
         try:
             result = original(*given, **named)
         except torch.distributed.DistBackendError:
             finish(name, None, *_arguments(args, kwargs), caller(), staged=staged, p2p=p2p)
             raise
+        if recording:
+            captures.note(name, *_arguments(args, kwargs), caller())
         if result is None and not coalesced and not REGIONS:
             for place, argument in places:
                 if not at_home(args[place] if place < len(args) else kwargs.get(argument)):

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed.distributed_c10d as c10d
 
-from safecomm import _torch
+from safecomm import _torch, captures
 from safecomm.collectives.call import default_group, forwarded, stand_in
 from safecomm.ledger import LEDGER
 
@@ -27,6 +27,7 @@ def _target(group: Any) -> Any:
 def destroy_process_group(group: Any = None) -> None:
     target = _target(group)
     if default_group() is not None and group is not c10d.GroupMember.NON_GROUP_MEMBER:
+        captures.refuse_live(target)
         limits = [GRACE]
         for device_type in ("cpu", "cuda"):
             timeout = _torch.group_timeout(group or default_group(), device_type)

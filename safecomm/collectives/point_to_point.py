@@ -1,8 +1,8 @@
 """send, recv, isend, irecv, and batches of them.
 
-On NCCL, c10d's C++ side still calls ``record_stream`` for each of these (torch 2.13), so that the memory comes back
-later than it could; what safecomm adds is the hold, also for gloo, where a handle that is dropped takes its buffer with
-it.
+On NCCL, c10d's C++ side still calls ``record_stream`` for each of these (torch 2.13), so that the memory would come
+back later than it could: it is given tensors that don't own their memory, for which that does nothing, and the ledger
+holds the memory. It does so for gloo too, where a handle that is dropped takes its buffer with it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any
 import torch
 import torch.distributed.distributed_c10d as c10d
 
-from safecomm.collectives.call import caller, default_group, finish, forwarded, stand_in
+from safecomm import captures
+from safecomm.collectives.call import caller, default_group, device_alias, finish, forwarded, stand_in
 from safecomm.ledger import LEDGER
 
 isend = forwarded("isend", "tensor", p2p=True)
@@ -53,14 +54,31 @@ P2POp.__signature__ = inspect.signature(c10d.P2POp)  # type: ignore[attr-defined
 P2POp.__module__ = "safecomm"
 
 
+def _unowned(op: Any) -> Any:
+    """Return ``op`` on a tensor that does not own its memory; what is no operation, c10d refuses."""
+    if not isinstance(op, c10d.P2POp):
+        return op
+    tensor = device_alias(op.tensor)
+    if tensor is op.tensor:
+        return op
+    same = object.__new__(type(op))
+    same.__dict__.update(op.__dict__, tensor=tensor)
+    return same
+
+
 def batch_isend_irecv(p2p_op_list: Any) -> Any:
     if _compiling():
         return _c10d_batch(p2p_op_list)
     if LEDGER.busy:
         LEDGER.sweep()
-    works = _c10d_batch(p2p_op_list)
+    given = [_unowned(op) for op in p2p_op_list] if isinstance(p2p_op_list, list) else p2p_op_list
+    if captures.RECORDING and p2p_op_list:
+        captures.check_group("batch_isend_irecv", p2p_op_list[0].group or default_group())
+    works = _c10d_batch(given)
     tensors = [op.tensor for op in p2p_op_list]
     group = p2p_op_list[0].group or default_group()
+    if captures.RECORDING:
+        captures.note("batch_isend_irecv", group, tensors, caller())
     # NCCL answers with one work for all; where each operation has its own, each holds its own tensor.
     shares = [[tensor] for tensor in tensors] if len(works) == len(tensors) else [tensors] * len(works)
     frame = caller()

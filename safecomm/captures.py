@@ -1,0 +1,293 @@
+"""What a CUDA graph owns: the memory that its collectives read and write, until it is reset or dies (S6).
+
+A graph writes to the addresses that were captured at each replay, whoever has them by then. What a capture allocates
+lies in the graph's own pool, which torch keeps for it. Arguments from outside do not, so they are *leased*: held from
+the capture on. Captures are seen while ``avoid_record_streams()`` or ``graph()`` is open, whoever makes them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import sys
+import types
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from safecomm import _torch
+from safecomm.errors import CaptureBoundaryError, LiveGraphError, StaleGraphError
+from safecomm.ledger import LEDGER, Entry, Ledger
+
+log = logging.getLogger("safecomm")
+
+RECORDING: dict[int, CapturedGraph] = {}
+"""The captures that are going on, by their id."""
+
+_live: dict[int, CapturedGraph] = {}
+
+
+@dataclass(frozen=True)
+class Lease:
+    """The memory of one argument of one captured collective."""
+
+    op: str
+    """The call, such as ``"all_reduce"``."""
+    nbytes: int
+    """Bytes of the argument's storage."""
+    leased: bool
+    """Whether the graph holds it; else it is in the graph's own pool, which torch keeps for it."""
+    group: str
+    """c10d's name of the group."""
+    site: str
+    """File, line and function of the call."""
+
+
+class _Argument(Entry):
+    """A storage that a captured collective uses, and one of the tensors over it."""
+
+    storage: Any  # None if it is the pool's
+    pointer: int
+    tensor: weakref.ref[torch.Tensor]
+    tensor_pointer: int
+    bytes: int
+
+
+class CapturedGraph:
+    """What a CUDA graph does with memory. :class:`graph` makes it, as does each capture in ``avoid_record_streams()``.
+
+    Guarantees that the memory which its collectives read and write is nobody else's until :meth:`reset`, or until the
+    ``torch.cuda.CUDAGraph`` dies (S6). While it is alive, that graph's own ``replay`` and ``reset`` are the ones here.
+
+    Not made by callers.
+    """
+
+    def __init__(
+        self, ledger: Ledger, graph: Any, pool: Any, older: list[tuple[int, int]], index: int, stream: int,
+        capture: int, frame: types.FrameType,
+    ) -> None:  # fmt: skip
+        self._ledger = ledger
+        self.index = index
+        self.stream = stream
+        self.capture = capture
+        self.site = f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+        self._code, self._instruction = frame.f_code, frame.f_lasti
+        self._graph = weakref.ref(graph)
+        self._pool = tuple(pool)
+        self._older = older  # memory of the pool that other graphs have, which share it
+        self._arguments: list[_Argument] = []
+        self._groups: dict[int, weakref.ref[Any]] = {}
+        self._replayed: dict[int, None] = {}  # the streams that it was replayed on
+        self._diversion = contextlib.ExitStack()
+        self._diversion.enter_context(self._ledger.diverted())
+        self._finalizer: Any = None
+
+    # --- what it holds -----------------------------------------------------------------------------------
+
+    def leases(self) -> list[Lease]:
+        """Return what the graph's collectives read and write, in the order of the calls."""
+        return [
+            Lease(one.op, one.bytes, one.storage is not None, _torch.group_name(one._group()), one.site)
+            for one in self._arguments
+        ]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the graph holds outside of its own pool."""
+        return sum({one.pointer: one.bytes for one in self._arguments if one.storage is not None}.values())
+
+    def uses(self, group: Any) -> bool:
+        """Return whether a collective of ``group`` (None: of any group) was captured."""
+        return bool(self._groups) if group is None else id(group) in self._groups
+
+    def add(self, op: str, group: Any, tensor: torch.Tensor, frame: types.FrameType) -> None:
+        """Note that ``tensor`` is an argument of a captured collective."""
+        storage = tensor.untyped_storage()
+        pointer = storage.data_ptr()
+        if not pointer:
+            return
+        inside = self._ledger.streams.pool(pointer) == self._pool and not any(
+            start <= pointer < end for start, end in self._older
+        )
+        one = _Argument()
+        one.op = op
+        one.storage = None if inside else storage
+        one.pointer = pointer
+        one.bytes = storage.nbytes()
+        one.tensor = weakref.ref(tensor)
+        one.tensor_pointer = tensor.data_ptr()
+        one.group = weakref.ref(group)
+        one.code, one.instruction = frame.f_code, frame.f_lasti
+        self._arguments.append(one)
+        self._groups[id(group)] = weakref.ref(group)
+
+    def check(self) -> None:
+        """Raise StaleGraphError if an argument was freed or moved since the capture. :meth:`replay` begins with it."""
+        for one in self._arguments:
+            if one.storage is None:
+                continue
+            if one.storage.data_ptr() != one.pointer or one.storage.nbytes() < one.bytes:
+                happened = "was resized, which freed it"
+            elif (tensor := one.tensor()) is not None and tensor.data_ptr() != one.tensor_pointer:
+                happened = "was given other memory (t.data = ...), which the graph does not know"
+            else:
+                continue
+            raise StaleGraphError(
+                f"replay of the graph captured at {self.site}: an argument of {one.op} at {one.site} {happened}. "
+                "Nothing was replayed. Keep the arguments of captured collectives where they are, or capture again."
+            )
+
+    # --- its life ------------------------------------------------------------------------------------------
+
+    def replay(self) -> None:
+        """Replay the graph on the current stream. Raises StaleGraphError as :meth:`check` does."""
+        graph = self._graph()
+        if graph is None:
+            raise StaleGraphError(f"the graph captured at {self.site} is no longer there")
+        self.check()
+        type(graph).replay(graph)
+        self._replayed[self._ledger.current(self.index)] = None
+
+    def reset(self) -> None:
+        """Reset the graph, and give back what it holds once its last replay is over."""
+        graph = self._graph()
+        if graph is not None:
+            graph.__dict__.pop("replay", None)
+            graph.__dict__.pop("reset", None)
+            type(graph).reset(graph)
+        self._end()
+        self._ledger.sweep()
+
+    def seal(self) -> None:
+        """Begin the life of the graph: its capture has ended well."""
+        self._diversion.close()
+        self._older.clear()
+        graph = self._graph()
+        graph.__dict__["replay"] = self.replay
+        graph.__dict__["reset"] = self.reset
+        _live[id(self)] = self
+        self._finalizer = weakref.finalize(graph, self._end)
+        self._finalizer.atexit = False
+
+    def abandon(self) -> None:
+        """Leave nothing behind: the capture has failed."""
+        self._diversion.close()
+        self._arguments.clear()
+        self._groups.clear()
+
+    def _end(self) -> None:
+        # Also called when the graph dies, maybe by the garbage collector: nothing is freed here, no device is asked.
+        if _live.pop(id(self), None) is None:
+            return
+        if self._finalizer is not None:
+            self._finalizer.detach()
+        storages = tuple({one.pointer: one.storage for one in self._arguments if one.storage is not None}.values())
+        self._arguments.clear()
+        self._groups.clear()
+        if storages:
+            self._ledger.orphan(self.index, tuple(self._replayed), storages, self._code, self._instruction)
+
+
+# --- seeing captures -----------------------------------------------------------------------------------------
+
+
+def around_begin(original: Any) -> Any:
+    """Return what stands in for ``torch.cuda.CUDAGraph.capture_begin``."""
+
+    @functools.wraps(original)
+    def capture_begin(graph: Any, pool: Any = None, *args: Any, **kwargs: Any) -> None:
+        # A pool by its name, because a graph does not tell its pool before the capture has ended.
+        older = [] if pool is None else LEDGER.streams.allocated(tuple(pool))
+        pool = torch.cuda.graph_pool_handle() if pool is None else pool
+        original(graph, pool, *args, **kwargs)
+        index = torch.cuda.current_device()
+        stream = LEDGER.current(index)
+        capture = LEDGER.streams.capture(stream)
+        if capture:
+            RECORDING[capture] = CapturedGraph(LEDGER, graph, pool, older, index, stream, capture, _caller())
+
+    return capture_begin
+
+
+def around_end(original: Any) -> Any:
+    """Return what stands in for ``torch.cuda.CUDAGraph.capture_end``."""
+
+    @functools.wraps(original)
+    def capture_end(graph: Any) -> None:
+        captured = next((one for one in tuple(RECORDING.values()) if one._graph() is graph), None)
+        if captured is None:
+            original(graph)
+            return
+        unjoined: list[str] = []
+        try:
+            if LEDGER.streams.capture(captured.stream) == captured.capture:  # else CUDA has given the capture up
+                LEDGER.sweep()
+                unjoined = LEDGER.join(captured.capture, captured.stream)
+            original(graph)
+        except BaseException:
+            captured.abandon()
+            raise
+        finally:
+            RECORDING.pop(captured.capture, None)
+            LEDGER.end_capture(captured.capture)
+        if not unjoined:
+            captured.seal()
+            return
+        captured.abandon()
+        graph.reset()
+        if sys.exc_info()[0] is None:
+            raise CaptureBoundaryError(
+                f"the capture at {captured.site} ended with works that nobody has waited for: {'; '.join(unjoined)}. "
+                "Wait for each inside the capture. The graph was reset; nothing else was harmed."
+            )
+
+    return capture_end
+
+
+def note(op: str, group: Any, tensors: list[Any], frame: types.FrameType) -> None:
+    """Note the tensors of a collective that was just called, if it was captured."""
+    for tensor in tensors:
+        if isinstance(tensor, torch.Tensor) and tensor.is_cuda and tensor.layout is torch.strided:
+            captured = _here(tensor.get_device())
+            if captured is not None:
+                captured.add(op, group, tensor, frame)
+
+
+def check_group(op: str, group: Any) -> None:
+    """Raise CaptureBoundaryError if a collective that is about to be captured would have to make a communicator."""
+    if _here(torch.cuda.current_device()) is not None and not _torch.is_initialized(group, "cuda"):
+        raise CaptureBoundaryError(
+            f"{op} inside a CUDA graph capture is the first call of group {_torch.group_name(group) or group!r}, which "
+            "has no communicator yet, and can't make one now. Call something on it before the capture, or name it in "
+            "graph(..., groups=[...]). Nothing was done, and the capture is unharmed."
+        )
+
+
+def refuse_live(group: Any) -> None:
+    """Raise LiveGraphError if graphs are alive that run collectives of ``group``; None: of any group."""
+    alive = tuple(captured for captured in tuple(_live.values()) if captured.uses(group))
+    if alive:
+        raise LiveGraphError(
+            f"{len(alive)} CUDA graphs are alive that run collectives of the group, captured at "
+            f"{'; '.join(sorted({captured.site for captured in alive}))}. NCCL would wait for them for ever. Reset "
+            "them first, which the graphs of this error let you do. Nothing was destroyed.",
+            alive,
+        )
+
+
+def _here(index: int) -> CapturedGraph | None:
+    """Return the capture that the current stream of device ``index`` is part of, if it is one that is recorded."""
+    return RECORDING.get(LEDGER.streams.capture(LEDGER.current(index)))
+
+
+def _caller() -> types.FrameType:
+    """Return the innermost frame that is neither ours nor of torch's graphs."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(
+        (__name__, "torch.cuda.graphs", "safecomm.graphs", "contextlib")
+    ):
+        frame = frame.f_back
+    return frame

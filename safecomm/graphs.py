@@ -1,0 +1,106 @@
+"""graph(): ``torch.cuda.graph`` in which collectives behave."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed
+
+from safecomm import captures
+from safecomm.captures import CapturedGraph
+from safecomm.ledger import LEDGER
+from safecomm.record_stream import avoid_record_streams
+
+
+class graph:  # noqa: N801
+    """Capture a CUDA graph whose collectives have flat memory, no aliasing on replay, and clear errors.
+
+    ``torch.cuda.graph`` with the same arguments, and those that newer versions of torch add (``check_input_liveness``).
+    Beyond it:
+
+    - Before the capture, eager works are settled (:func:`settle_before_capture`), and ``groups`` are used once, so that
+      each has its communicator. All ranks of these groups have to do the same.
+    - Inside, what collectives use is held by edges of the graph (S5), and :class:`avoid_record_streams` is on.
+    - At the end, a work that nobody has waited for raises CaptureBoundaryError with its call site.
+    - Memory from outside that a captured collective reads or writes is the graph's until ``cuda_graph.reset()`` or its
+      death (S6). ``cuda_graph.replay()`` checks first that it is still there.
+
+    Several graphs that never run at the same time share memory through torch's ``pool``: what the collectives of one
+    have freed, the next capture gets. Capture the largest first; a smaller one then needs nothing more.
+
+    Entering gives a :class:`CapturedGraph`, which tells what the graph holds.
+
+    Raises
+    ------
+    CaptureBoundaryError
+        On leaving, for works that were not joined. The graph is reset then.
+
+    Examples
+    --------
+    >>> cuda_graph = torch.cuda.CUDAGraph()
+    >>> with safecomm.graph(cuda_graph) as captured:
+    ...     safecomm.all_reduce(tensor)
+    >>> cuda_graph.replay()
+    """
+
+    def __init__(
+        self,
+        cuda_graph: Any,
+        pool: Any = None,
+        stream: Any = None,
+        capture_error_mode: str = "global",
+        *,
+        groups: Iterable[Any] = (),
+        **newer: Any,
+    ) -> None:
+        self._cuda_graph = cuda_graph
+        self._groups = tuple(groups)
+        self._capture = torch.cuda.graph(
+            cuda_graph, pool=pool, stream=stream, capture_error_mode=capture_error_mode, **newer
+        )
+        self._inside = contextlib.ExitStack()
+
+    def __enter__(self) -> CapturedGraph:
+        settle_before_capture()
+        for group in self._groups:
+            torch.distributed.all_reduce(torch.zeros(1, device="cuda"), group=group)
+        with self._inside as inside:
+            inside.enter_context(avoid_record_streams())
+            self._capture.__enter__()
+            captured = next(one for one in captures.RECORDING.values() if one._graph() is self._cuda_graph)
+            self._inside = inside.pop_all()
+        return captured
+
+    def __exit__(self, *error: object) -> None:
+        with self._inside:
+            try:
+                self._capture.__exit__(*error)
+            except BaseException:
+                # torch leaves its stream the current one if the capture can't be ended.
+                self._capture.stream_ctx.__exit__(*error)
+                raise
+
+
+def settle_before_capture(timeout: timedelta | None = None) -> None:
+    """Block the host until all eager works are over, so that a capture may wait for them too.
+
+    Inside a CUDA graph capture, ``wait()`` for a work that was launched before it is refused. After this it does
+    nothing, because there is nothing left to wait for. Memory comes back as by ``drain(wait=True)``.
+
+    Raises
+    ------
+    PendingWorkError
+        If works are not over after ``timeout``.
+    CaptureBoundaryError
+        Inside a capture.
+
+    Examples
+    --------
+    >>> work = dist.all_reduce(tensor, async_op=True)
+    >>> settle_before_capture()
+    """
+    LEDGER.settle(timeout)

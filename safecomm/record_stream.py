@@ -1,0 +1,320 @@
+"""avoid_record_streams(): nobody's ``record_stream`` makes memory pile up.
+
+``record_stream`` tells the caching allocator that a tensor is used on another stream. When the tensor is freed, the
+allocator keeps its memory back until the host happens to see that the stream has got there: memory piles up behind a
+host that runs ahead, and inside a CUDA graph capture nothing is ever seen. Here each call becomes a reference that the
+ledger holds, and gives back in an order that does not depend on the host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import sys
+import threading
+import types
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from safecomm import _torch, captures
+from safecomm.errors import RecordStreamError
+from safecomm.ledger import LEDGER, Ledger
+from safecomm.streams import HOST
+
+log = logging.getLogger("safecomm")
+
+MODES = ("convert", "raise", "warn", "count")
+RELEASES = ("auto", "order", "defer")
+
+
+class avoid_record_streams(contextlib.ContextDecorator):  # noqa: N801
+    """Inside of it, ``record_stream`` does not make memory pile up: Python's, Megatron's, a C++ extension's.
+
+    ``mode="convert"`` guarantees for each call what ``record_stream`` guarantees, that the memory is not given out
+    again before what runs on the stream by then is over (S1), by holding it until nobody else uses it and its
+    allocation stream is ordered after that. Other modes leave ``record_stream`` as it is and look: ``"raise"``
+    raises :class:`RecordStreamError` at each call, ``"warn"`` logs each call site once, ``"count"`` only counts.
+
+    ``release`` is how converted memory comes back. ``"auto"``: at the next ``wait_stream`` that orders the allocation
+    stream after the other one, or once the device has passed that point, whatever comes first; that never delays a
+    stream, so overlapped compute stays overlapped. Only when more than 1/64 of the device's memory has piled up, or in
+    a CUDA graph capture, where nothing can be asked (S5), the allocation stream is ordered. ``"order"`` does that
+    always: memory that is the same in each run, and no overlap past the end of a tensor. ``"defer"`` never does it,
+    except in a capture.
+
+    ``untyped_storage().resize_(0)`` frees memory whoever refers to it, so it is made safe before: by ordering the
+    allocation stream, or with ``"defer"`` by torch's own ``record_stream``.
+
+    Calls that go straight to the caching allocator, past the dispatcher, can't be converted (torch's own
+    point-to-point does that; safecomm's does not let it). On leaving, the bytes that are freed but unusable because
+    of them are logged; with ``strict`` they raise :class:`RecordStreamError`, with the place of the allocation if
+    ``torch.cuda.memory._record_memory_history`` is on.
+
+    For all threads, because backward runs in others; ``this_thread`` restricts it. Nests, the innermost counts. A
+    decorator too. Leaving restores torch exactly, and hands what is still held over to the allocator's own keeping.
+
+    Attributes, after or inside: ``calls`` (number of ``record_stream`` calls), ``sites`` (a Counter of their places),
+    ``unusable`` (bytes freed but unusable that came up inside, known on leaving).
+
+    Raises
+    ------
+    ValueError
+        For an unknown mode or release.
+    RecordStreamError
+        See ``mode="raise"`` and ``strict``.
+
+    Examples
+    --------
+    >>> with avoid_record_streams() as avoided:
+    ...     pass
+    >>> avoided.calls
+    0
+    """
+
+    def __init__(
+        self, mode: str = "convert", *, release: str = "auto", this_thread: bool = False, strict: bool = False
+    ) -> None:
+        if mode not in MODES:
+            raise ValueError(f"avoid_record_streams(mode={mode!r}): expected one of {', '.join(MODES)}")
+        if release not in RELEASES:
+            raise ValueError(f"avoid_record_streams(release={release!r}): expected one of {', '.join(RELEASES)}")
+        self.mode = mode
+        self.release = release
+        self.this_thread = this_thread
+        self.strict = strict
+        self.calls = 0
+        self.sites: Counter[str] = Counter()
+        self.unusable = 0
+        self._unusable_before = 0
+
+    def _recreate_cm(self) -> avoid_record_streams:
+        return avoid_record_streams(self.mode, release=self.release, this_thread=self.this_thread, strict=self.strict)
+
+    def __enter__(self) -> avoid_record_streams:
+        self._unusable_before = _unusable()
+        with _lock:
+            if not _installed:
+                _installed.append(_intercept())
+            _users.append(self)
+        if self.this_thread:
+            _thread.policies = [*_thread.policies, self]
+        else:
+            _policies.append(self)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self.this_thread:
+            _thread.policies = [policy for policy in _thread.policies if policy is not self]
+        else:
+            _policies.remove(self)
+        with _lock:
+            _users.remove(self)
+            if not _users:
+                _installed.pop().remove()
+        self.unusable = max(0, _unusable() - self._unusable_before)
+        if self.unusable:
+            what = f"{self.unusable} bytes are freed but unusable: {_blocks_awaiting_free()}"
+            if self.strict and kind is None:
+                raise RecordStreamError(what)
+            log.warning("inside avoid_record_streams(): %s", what)
+
+
+_lock = threading.Lock()
+_users: list[avoid_record_streams] = []  # who is inside, in any thread
+_policies: list[avoid_record_streams] = []  # those that count in every thread
+_installed: list[_Interception] = []  # one while there is a user
+
+
+class _Thread(threading.local):
+    policies: list[avoid_record_streams] = []  # noqa: RUF012
+
+
+_thread = _Thread()
+
+
+def policy() -> avoid_record_streams | None:
+    """Return the innermost context that counts in this thread; None outside."""
+    if _thread.policies:
+        return _thread.policies[-1]
+    return _policies[-1] if _policies else None
+
+
+class _Interception:
+    """What stands in torch's place while somebody is inside of ``avoid_record_streams()``."""
+
+    def __init__(self, ledger: Ledger, key: str, raw_stream: Callable[[torch.Stream], int] = _torch.raw_stream) -> None:
+        self.ledger = ledger
+        self._raw_stream = raw_stream
+        self._raw_streams: dict[tuple[int, int], int] = {}
+        self._attributes: list[tuple[type, str, Any, Any]] = []
+        self._record_stream = _torch.Override("aten::record_stream", key, self.record_stream)
+        self._resize = _torch.Override("aten::resize_", key, self.resize, needs_original=True)
+        self._replace(torch.UntypedStorage, "resize_", self._around_resize)
+        self._replace(torch.cuda.Stream, "wait_stream", self._around_wait_stream)
+        self._replace(torch.cuda.CUDAGraph, "capture_begin", captures.around_begin)
+        self._replace(torch.cuda.CUDAGraph, "capture_end", captures.around_end)
+
+    def _replace(self, owner: type, name: str, around: Callable[[Any], Any]) -> None:
+        own = vars(owner).get(name)
+        replacement = around(getattr(owner, name))
+        setattr(owner, name, replacement)
+        self._attributes.append((owner, name, own, replacement))
+
+    def remove(self) -> None:
+        """Restore torch, and hand over what is held."""
+        for owner, name, own, replacement in self._attributes:
+            if vars(owner).get(name) is not replacement:
+                continue  # somebody has put theirs over ours, which goes on to torch's
+            if own is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, own)
+        original = self._record_stream.original
+        self._record_stream.remove()
+        self._resize.remove()
+        self.ledger.sweep()
+        if original is not None:
+            for storage, index, stream in self.ledger.hand_over():
+                _over(storage).record_stream(_stream(index, stream))
+
+    # --- record_stream ----------------------------------------------------------------------------------
+
+    def record_stream(self, tensor: torch.Tensor, stream: torch.Stream) -> None:
+        """Stand in for the kernel of ``aten::record_stream``."""
+        context = policy()
+        original = self._record_stream.original
+        if context is None:
+            if original is not None:
+                original(tensor, stream)
+            else:
+                self._hold(tensor, stream, _caller(), "auto", None)
+            return
+        frame = _caller()
+        context.calls += 1
+        context.sites[_place(frame)] += 1
+        if context.mode == "raise":
+            raise RecordStreamError(
+                f"record_stream() called at {_place(frame)}, inside avoid_record_streams(mode='raise'). "
+                "Keep the tensor until the stream that it was allocated on has waited for the other one."
+            )
+        if context.mode == "warn" and context.sites[_place(frame)] == 1:
+            log.warning("record_stream() called at %s (reported once for this line)", _place(frame))
+        if context.mode == "convert" or original is None:
+            self._hold(tensor, stream, frame, context.release, original)
+        else:
+            original(tensor, stream)
+
+    def _hold(
+        self, tensor: torch.Tensor, stream: torch.Stream, frame: types.FrameType, release: str, original: Any
+    ) -> None:
+        if self.ledger.busy:
+            self.ledger.sweep()
+        index = stream.device_index
+        # A stream of another device can't be put in order with torch's means; that is rare, and the allocator's.
+        held = tensor.get_device() in (index, HOST) and self.ledger.record(
+            tensor.untyped_storage(), index, self._raw(stream), frame, release
+        )
+        if not held and original is not None:
+            original(tensor, stream)
+
+    def _raw(self, stream: torch.Stream) -> int:
+        key = (stream.stream_id, stream.device_index)
+        raw = self._raw_streams.get(key)
+        if raw is None:
+            raw = self._raw_streams[key] = self._raw_stream(stream)
+        return raw
+
+    # --- what frees memory that is referred to ------------------------------------------------------------
+
+    def _freeing(self, storage: torch.UntypedStorage) -> None:
+        context = policy()
+        order = context is None or context.release != "defer"
+        for index, stream in self.ledger.freeing(storage, order=order):
+            if self._record_stream.original is not None:
+                self._record_stream.original(_over(storage), _stream(index, stream))
+            else:  # the host can wait, if nothing else can
+                _stream(index, stream).synchronize()
+
+    def _around_resize(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def resize_(storage: Any, size: Any) -> Any:
+            self._freeing(storage)
+            return original(storage, size)
+
+        return resize_
+
+    def resize(self, tensor: torch.Tensor, size: Any, *, memory_format: Any = None) -> torch.Tensor:
+        """Stand in for the kernel of ``aten::resize_``, which may move a tensor to other memory."""
+        if tensor.untyped_storage()._cdata in self.ledger.recorded:
+            self._freeing(tensor.untyped_storage())
+        return self._resize.original(tensor, size, memory_format=memory_format)  # type: ignore[misc, no-any-return]
+
+    # --- what orders ---------------------------------------------------------------------------------------
+
+    def _around_wait_stream(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def wait_stream(waiting: Any, stream: Any) -> None:
+            original(waiting, stream)
+            if self.ledger.busy:
+                self.ledger.joined(waiting.device_index, waiting.cuda_stream, self._raw(stream))
+
+        return wait_stream
+
+
+def _intercept() -> _Interception:
+    return _Interception(LEDGER, "CUDA")
+
+
+def _caller() -> types.FrameType:
+    """Return the innermost frame that is neither ours nor torch's dispatcher's."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__") in (__name__, "torch._ops", "torch.library"):
+        frame = frame.f_back
+    return frame
+
+
+def _place(frame: types.FrameType) -> str:
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def _over(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _stream(index: int, raw: int) -> torch.cuda.Stream:
+    if raw:
+        return torch.cuda.ExternalStream(raw, device=index)  # type: ignore[no-untyped-call]
+    return torch.cuda.default_stream(index)
+
+
+def _unusable() -> int:
+    """Return the bytes on all devices that are freed and that the allocator can't give out yet."""
+    if not torch.cuda.is_available() or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return 0
+    found = 0
+    for index in range(torch.cuda.device_count()):
+        stats = torch.cuda.memory_stats(index)
+        found += stats.get("active_bytes.all.current", 0) - stats.get("allocated_bytes.all.current", 0)
+    return found
+
+
+def _blocks_awaiting_free(limit: int = 8) -> str:
+    """Describe the largest of those, with the place of their allocation where torch has recorded it."""
+    blocks = [
+        block
+        for segment in torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+        for block in segment["blocks"]
+        if block["state"] not in ("active_allocated", "inactive")
+    ]
+    blocks.sort(key=lambda block: -block["size"])
+    described = []
+    for block in blocks[:limit]:
+        frames = [frame for frame in block.get("frames", ()) if frame["filename"].endswith(".py")]
+        where = f" allocated at {frames[0]['filename']}:{frames[0]['line']}" if frames else ""
+        described.append(f"{block['size']} bytes{where}")
+    more = "; ..." if len(blocks) > limit else ""
+    return ("; ".join(described) or "in blocks that are no longer there") + more

@@ -1,0 +1,51 @@
+"""What the cases share: how they are registered, how they fail, and how they leave the device alone."""
+
+import gc
+
+import torch
+import torch.distributed as stock
+
+import safecomm
+
+CASES = {}
+MIB = 1 << 20
+LIBRARIES = {"stock": stock, "safecomm": safecomm}
+
+
+def case(limit):
+    """Register a case that may take ``limit`` seconds."""
+
+    def register(function):
+        CASES[function.__name__] = (function, limit)
+        return function
+
+    return register
+
+
+def require(condition, *what):
+    if not condition:
+        raise AssertionError(" ".join(map(str, what)))
+
+
+def rank():
+    return stock.get_rank()
+
+
+def held():
+    """Bytes that the allocator has given out."""
+    return torch.cuda.memory_allocated()
+
+
+def settle():
+    """Leave nothing behind that the next measurement could count."""
+    safecomm.drain(wait=True)
+    gc.collect()
+    for _ in range(100):
+        # What c10d's watchdog has put aside is freed by the group's next collective, once the watchdog has seen it.
+        stock.all_reduce(torch.ones(1, device="cuda"))
+        torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+
+
+def slow(seconds=0.02):
+    torch.cuda._sleep(int(seconds * 1.5e9))

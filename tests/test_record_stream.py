@@ -1,0 +1,386 @@
+"""avoid_record_streams(): interception, conversion, and what it leaves behind (S1, S2, S4).
+
+The dispatcher's key can be CPU's as well, so the interception is the real one, on CPU tensors; the streams are those of
+the simulated device. What needs CUDA's allocator is in ``tests/gpu/graphs.py``.
+"""
+
+import inspect
+import logging
+import threading
+
+import pytest
+import torch
+from simulated import INDEX, SimulatedDevice
+
+import safecomm
+from safecomm import record_stream
+from safecomm.ledger import Ledger
+from safecomm.record_stream import avoid_record_streams
+
+RESIZE = torch.UntypedStorage.resize_
+WAIT_STREAM = torch.cuda.Stream.wait_stream
+CAPTURE = torch.cuda.CUDAGraph.capture_begin, torch.cuda.CUDAGraph.capture_end
+
+
+def stream(number):
+    """Return what C++ gives to Python for stream ``number`` of the simulated device."""
+    return torch.Stream(stream_id=number, device_index=INDEX, device_type=1)
+
+
+@pytest.fixture
+def device():
+    return SimulatedDevice()
+
+
+@pytest.fixture
+def ledger(device, monkeypatch):
+    ledger = Ledger(device)
+
+    def intercept():
+        return record_stream._Interception(ledger, "CPU", lambda stream: stream.stream_id)
+
+    monkeypatch.setattr(record_stream, "_intercept", intercept)
+    yield ledger
+    assert not record_stream._users
+    untouched()
+
+
+def untouched():
+    """Assert that torch is as it was."""
+    assert torch.UntypedStorage.resize_ == RESIZE
+    assert "resize_" not in vars(torch.UntypedStorage)
+    assert torch.cuda.Stream.wait_stream is WAIT_STREAM
+    assert (torch.cuda.CUDAGraph.capture_begin, torch.cuda.CUDAGraph.capture_end) == CAPTURE
+    with pytest.raises(NotImplementedError, match="aten::record_stream"):
+        torch.ones(1).record_stream(stream(1))
+    assert "record_stream.py" not in torch._C._dispatch_dump("aten::resize_")
+
+
+def used_on(device, number, home=0):
+    """Return a tensor allocated on ``home`` that a kernel uses on stream ``number``, and which is recorded for it."""
+    tensor = device.allocate(home, 64)
+    device.launch(device.streams[number], device.blocks_of([tensor]))
+    tensor.record_stream(stream(number))
+    return tensor
+
+
+def states(ledger):
+    return [entry.state for entry in ledger.pending()]
+
+
+# --- convert -------------------------------------------------------------------------------------------------
+
+
+def test_held_until_nobody_uses_it_and_the_device_has_got_there_s1(device, ledger):
+    with avoid_record_streams() as avoided:
+        tensor = used_on(device, 1)
+        view = tensor[:3].view(torch.int8)
+        ledger.sweep()
+        assert states(ledger) == ["recorded"]
+        del tensor
+        ledger.sweep()
+        assert states(ledger) == ["recorded"]
+        assert ledger.drain() == 0, "what others still use is not held for anybody"
+        del view
+        ledger.sweep()
+        assert states(ledger) == ["trailing"]
+        device.settle()
+        device.finish()
+        ledger.sweep()
+        assert states(ledger) == []
+        device.settle()
+    assert avoided.calls == 1
+
+
+def test_a_view_of_the_storage_records_the_storage_once(device, ledger):
+    with avoid_record_streams() as avoided:
+        tensor = used_on(device, 1)
+        tensor[:2].record_stream(stream(1))
+        tensor.view(torch.int8).record_stream(stream(1))
+        assert len(ledger.pending()) == 1
+        tensor.record_stream(stream(2))
+        assert len(ledger.pending()) == 2
+        del tensor
+        device.finish()
+        ledger.sweep()
+        assert ledger.pending() == []
+    assert avoided.calls == 4
+
+
+def test_on_its_own_stream_there_is_nothing_to_hold(device, ledger):
+    with avoid_record_streams():
+        tensor = used_on(device, 0)
+        empty = torch.empty(0)
+        empty.record_stream(stream(1))
+        assert ledger.pending() == []
+        del tensor
+
+
+def test_a_wait_that_orders_it_gives_it_back_at_once_s2(device, ledger):
+    with avoid_record_streams():
+        tensor = used_on(device, 1)
+        device.wait(device.streams[0], device.streams[1].past, 0)
+        ledger.joined(INDEX, 0, 1)
+        assert states(ledger) == ["recorded"], "somebody uses it"
+        del tensor
+        device.wait(device.streams[2], device.streams[1].past, 0)
+        ledger.joined(INDEX, 2, 1)
+        assert states(ledger) == ["recorded"], "that is not the stream that it was allocated on"
+        device.wait(device.streams[0], device.streams[1].past, 0)
+        before = device.calls.copy()
+        ledger.joined(INDEX, 0, 1)
+        assert states(ledger) == []
+        assert device.calls == before, "S2: no event"
+        device.settle()
+
+
+def test_wait_stream_is_seen(device, ledger, monkeypatch):
+    class Stream(torch.cuda.Stream):
+        def __new__(cls, number):
+            return object.__new__(cls)
+
+        def __init__(self, number):
+            self.cuda_stream = self.stream_id = number
+            self.device_index = INDEX
+
+        def wait_event(self, event):
+            device.wait(device.streams[self.cuda_stream], event.past, event.capture)
+
+        def record_event(self, event=None):
+            return device.mark(INDEX, self.cuda_stream)
+
+    with avoid_record_streams():
+        used_on(device, 1)
+        Stream(0).wait_stream(Stream(1))
+        assert ledger.pending() == []
+        device.settle()
+
+
+@pytest.mark.parametrize("release", ["auto", "order", "defer"])
+def test_release(device, ledger, release):
+    with avoid_record_streams(release=release):
+        used_on(device, 1)
+        ledger.sweep()
+        assert device.calls["order"] == (release == "order")
+        assert states(ledger) == ([] if release == "order" else ["trailing"])
+        device.settle()
+        device.finish()
+
+
+def test_too_much_behind_the_host_is_ordered(device, monkeypatch):
+    few = Ledger(device, lag=2, trail_budget=256)
+    monkeypatch.setattr(
+        record_stream, "_intercept", lambda: record_stream._Interception(few, "CPU", lambda stream: stream.stream_id)
+    )
+    with avoid_record_streams():
+        for _ in range(20):
+            used_on(device, 1)
+            device.settle()
+        assert sum(entry.nbytes for entry in few.pending()) <= 256 + 64
+    assert device.calls["order"]
+    device.finish()
+
+
+@pytest.mark.parametrize("home", [1, 2])
+def test_in_a_capture_an_edge_gives_it_back_s5(device, ledger, home):
+    with avoid_record_streams():
+        device.begin_capture(1)
+        device.wait(device.streams[2], device.here().past, device.here().capture)
+        for _ in range(10):
+            used_on(device, 3 - home, home)
+            ledger.sweep()
+            assert states(ledger) == []
+            device.settle()
+        device.end_capture()
+        assert len(device.blocks) == 1
+
+
+# --- memory that frees itself -----------------------------------------------------------------------------------
+
+
+def test_resize_of_the_storage_is_ordered_before_s1(device, ledger):
+    with avoid_record_streams():
+        tensor = used_on(device, 1)
+        tensor.untyped_storage().resize_(0)
+        assert device.calls["order"] == 1
+        assert ledger.pending() == []
+        assert device.streams[1].past & ~device.streams[0].past == 0
+
+
+def test_resize_of_the_tensor_is_ordered_before_s1(device, ledger):
+    with avoid_record_streams():
+        tensor = used_on(device, 1)
+        tensor.resize_(1 << 16)
+        assert device.calls["order"] == 1
+        assert ledger.pending() == []
+        other = torch.empty(0)
+        other.resize_(7)
+        assert other.shape == (7,)
+        assert device.calls["order"] == 1
+
+
+def test_data_swapped_under_it_stays_held_s1(device, ledger):
+    with avoid_record_streams():
+        tensor = used_on(device, 1)
+        tensor.data = torch.empty(1, dtype=torch.uint8)
+        ledger.sweep()
+        assert states(ledger) == ["trailing"]
+        device.settle()
+        device.finish()
+
+
+# --- modes -------------------------------------------------------------------------------------------------------
+
+
+def test_raise_names_the_call_site(device, ledger):
+    tensor = device.allocate(0, 64)
+    with avoid_record_streams("raise"), pytest.raises(safecomm.RecordStreamError, match=r"test_record_stream\.py:\d+"):
+        tensor.record_stream(stream(1))
+    assert ledger.pending() == []
+
+
+def test_warn_names_each_call_site_once(device, ledger, caplog):
+    with avoid_record_streams("warn"):
+        for _ in range(3):
+            tensor = used_on(device, 1)
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert "test_record_stream.py" in caplog.text
+    del tensor
+    device.finish()
+
+
+def test_count_counts_by_call_site(device, ledger):
+    with avoid_record_streams("count") as avoided:
+        for _ in range(3):
+            used_on(device, 1)
+        device.allocate(0, 64).record_stream(stream(1))
+    assert avoided.calls == 4
+    assert sorted(avoided.sites.values()) == [1, 3]
+    device.finish()
+
+
+@pytest.mark.parametrize("argument", [{"mode": "ignore"}, {"release": "never"}])
+def test_unknown_arguments_fail_before_anything_is_replaced(argument):
+    with pytest.raises(ValueError, match=r"expected one of"):
+        avoid_record_streams(**argument)
+    untouched()
+
+
+# --- the context ---------------------------------------------------------------------------------------------------
+
+
+def test_nested_the_innermost_counts(device, ledger):
+    with avoid_record_streams("count") as outer:
+        with avoid_record_streams() as inner:
+            used_on(device, 1)
+        assert (outer.calls, inner.calls) == (0, 1)
+        used_on(device, 1)
+        assert (outer.calls, inner.calls) == (1, 1)
+    device.finish()
+
+
+def test_a_decorator_is_fresh_at_each_call(device, ledger):
+    @avoid_record_streams("count")
+    def function():
+        assert record_stream.policy().calls == 0
+        used_on(device, 1)
+        return record_stream.policy()
+
+    first, second = function(), function()
+    assert first is not second
+    assert (first.calls, second.calls) == (1, 1)
+    device.finish()
+
+
+def test_an_exception_leaves_torch_as_it_was(device, ledger):
+    def fails():
+        with avoid_record_streams():
+            used_on(device, 1)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fails()
+    untouched()
+    device.finish()
+
+
+def test_all_threads_or_this_one(device, ledger):
+    def elsewhere():
+        tensor = device.allocate(0, 64)
+        tensor.record_stream(stream(1))
+
+    for this_thread, expected in ((False, 1), (True, 0)):
+        with avoid_record_streams("count", this_thread=this_thread) as avoided:
+            thread = threading.Thread(target=elsewhere)
+            thread.start()
+            thread.join()
+        assert avoided.calls == expected
+    device.finish()
+
+
+def test_somebody_elses_wrapper_over_ours_survives(device, ledger):
+    def theirs(self, other):
+        return ours(self, other)
+
+    with avoid_record_streams():
+        ours = torch.cuda.Stream.wait_stream
+        torch.cuda.Stream.wait_stream = theirs
+    try:
+        assert torch.cuda.Stream.wait_stream is theirs
+    finally:
+        torch.cuda.Stream.wait_stream = WAIT_STREAM
+
+
+def test_it_warns_of_nothing_and_leaves_no_filter():
+    import warnings
+
+    before = list(warnings.filters)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with avoid_record_streams():
+            pass
+    assert warnings.filters == before
+
+
+def test_what_is_still_held_is_handed_over(device, ledger, monkeypatch):
+    handed = []
+    real = record_stream._torch.Override
+
+    def with_an_original(operator, key, function, **how):
+        override = real(operator, key, function, **how)
+        if override.original is None:
+            override.original = lambda *_: None
+        return override
+
+    class Over:
+        def __init__(self, storage):
+            self.storage = storage
+
+        def record_stream(self, of):
+            handed.append((self.storage.data_ptr(), of))
+
+    monkeypatch.setattr(record_stream._torch, "Override", with_an_original)
+    monkeypatch.setattr(record_stream, "_over", Over)
+    monkeypatch.setattr(record_stream, "_stream", lambda index, raw: (index, raw))
+    with avoid_record_streams():
+        tensor = used_on(device, 1)
+        pointer = tensor.data_ptr()
+    assert handed == [(pointer, (INDEX, 1))]
+    assert ledger.pending() == []
+    device.finish()
+
+
+# --- graph() ---------------------------------------------------------------------------------------------------------
+
+
+def test_graph_takes_what_torch_takes():
+    theirs = inspect.signature(torch.cuda.graph.__init__).parameters
+    ours = inspect.signature(safecomm.graph.__init__).parameters
+    assert list(ours)[:5] == list(theirs)[:5]
+    assert all(ours[name].default == theirs[name].default for name in list(theirs)[1:5])
+    assert ours["newer"].kind is inspect.Parameter.VAR_KEYWORD
+
+
+def test_settling_before_a_capture_with_nothing_to_settle():
+    safecomm.settle_before_capture()
+    assert safecomm.pending() == []
