@@ -86,8 +86,53 @@ def memory(cases):
     return table(("memory", "torch.distributed", "safecomm"), rows)
 
 
+def recorded(cases):
+    captured = cases["s5_record_stream_in_a_capture"]["figures"]
+    forum = cases["s2_forum_program_with_record_stream"]["figures"]
+    freed = cases["s1_recorded_memory_freed_in_place"]["figures"]
+    p2p = cases["s1_point_to_point_leaves_nothing_unusable"]["figures"]
+    shared = cases["s6_graphs_share_memory"]["figures"]
+    replays = cases["s8_replay_against_eager"]["figures"]
+
+    def layers(how, name):
+        return " / ".join(map(str, captured[f"{how}, {name}: MiB at 4, 16, 64 layers"]))
+
+    rows = [
+        ("capture of 4 / 16 / 64 layers of 64 MiB, MiB", layers("Python", "stock"), layers("Python", "safecomm")),
+        ("the same, record_stream called by a C++ extension", layers("C++", "stock"), layers("C++", "safecomm")),
+        (
+            f"forum program, active peak, MiB (without record_stream {forum['stock, no record_stream']['peak MiB']})",
+            forum["stock"]["peak MiB"],
+            forum["converted"]["peak MiB"],
+        ),
+        ("forum program, time on the device, ms", forum["stock"]["ms"], forum["converted"]["ms"]),
+        (
+            f"freed in place or dropped after record_stream, slow side stream, {len(freed)} programs: corrupted",
+            "-",
+            f"{sum(freed.values())} of {20 * len(freed)}",
+        ),
+        ("20 x batch_isend_irecv of 64 MiB: MiB freed but unusable", p2p["stock: MiB"], p2p["safecomm: MiB"]),
+        (
+            "16 graphs of a decode-like step sharing a pool, largest first / smallest first, MiB "
+            f"(the largest alone {shared['largest alone MiB']}, all apart {shared['16 apart: MiB']})",
+            "-",
+            f"{shared['16 sharing, largest first: MiB']} / {shared['16 sharing, smallest first: MiB']}",
+        ),
+        (
+            f"replays that differ from eager, {len(replays['collectives'])} collectives",
+            "-",
+            f"0 of {replays['replays compared']}",
+        ),
+    ]
+    return table(("record_stream and graphs, under avoid_record_streams() and graph()", "torch", "safecomm"), rows)
+
+
 def overlap(cases):
     rows = [(name, row["stock ms"], row["ratio"]) for name, row in cases["overlap_is_kept"].get("figures", {}).items()]
+    rows += [
+        (f"{name}, torch's all_reduce and record_stream, converted", row["stock ms"], row["ratio"])
+        for name, row in cases["overlap_is_kept_under_conversion"]["figures"].items()
+    ]
     return table(("compute on main under side-stream all_reduces, 48 of them", "torch.distributed, ms", "ratio"), rows)
 
 
@@ -107,6 +152,7 @@ def figures():
         "(`gpu_tests_4.json`).\n",
         safety(cases),
         memory(cases),
+        recorded(cases),
         overlap(cases),
         host(times),
     ]

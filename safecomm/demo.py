@@ -35,6 +35,7 @@ from safecomm.collectives.groups import destroy_process_group
 from safecomm.collectives.reduce import all_reduce
 from safecomm.errors import SafecommError
 from safecomm.ledger import drain
+from safecomm.record_stream import avoid_record_streams
 
 DTYPES: dict[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,
@@ -285,6 +286,11 @@ def _recorded(program: _Program, reduce: _AllReduce) -> torch.Tensor:
     return _side_stream(program, reduce, record=True)
 
 
+def _converted(program: _Program, reduce: _AllReduce) -> torch.Tensor:
+    with avoid_record_streams():
+        return _recorded(program, reduce)
+
+
 def _dropped(program: _Program, reduce: _AllReduce) -> torch.Tensor:
     for weight in program.weights:
         y = program.layer(program.x, weight)
@@ -301,6 +307,7 @@ def _plan(device: str) -> list[tuple[str, str, _Way]]:
     """Return the ways to run, each with its name and its library."""
     side: list[tuple[str, str, _Way]] = [
         ("side stream + record_stream", _TORCH, _recorded),
+        ("side stream + record_stream", _OURS, _converted),
         ("side stream", _OURS, _side_stream),
     ]
     return [
