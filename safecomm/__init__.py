@@ -8,6 +8,7 @@ The direction of dependency, top to bottom; nothing imports upwards (``tests/tes
 
     __init__, __main__     the face, and the shell
     demo                   the program that shows what it is for
+    patching               patch(), unpatch(), and the runner
     graphs                 graph(): a capture in which collectives behave
     record_stream          avoid_record_streams(): intercept, convert, verify
     collectives            the wrapped collectives, a file a family
@@ -67,6 +68,12 @@ from safecomm.graphs import settle_before_capture as settle_before_capture
 from safecomm.ledger import Pending as Pending
 from safecomm.ledger import drain as drain
 from safecomm.ledger import pending as pending
+from safecomm.patching.patch import is_patched as is_patched
+from safecomm.patching.patch import original as original
+from safecomm.patching.patch import past as past
+from safecomm.patching.patch import patch as patch
+from safecomm.patching.patch import patched as patched
+from safecomm.patching.patch import unpatch as unpatch
 from safecomm.record_stream import avoid_record_streams as avoid_record_streams
 from safecomm.work import Work as Work
 

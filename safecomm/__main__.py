@@ -8,8 +8,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import safecomm
 
@@ -60,14 +61,49 @@ def _demo(options: argparse.Namespace) -> int:
     return DONE
 
 
-COMMANDS = {
+def _run_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--strict", action="store_true", help="report the calls that still go past safecomm")
+    parser.add_argument(
+        "--avoid-record-streams", action="store_true", help="convert record_stream calls, in captures too"
+    )
+    parser.add_argument("-m", dest="module", action="store_true", help="run a module, as python -m does")
+    parser.add_argument("target", help="the script or module")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its own arguments")
+
+
+def _run(options: argparse.Namespace) -> Callable[[], int]:
+    from safecomm.patching.runner import check, run
+
+    try:
+        check(options.target, module=options.module)
+    except (OSError, ImportError) as error:
+        raise ValueError(str(error)) from None
+
+    def begin() -> int:  # outside of what handles our own errors: the script's are the script's
+        run(
+            [options.target, *options.arguments],
+            module=options.module,
+            strict=options.strict,
+            avoid_record_streams=options.avoid_record_streams,
+        )
+        return DONE
+
+    return begin
+
+
+COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], Callable[[Any], Any], str]] = {
     "demo": (
         _demo_arguments,
         _demo,
         "run layers of matmul and all_reduce in several ways, and measure the memory of each",
     ),
+    "run": (
+        _run_arguments,
+        _run,
+        "run a script or module that uses torch.distributed, unedited, with safecomm's collectives",
+    ),
 }
-"""Each command's arguments, what it does, and a line of help."""
+"""Each command's arguments, what it does, and a line of help. What it does gives the exit status, or a last step."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -79,13 +115,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         add_arguments(commands.add_parser(name, help=text, description=text))
     options = parser.parse_args(arguments)
     try:
-        return COMMANDS[options.command][1](options)
+        outcome = COMMANDS[options.command][1](options)
     except ValueError as error:
         status, text = USAGE, str(error)
     except (safecomm.SafecommError, OSError) as error:
         status, text = WRONG, str(error)
     except KeyboardInterrupt:
         status, text = INTERRUPTED, "interrupted"
+    else:
+        return int(outcome() if callable(outcome) else outcome)
     print(f"{parser.prog} {options.command}: {text}", file=sys.stderr)
     return status
 

@@ -333,6 +333,8 @@ class Ledger:
         self._lanes: dict[Any, Lane] = {}
         self.recorded: dict[int, dict[tuple[int, int], Record]] = {}  # by storage; by stream and capture
         self._reported: set[tuple[types.CodeType, int]] = set()
+        self.trails = 0  # how often memory was used on another stream than its own
+        self.failures = 0
         self._orphans: deque[tuple[int, tuple[int, ...], tuple[Any, ...], types.CodeType, int]] = deque()
         self._orphanage = Lane(self, "orphans", HOST, 0, 0, 0)  # is busy while there are any
 
@@ -446,6 +448,7 @@ class Ledger:
             return
         capture = self._capture_of(stream)
         lane = self._lane_of_stream((stream, index, capture), index, stream, capture)
+        self.trails += 1
         entry = Trail()
         entry.op = op
         entry.storages = astray
@@ -646,6 +649,7 @@ class Ledger:
             self._quarantine(entry, error)
 
     def _quarantine(self, entry: Entry, error: BaseException) -> None:
+        self.failures += 1
         if self._idle(entry):
             self._release(entry)
             return
@@ -941,6 +945,10 @@ class Ledger:
             entry.site,
             fate,
         )
+
+    def dropped(self) -> int:
+        """Return at how many call sites handles were dropped without a wait."""
+        return len(self._reported)
 
     # --- all of it ------------------------------------------------------------------------------------------
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -56,6 +58,29 @@ class Region:
 
 _current = LEDGER.streams.current
 _at_home = LEDGER.streams.at_home
+
+
+_counts: dict[str, itertools.count[int]] = {}
+
+
+def counter(name: str) -> Callable[[], int]:
+    """Return a function that counts a call of ``name``: one C call, because every collective makes it."""
+    return _counts.setdefault(name, itertools.count()).__next__
+
+
+def counted() -> dict[str, int]:
+    """Return how often each function was called in this process, those that never were left out."""
+    counts = {name: int(repr(count)[len("count(") : -1]) for name, count in _counts.items()}
+    return {name: count for name, count in sorted(counts.items()) if count}
+
+
+class _Inside(threading.local):
+    """What this thread is in the middle of. c10d calls its own functions, which are ours while they are patched."""
+
+    batch = False  # batch_isend_irecv, which holds what its parts are given
+
+
+inside = _Inside()
 
 REGIONS: dict[Any, Region] = {}
 """The open regions, by group. c10d allows one a group at a time."""
@@ -240,10 +265,12 @@ def forwarded(
     compiling = torch.compiler.is_dynamo_compiling
     busy = LEDGER.busy
     recording = captures.RECORDING
+    count = counter(name)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if compiling():
+        if compiling() or (p2p and inside.batch):
             return original(*args, **kwargs)
+        count()
         if busy:
             LEDGER.sweep()
         given, named = args, kwargs

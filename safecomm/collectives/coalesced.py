@@ -11,18 +11,30 @@ import torch
 import torch.distributed.distributed_c10d as c10d
 
 from safecomm import _torch
-from safecomm.collectives.call import REGIONS, Region, caller, default_group, index_of, stand_in, storages_of
+from safecomm.collectives.call import (
+    REGIONS,
+    Region,
+    caller,
+    counter,
+    default_group,
+    index_of,
+    inside,
+    stand_in,
+    storages_of,
+)
 from safecomm.ledger import LEDGER
 from safecomm.streams import HOST
 from safecomm.work import Work
 
 _original = c10d._coalescing_manager
+_count = counter("_coalescing_manager")
 _compiling = torch.compiler.is_dynamo_compiling
 
 
 def _coalescing_manager(group: Any = None, device: Any = None, async_ops: bool = False) -> Any:
-    if _compiling():
+    if _compiling() or inside.batch:
         return _original(group, device, async_ops)
+    _count()
     if LEDGER.busy:
         LEDGER.sweep()
     return _region(group, device, async_ops, caller())

@@ -13,7 +13,7 @@ from torch.nn import Parameter as _Parameter
 from torch.overrides import has_torch_function_unary
 
 from safecomm import _torch
-from safecomm.collectives.call import direct_options, forwarded, stand_in, storages_of
+from safecomm.collectives.call import counter, direct_options, forwarded, stand_in, storages_of
 from safecomm.ledger import LEDGER
 from safecomm.work import Work
 
@@ -40,6 +40,7 @@ _SUM = id(c10d.ReduceOp.SUM)  # a gather has no reduce operation; any key of the
 _sync_options, _async_options = (table[_SUM] for table in direct_options(c10d.AllgatherOptions))  # type: ignore[attr-defined]
 _launch = _torch.Backend._allgather_base
 _c10d_all_gather = getattr(c10d, _NAME)
+_count = counter(_NAME)
 _forward_all_gather = forwarded(_NAME, "output_tensor", "input_tensor", coalesced=True)
 
 
@@ -75,6 +76,7 @@ def _all_gather(output_tensor: Any, input_tensor: Any, group: Any = None, async_
         output_pointer, input_pointer = output_tensor.data_ptr(), input_tensor.data_ptr()
     except RuntimeError:  # sparse, or a wrapper of functorch
         return _forward_all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
+    _count()
     if async_op:
         storages = (output_tensor.untyped_storage(), input_tensor.untyped_storage())
         if not lane.streamed:  # see call.host_alias

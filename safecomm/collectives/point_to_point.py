@@ -14,7 +14,7 @@ import torch
 import torch.distributed.distributed_c10d as c10d
 
 from safecomm import captures
-from safecomm.collectives.call import caller, default_group, device_alias, finish, forwarded, stand_in
+from safecomm.collectives.call import caller, counter, default_group, device_alias, finish, forwarded, inside, stand_in
 from safecomm.ledger import LEDGER
 
 isend = forwarded("isend", "tensor", p2p=True)
@@ -22,16 +22,23 @@ irecv = forwarded("irecv", "tensor", p2p=True)
 send = forwarded("send", "tensor", p2p=True)
 recv = forwarded("recv", "tensor", p2p=True)
 
-_c10d_op = {isend: c10d.isend, irecv: c10d.irecv}
+_SENDS = {isend.__wrapped__: "isend", irecv.__wrapped__: "irecv", isend: "isend", irecv: "irecv"}
 _c10d_batch = c10d.batch_isend_irecv
+_count = counter("batch_isend_irecv")
 _compiling = torch.compiler.is_dynamo_compiling
+
+
+def _c10d_op(op: Any) -> Any:
+    """Return c10d's own ``isend`` or ``irecv`` for ours or torch's: what its module has under the name just now."""
+    name = _SENDS.get(op)
+    return op if name is None else getattr(c10d, name)
 
 
 def _with_c10d_op(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if args:
-        return (_c10d_op.get(args[0], args[0]), *args[1:]), kwargs
+        return (_c10d_op(args[0]), *args[1:]), kwargs
     if "op" in kwargs:
-        return args, {**kwargs, "op": _c10d_op.get(kwargs["op"], kwargs["op"])}
+        return args, {**kwargs, "op": _c10d_op(kwargs["op"])}
     return args, kwargs
 
 
@@ -58,23 +65,28 @@ def _unowned(op: Any) -> Any:
     """Return ``op`` on a tensor that does not own its memory; what is no operation, c10d refuses."""
     if not isinstance(op, c10d.P2POp):
         return op
-    tensor = device_alias(op.tensor)
-    if tensor is op.tensor:
+    tensor, function = device_alias(op.tensor), _c10d_op(op.op)
+    if tensor is op.tensor and function is op.op:
         return op
     same = object.__new__(type(op))
-    same.__dict__.update(op.__dict__, tensor=tensor)
+    same.__dict__.update(op.__dict__, tensor=tensor, op=function)
     return same
 
 
 def batch_isend_irecv(p2p_op_list: Any) -> Any:
     if _compiling():
         return _c10d_batch(p2p_op_list)
+    _count()
     if LEDGER.busy:
         LEDGER.sweep()
     given = [_unowned(op) for op in p2p_op_list] if isinstance(p2p_op_list, list) else p2p_op_list
     if captures.RECORDING and p2p_op_list:
         captures.check_group("batch_isend_irecv", p2p_op_list[0].group or default_group())
-    works = _c10d_batch(given)
+    inside.batch = True
+    try:
+        works = _c10d_batch(given)
+    finally:
+        inside.batch = False
     tensors = [op.tensor for op in p2p_op_list]
     group = p2p_op_list[0].group or default_group()
     if captures.RECORDING:

@@ -13,7 +13,7 @@ from torch.nn import Parameter as _Parameter
 from torch.overrides import has_torch_function_unary
 
 from safecomm import _torch
-from safecomm.collectives.call import direct_options, forwarded, stand_in, storages_of
+from safecomm.collectives.call import counter, direct_options, forwarded, stand_in, storages_of
 from safecomm.ledger import LEDGER
 from safecomm.work import Work
 
@@ -37,6 +37,7 @@ _inflight = _torch.inflight_as_graph_input
 _launch_all_reduce = _torch.Backend.allreduce
 _sync_all_reduce, _async_all_reduce = direct_options(c10d.AllreduceOptions)
 _c10d_all_reduce = c10d.all_reduce
+_count_all_reduce = counter("all_reduce")
 _forward_all_reduce = forwarded("all_reduce", "tensor", coalesced=True)
 
 
@@ -66,6 +67,7 @@ def all_reduce(tensor: Any, op: Any = c10d.ReduceOp.SUM, group: Any = None, asyn
         pointer = tensor.data_ptr()
     except RuntimeError:  # sparse, or a wrapper of functorch
         return _forward_all_reduce(tensor, op=op, group=group, async_op=async_op)
+    _count_all_reduce()
     if async_op:
         storages = (tensor.untyped_storage(),)
         inner = _launch_all_reduce(lane.backend, [tensor if lane.streamed else tensor.detach()], options)
@@ -87,6 +89,7 @@ _NAME = "reduce_scatter_single" if _RENAMED else "reduce_scatter_tensor"
 _sync_reduce_scatter, _async_reduce_scatter = direct_options(c10d.ReduceScatterOptions)
 _launch_reduce_scatter = _torch.Backend._reduce_scatter_base
 _c10d_reduce_scatter = getattr(c10d, _NAME)
+_count_reduce_scatter = counter(_NAME)
 _forward_reduce_scatter = forwarded(_NAME, "output", "input", coalesced=True, unpolled=True)
 
 
@@ -124,6 +127,7 @@ def _reduce_scatter(
         output_pointer, input_pointer = output.data_ptr(), input.data_ptr()
     except RuntimeError:  # sparse, or a wrapper of functorch
         return _forward_reduce_scatter(output, input, op=op, group=group, async_op=async_op)
+    _count_reduce_scatter()
     if async_op:
         storages = (output.untyped_storage(), input.untyped_storage())
         inner = _launch_reduce_scatter(lane.backend, output, input, options)

@@ -1,0 +1,1 @@
+"""patch(): the same for programs that import ``torch.distributed`` themselves."""

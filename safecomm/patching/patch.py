@@ -1,0 +1,235 @@
+"""patch(), unpatch(), patched(): put safecomm in the place of ``torch.distributed``'s functions, and take it out."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed
+from torch.torch_version import TorchVersion
+
+from safecomm.ledger import drain, pending
+from safecomm.patching import aliases
+from safecomm.patching.strict import Strict
+from safecomm.patching.table import MODULES, ORIGINALS, REPLACEMENTS
+from safecomm.record_stream import avoid_record_streams as _avoid_record_streams
+
+log = logging.getLogger("safecomm")
+
+_TESTED = ("2.4", "2.14")  # from, and before
+
+_lock = threading.RLock()
+
+
+class _State:
+    """What the patch in force has done; None where it has not."""
+
+    on = False
+    strict: Strict | None = None
+    avoided: _avoid_record_streams | None = None
+
+
+_state = _State()
+
+
+def patch(*, strict: bool | None = None, avoid_record_streams: bool | None = None) -> None:
+    """Let every ``torch.distributed`` call of the program be safecomm's, wherever it took the function from.
+
+    Guarantees that ``torch.distributed.all_reduce`` and its siblings, also under the names that other modules, classes,
+    default arguments, lists, dictionaries, closures and partials keep, run safecomm's, with its promises; and that
+    :func:`unpatch` undoes it completely. What somebody else has replaced by a wrapper stays theirs, and its inner call
+    is ours. Call it at the top of a program, or late; before or after groups exist; from any thread.
+
+    ``strict`` reports each call of a group that did not come by safecomm, with its call site (logger ``safecomm``, and
+    :func:`past`); it costs some time for each call. ``avoid_record_streams`` also opens ``avoid_record_streams()`` for
+    as long as the patch is on. None: the environment variables ``SAFECOMM_STRICT`` and
+    ``SAFECOMM_AVOID_RECORD_STREAMS`` decide (1 is yes).
+
+    A second call does nothing, or adds what the first did not ask for.
+
+    Raises
+    ------
+    ValueError
+        If such a variable is neither 0 nor 1. Nothing is patched then.
+
+    Examples
+    --------
+    >>> patch()
+    >>> is_patched("all_reduce")
+    True
+    >>> unpatch()
+    """
+    strict = _flag("SAFECOMM_STRICT") if strict is None else strict
+    avoid = _flag("SAFECOMM_AVOID_RECORD_STREAMS") if avoid_record_streams is None else avoid_record_streams
+    with _lock:
+        if not _state.on:
+            _apply()
+        if strict and _state.strict is None:
+            _state.strict = Strict()
+        if avoid and _state.avoided is None:
+            _state.avoided = _avoid_record_streams()
+            _state.avoided.__enter__()
+
+
+def unpatch() -> None:
+    """Undo :func:`patch`: every name is torch's again, in every module that had it. Without a patch, nothing.
+
+    Works that are still pending stay held until they are over, and come back at ``drain()``.
+
+    Examples
+    --------
+    >>> unpatch()
+    """
+    with _lock:
+        if not _state.on:
+            return
+        if _state.avoided is not None:
+            _state.avoided.__exit__(None, None, None)
+        if _state.strict is not None:
+            _state.strict.remove()
+        _state.avoided = _state.strict = None
+        _remove()
+
+
+@contextlib.contextmanager
+def patched(*, strict: bool | None = None, avoid_record_streams: bool | None = None) -> Iterator[None]:
+    """Patch inside of a ``with`` block, and leave the patch as it was before. See :func:`patch`.
+
+    Examples
+    --------
+    >>> with patched():
+    ...     is_patched("all_reduce")
+    True
+    """
+    with _lock:
+        before = _state.on, _state.strict, _state.avoided
+        patch(strict=strict, avoid_record_streams=avoid_record_streams)
+    try:
+        yield
+    finally:
+        with _lock:
+            if not before[0]:
+                unpatch()
+            else:
+                if _state.strict is not None and before[1] is None:
+                    _state.strict.remove()
+                    _state.strict = None
+                if _state.avoided is not None and before[2] is None:
+                    _state.avoided.__exit__(None, None, None)
+                    _state.avoided = None
+
+
+def is_patched(name: str | None = None) -> bool:
+    """Return whether ``torch.distributed.<name>`` is safecomm's now; without a name, whether a patch is on.
+
+    Examples
+    --------
+    >>> is_patched("ReduceOp")
+    False
+    """
+    if name is None:
+        return _state.on
+    return name in REPLACEMENTS and all(vars(module).get(name) is REPLACEMENTS[name] for module in MODULES)
+
+
+def original(name: str) -> Any:
+    """Return torch's own ``torch.distributed.<name>``, patched or not.
+
+    Raises
+    ------
+    AttributeError
+        If ``torch.distributed`` has no such name.
+
+    Examples
+    --------
+    >>> original("ReduceOp") is torch.distributed.ReduceOp
+    True
+    """
+    return ORIGINALS[name] if name in ORIGINALS else getattr(torch.distributed, name)
+
+
+def past() -> dict[str, int]:
+    """Return the calls that went past safecomm while a strict patch is on, by call site; empty without one.
+
+    Examples
+    --------
+    >>> past()
+    {}
+    """
+    return dict(_state.strict.past) if _state.strict is not None else {}
+
+
+def strict() -> bool:
+    """Return whether the patch in force is strict."""
+    return _state.strict is not None
+
+
+def converted() -> int:
+    """Return how many calls of ``record_stream`` the patch has seen."""
+    return _state.avoided.calls if _state.avoided is not None else 0
+
+
+def _flag(name: str) -> bool:
+    value = os.environ.get(name, "0")
+    if value not in ("0", "1"):
+        raise ValueError(f"{name}={value!r}: expected 0 or 1")
+    return value == "1"
+
+
+def _apply() -> None:
+    version = TorchVersion(torch.__version__)
+    if version < _TESTED[0] or version >= _TESTED[1]:
+        log.warning("torch %s: the patch is tested with %s and later, before %s", version, *_TESTED)
+    if version < "2.8" and torch.distributed.is_initialized():
+        log.warning("torch %s: groups that exist already call record_stream; patch before they are made", version)
+    remaps = _collectives_that_dynamo_knows()
+    for module in MODULES:
+        for name, replacement in REPLACEMENTS.items():
+            there = vars(module).get(name)
+            if there is ORIGINALS[name]:
+                setattr(module, name, replacement)
+            elif there is not None:
+                log.info("%s.%s is %r already, and stays", module.__name__, name, there)
+    for name, replacement in REPLACEMENTS.items():
+        if ORIGINALS[name] in remaps:
+            remaps[replacement] = remaps[ORIGINALS[name]]
+    _state.on = True
+    found = aliases.sweep({ORIGINALS[name]: replacement for name, replacement in REPLACEMENTS.items()}, _KEEP)
+    log.info(
+        "patched %d functions of torch.distributed, and %d aliases of them: %s",
+        len(REPLACEMENTS),
+        len(found),
+        ", ".join(found) or "none",
+    )
+
+
+def _remove() -> None:
+    remaps = _collectives_that_dynamo_knows()
+    for name, replacement in REPLACEMENTS.items():
+        remaps.pop(replacement, None)
+        for module in MODULES:
+            if vars(module).get(name) is replacement:
+                setattr(module, name, ORIGINALS[name])
+    _state.on = False
+    aliases.sweep({replacement: ORIGINALS[name] for name, replacement in REPLACEMENTS.items()}, _KEEP)
+    drain()
+    left = pending()
+    log.info("unpatched%s", f"; {len(left)} works are still held, until drain() finds them over" if left else "")
+
+
+_KEEP = (ORIGINALS, REPLACEMENTS)
+
+
+def _collectives_that_dynamo_knows() -> dict[Any, Any]:
+    """Return Dynamo's table of the functions that it has traceable forms of, which it finds by identity.
+
+    Imported before anything is replaced, so that torch's own functions are what it starts with.
+    """
+    import torch.distributed._functional_collectives as functional
+
+    return getattr(functional, "traceable_collective_remaps", {})

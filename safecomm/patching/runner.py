@@ -1,0 +1,116 @@
+"""``python -m safecomm run``: an existing script, patched, with nothing else changed for it."""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import importlib.util
+import os
+import runpy
+import sys
+import types
+from collections.abc import Sequence
+
+import torch
+
+from safecomm.collectives.call import counted
+from safecomm.ledger import LEDGER, pending
+from safecomm.patching import patch as patching
+
+
+def check(name: str, *, module: bool = False) -> None:
+    """Raise FileNotFoundError, IsADirectoryError or ModuleNotFoundError if there is nothing to :func:`run`."""
+    if module:
+        _go_to(os.getcwd())  # as python -m does
+        try:
+            spec = importlib.util.find_spec(name)
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(f"no module named {name!r}: {error}", name=name) from None
+        if spec is None:
+            raise ModuleNotFoundError(f"no module named {name!r}", name=name)
+    elif os.path.isdir(name):
+        raise IsADirectoryError(f"{name} is a directory: expected a script")
+    elif not os.path.exists(name):
+        raise FileNotFoundError(f"{name}: no such script")
+
+
+def run(
+    target: Sequence[str], *, module: bool = False, strict: bool = False, avoid_record_streams: bool = False
+) -> None:
+    """Run a script, or with ``module`` a module, as ``python`` itself would, with every collective safecomm's.
+
+    ``target`` is its path or name, and its arguments. It sees its own ``sys.argv``, ``sys.path`` and ``__main__``, and
+    ends as it would without: the same exit status, and the same traceback. When the process ends, rank 0 says on
+    standard error what safecomm did for it. Processes that the script spawns by itself are not patched.
+    """
+    patching.patch(strict=strict or None, avoid_record_streams=avoid_record_streams or None)
+    atexit.register(_summary)
+    sys.argv[:] = target
+    try:
+        if module:
+            sys.modules["__main__"] = types.ModuleType("__main__")
+            runpy._run_module_as_main(target[0])  # type: ignore[attr-defined]
+        else:
+            _run_script(target[0])
+    except SystemExit:
+        raise
+    except BaseException as error:
+        _show_without_us(error)
+        raise
+
+
+def _go_to(directory: str) -> None:
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = directory
+
+
+def _run_script(path: str) -> None:
+    main = types.ModuleType("__main__")
+    main.__file__ = path
+    main.__dict__.update(__builtins__=builtins, __cached__=None)
+    _go_to(os.path.dirname(os.path.realpath(path)))
+    with open(path, "rb") as file:
+        code = compile(file.read(), path, "exec", dont_inherit=True)
+    sys.modules["__main__"] = main
+    exec(code, main.__dict__)
+
+
+def _show_without_us(error: BaseException) -> None:
+    """Let the traceback of ``error`` begin where the program begins, whoever prints it."""
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_frame.f_code.co_filename == __file__:
+        traceback = traceback.tb_next
+    hook = sys.excepthook
+
+    def without_us(kind: type[BaseException], value: BaseException, _: types.TracebackType | None) -> None:
+        sys.excepthook = hook
+        hook(kind, value.with_traceback(traceback), traceback)
+
+    sys.excepthook = without_us
+
+
+def _summary() -> None:
+    past = patching.past()
+    if os.environ.get("RANK", "0") != "0":
+        return
+    calls = counted()
+    by_name = ", ".join(f"{name} {count}" for name, count in sorted(calls.items(), key=lambda item: -item[1]))
+    if patching.strict():
+        beside = f"{sum(past.values())} calls went past it" + "".join(f"; {count} x {at}" for at, count in past.items())
+    else:
+        beside = "--strict counts what went past it"
+    held = pending()
+    memory = ""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        stats = torch.cuda.memory_stats()
+        memory = (
+            f"; peak {stats.get('allocated_bytes.all.peak', 0) >> 20} MiB allocated, "
+            f"{stats.get('reserved_bytes.all.peak', 0) >> 20} MiB reserved"
+        )
+    lines = [
+        f"safecomm: {sum(calls.values())} calls of collectives by it ({by_name or 'none'}); {beside}",
+        f"safecomm: {LEDGER.trails} uses of memory on another stream than its own, {patching.converted()} calls of "
+        f"record_stream, {LEDGER.dropped()} lines that drop handles, {LEDGER.failures} works that failed",
+        f"safecomm: {sum(entry.nbytes for entry in held)} bytes in {len(held)} entries still held at the end{memory}",
+    ]
+    print("\n".join(lines), file=sys.stderr, flush=True)

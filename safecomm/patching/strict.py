@@ -1,0 +1,59 @@
+"""Which collectives still go past safecomm, and from where."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+from collections import Counter
+from typing import Any
+
+from torch.distributed import ProcessGroup
+
+log = logging.getLogger("safecomm")
+
+_METHODS = (
+    "_allgather_base", "_reduce_scatter_base", "all_gather_single", "allgather", "allgather_coalesced",
+    "allgather_into_tensor_coalesced", "allreduce", "allreduce_coalesced", "alltoall", "alltoall_base", "broadcast",
+    "gather", "recv", "recv_anysource", "reduce", "reduce_scatter", "reduce_scatter_single",
+    "reduce_scatter_tensor_coalesced", "scatter", "send",
+)  # fmt: skip
+"""The collectives of a group, which every call from Python ends in."""
+
+_BETWEEN = ("torch.distributed.distributed_c10d", "torch.distributed.c10d_logger", "contextlib", "typing_extensions")
+
+
+class Strict:
+    """Looks at each collective that Python asks a group for, and tells those that did not come by safecomm.
+
+    ``past`` counts them, by method and call site. Calls that C++ makes are not seen: functional collectives, DDP's
+    reducer, symmetric memory.
+    """
+
+    def __init__(self) -> None:
+        self.past: Counter[str] = Counter()
+        self._originals = {name: vars(ProcessGroup)[name] for name in _METHODS if name in vars(ProcessGroup)}
+        for name, original in self._originals.items():
+            setattr(ProcessGroup, name, self._watched(name, original))
+
+    def remove(self) -> None:
+        """Put the group's own methods back."""
+        for name, original in self._originals.items():
+            setattr(ProcessGroup, name, original)
+
+    def _watched(self, name: str, original: Any) -> Any:
+        bare = getattr(ProcessGroup, name)
+
+        @functools.wraps(bare)
+        def method(group: Any, *args: Any, **kwargs: Any) -> Any:
+            frame = sys._getframe(1)
+            while frame.f_globals.get("__name__") in _BETWEEN and frame.f_back is not None:
+                frame = frame.f_back
+            if not frame.f_globals.get("__name__", "").startswith("safecomm."):
+                where = f"{name} at {frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+                self.past[where] += 1
+                if self.past[where] == 1:
+                    log.warning("a collective went past safecomm: %s (reported once for this line)", where)
+            return bare(group, *args, **kwargs)
+
+        return method

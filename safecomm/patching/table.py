@@ -1,0 +1,54 @@
+"""What is replaced, and by what: the patch as data."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import torch.distributed
+import torch.distributed.distributed_c10d as c10d
+
+from safecomm.collectives import all_to_all, coalesced, gather, groups, point_to_point, reduce, scatter
+
+MODULES = (torch.distributed, c10d)
+"""Where the names are replaced. c10d looks its own up by name, and compares some by identity: both get one object."""
+
+NAMES = (
+    "_abort_process_group", "_all_gather_base", "_coalescing_manager", "_reduce_scatter_base", "all_gather",
+    "all_gather_coalesced", "all_gather_into_tensor", "all_gather_single", "all_reduce", "all_reduce_coalesced",
+    "all_to_all", "all_to_all_single", "barrier", "batch_isend_irecv", "broadcast", "destroy_process_group", "gather",
+    "irecv", "isend", "recv", "reduce", "reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor", "scatter",
+    "send",
+)  # fmt: skip
+"""The names that are replaced, where this torch has them."""
+
+
+def _ours(name: str) -> Any:
+    for module in (all_to_all, coalesced, gather, groups, point_to_point, reduce, scatter):
+        if hasattr(module, name):
+            return getattr(module, name)
+    return None
+
+
+def _clone(function: types.FunctionType, original: Any) -> types.FunctionType:
+    """Return another function object that does the same.
+
+    It tells what came by the patch from what came by ``import safecomm``, so that undoing the first is exact. It has
+    the module of the one that it replaces, which is where pickle and Dynamo look for it.
+    """
+    same = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+    same.__kwdefaults__ = function.__kwdefaults__
+    same.__dict__.update(function.__dict__)
+    same.__doc__ = function.__doc__
+    same.__qualname__ = function.__qualname__
+    same.__module__ = original.__module__
+    return same
+
+
+ORIGINALS: dict[str, Any] = {name: _ours(name).__wrapped__ for name in NAMES if _ours(name) is not None}
+"""torch's functions, as they were when safecomm was imported."""
+
+REPLACEMENTS: dict[str, Any] = {name: _clone(_ours(name), original) for name, original in ORIGINALS.items()}
+"""What stands in their places while the patch is on."""

@@ -1,0 +1,565 @@
+"""patch(): every call reaches safecomm wherever its function was kept, results are the same, and undoing is complete.
+
+S8 and S9 for programs that import torch.distributed themselves. The real megatron-core is in ``test_frameworks.py``.
+"""
+
+import functools
+import gc
+import logging
+import os
+import pickle
+import subprocess
+import sys
+import textwrap
+import threading
+import types
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as stock
+import torch.distributed.distributed_c10d as c10d
+from calls import ALL, Setting
+from ranks import on
+
+import safecomm
+from safecomm.collectives.call import counted
+from safecomm.patching.table import MODULES, NAMES, ORIGINALS, REPLACEMENTS
+
+ROOT = str(Path(safecomm.__file__).parents[1])
+GATHER = "all_gather_single" if hasattr(stock, "all_gather_single") else "all_gather_into_tensor"
+
+
+@pytest.fixture(autouse=True)
+def _unpatched():
+    assert not safecomm.is_patched()
+    yield
+    safecomm.unpatch()
+    for name, original in ORIGINALS.items():
+        for module in MODULES:
+            assert vars(module).get(name, original) is original
+
+
+def calls_of(name):
+    return counted().get(name, 0)
+
+
+# --- what is replaced --------------------------------------------------------------------------------------
+
+
+def test_the_table_is_what_safecomm_wraps():
+    wrapped = {
+        name
+        for name, thing in vars(safecomm).items()
+        if type(thing) is types.FunctionType
+        and name != "__dir__"
+        and hasattr(c10d, name)
+        and thing is not getattr(c10d, name)
+    }
+    assert wrapped == set(REPLACEMENTS)
+    assert set(NAMES) >= wrapped
+
+
+def test_both_modules_get_one_object_that_looks_like_torchs():
+    safecomm.patch()
+    for name, replacement in REPLACEMENTS.items():
+        assert vars(c10d)[name] is replacement
+        assert vars(stock).get(name, replacement) is replacement
+        assert safecomm.is_patched(name) == (name in vars(stock))
+        assert safecomm.original(name) is ORIGINALS[name]
+        assert getattr(safecomm, name) is not replacement
+        assert replacement.__wrapped__ is ORIGINALS[name]
+        assert (replacement.__module__, replacement.__name__) == (
+            ORIGINALS[name].__module__,
+            ORIGINALS[name].__name__,
+        )
+        assert pickle.loads(pickle.dumps(replacement)) is replacement
+    assert not safecomm.is_patched("ReduceOp")
+    assert safecomm.original("ReduceOp") is stock.ReduceOp
+    with pytest.raises(AttributeError):
+        safecomm.original("no such name")
+
+
+def test_twice_is_once_and_undone_once():
+    before = {module: dict(vars(module)) for module in MODULES}
+    safecomm.patch()
+    safecomm.patch()
+    safecomm.unpatch()
+    assert not safecomm.is_patched()
+    assert {module: dict(vars(module)) for module in MODULES} == before
+    safecomm.unpatch()
+
+
+def test_twice_with_other_options_is_the_union():
+    safecomm.patch(strict=True)
+    safecomm.patch(avoid_record_streams=True)
+    assert safecomm.past() == {}
+    assert safecomm.patching.patch.strict()
+    assert safecomm.patching.patch._state.avoided is not None
+    safecomm.unpatch()
+    assert safecomm.patching.patch._state.avoided is None
+    assert not safecomm.patching.patch.strict()
+
+
+def test_a_context_leaves_it_as_it_was():
+    with safecomm.patched():
+        assert safecomm.is_patched("all_reduce")
+        with safecomm.patched(strict=True):
+            assert safecomm.patching.patch.strict()
+        assert safecomm.is_patched("all_reduce")
+        assert not safecomm.patching.patch.strict()
+    assert not safecomm.is_patched("all_reduce")
+
+
+def test_a_context_that_an_exception_leaves():
+    with pytest.raises(KeyError), safecomm.patched(strict=True):
+        raise KeyError
+    assert not safecomm.is_patched()
+
+
+@pytest.mark.parametrize("value", ["yes", "", "2"])
+def test_a_variable_that_means_nothing_patches_nothing(monkeypatch, value):
+    monkeypatch.setenv("SAFECOMM_STRICT", value)
+    with pytest.raises(ValueError, match="SAFECOMM_STRICT"):
+        safecomm.patch()
+    assert not safecomm.is_patched()
+
+
+def test_variables_and_arguments(monkeypatch):
+    monkeypatch.setenv("SAFECOMM_STRICT", "1")
+    safecomm.patch(strict=False)
+    assert not safecomm.patching.patch.strict()
+    safecomm.patch()
+    assert safecomm.patching.patch.strict()
+
+
+def test_an_untested_torch_gets_a_warning(monkeypatch, caplog):
+    monkeypatch.setattr(torch, "__version__", "3.0.0")
+    safecomm.patch()
+    assert "3.0.0" in caplog.text
+    assert safecomm.is_patched()
+
+
+def test_a_line_says_what_was_replaced(caplog):
+    caplog.set_level(logging.INFO, "safecomm")
+    kept = types.ModuleType("a_module_of_the_program")
+    kept.reduce_everything = stock.all_reduce
+    safecomm.patch()
+    assert "a_module_of_the_program.reduce_everything" in caplog.text
+    assert str(len(REPLACEMENTS)) in caplog.text
+
+
+def test_patching_in_a_thread():
+    thread = threading.Thread(target=safecomm.patch)
+    thread.start()
+    thread.join()
+    assert safecomm.is_patched("all_reduce")
+
+
+# --- aliases -------------------------------------------------------------------------------------------------
+
+
+class Slotted:
+    __slots__ = ("kept",)
+
+
+class Attributes:
+    of_the_class = stock.all_reduce
+    static = staticmethod(stock.broadcast)
+
+    def __init__(self):
+        self.of_the_object = stock.all_gather
+
+
+def a_default(function=stock.all_reduce, *, keyword=stock.barrier):
+    return function, keyword
+
+
+def a_closure():
+    function = stock.reduce
+
+    def inner():
+        return function
+
+    return inner
+
+
+def test_wherever_it_is_kept_it_is_found_and_put_back():
+    module = types.ModuleType("aliases")
+    module.dist_all_gather_func = getattr(stock, GATHER)
+    sys.modules["aliases"] = module
+    kept = Attributes()
+    listed = [stock.all_reduce, 1]
+    entry = {"op": stock.isend, "other": 2}
+    partial = functools.partial(stock.reduce_scatter, op=stock.ReduceOp.MAX)
+    argument = functools.partial(map, stock.irecv)
+    inner = a_closure()
+
+    def places():
+        return {
+            "module": (module.dist_all_gather_func, GATHER),
+            "class": (vars(Attributes)["of_the_class"], "all_reduce"),
+            "static method": (Attributes.static, "broadcast"),
+            "object": (kept.of_the_object, "all_gather"),
+            "default": (a_default()[0], "all_reduce"),
+            "keyword default": (a_default()[1], "barrier"),
+            "list": (listed[0], "all_reduce"),
+            "dict": (entry["op"], "isend"),
+            "partial": (partial.func, "reduce_scatter"),
+            "argument of a partial": (argument.args[0], "irecv"),
+            "closure": (inner(), "reduce"),
+        }
+
+    try:
+        before = places()
+        safecomm.patch()
+        for place, (found, name) in places().items():
+            assert found is REPLACEMENTS[name], place
+        assert partial.keywords == {"op": stock.ReduceOp.MAX}
+        safecomm.unpatch()
+        assert places() == before
+        assert all(found is ORIGINALS[name] for found, name in places().values())
+    finally:
+        del sys.modules["aliases"]
+
+
+def test_what_was_imported_while_patched_is_put_back_too():
+    safecomm.patch()
+    module = types.ModuleType("imported_later")
+    exec("from torch.distributed import all_reduce, barrier", vars(module))
+    assert module.all_reduce is REPLACEMENTS["all_reduce"]
+    ours = types.ModuleType("of_safecomm")
+    exec("from safecomm import all_reduce", vars(ours))
+    safecomm.unpatch()
+    assert module.all_reduce is ORIGINALS["all_reduce"]
+    assert ours.all_reduce is safecomm.all_reduce, "what came from safecomm is not the patch's"
+
+
+def test_every_attribute_of_every_module_is_the_original_after_undoing():
+    import torch.distributed._functional_collectives
+    import torch.distributed.fsdp
+    import torch.distributed.nn
+    import torch.distributed.tensor  # noqa: F401
+
+    def attributes():
+        return {
+            (name, key): id(value)  # an object in a dict of ours would be an alias as well
+            for name, module in sorted(sys.modules.items())
+            if isinstance(module, types.ModuleType)
+            for key, value in vars(module).items()
+        }
+
+    gc.collect()
+    before = attributes()
+    safecomm.patch(strict=True)
+    changed = [place for place, value in attributes().items() if before.get(place) != value]
+    assert ("torch.distributed._functional_collectives", "legacy_allreduce") in changed
+    safecomm.unpatch()
+    after = attributes()
+    assert [place for place in before if after.get(place) != before[place]] == []
+
+
+def test_somebody_elses_wrapper_stays_and_reaches_us():
+    theirs = c10d.all_reduce
+
+    def wrapper(*args, **kwargs):
+        return theirs(*args, **kwargs)
+
+    try:
+        stock.all_reduce = wrapper
+        safecomm.patch()
+        assert stock.all_reduce is wrapper
+        assert theirs is REPLACEMENTS["all_reduce"]
+        assert not safecomm.is_patched("all_reduce")
+        safecomm.unpatch()
+        assert stock.all_reduce is wrapper
+        assert theirs is ORIGINALS["all_reduce"]
+    finally:
+        stock.all_reduce = ORIGINALS["all_reduce"]
+
+
+def test_a_wrapper_put_over_ours_stays_and_is_over_torchs_after_undoing():
+    safecomm.patch()
+    ours = stock.all_reduce
+
+    def wrapper(*args, **kwargs):
+        return ours(*args, **kwargs)
+
+    try:
+        stock.all_reduce = wrapper
+        safecomm.unpatch()
+        assert stock.all_reduce is wrapper
+        assert ours is ORIGINALS["all_reduce"]
+    finally:
+        stock.all_reduce = ORIGINALS["all_reduce"]
+
+
+# --- calls -----------------------------------------------------------------------------------------------------
+
+
+@on(2)
+def test_every_collective_is_covered_and_gives_the_same_bits():
+    for call in ALL.values():
+        for setting in (Setting(), Setting(asynchronous=True)):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                expected = outcome(stock, call, setting)
+                with safecomm.patched(strict=True):
+                    before = sum(counted().values())
+                    found = outcome(stock, call, setting)
+                    assert safecomm.past() == {}, call
+                    assert sum(counted().values()) > before, call
+            assert found == expected, (call, found, expected)
+    safecomm.drain(wait=True)
+    assert safecomm.pending() == []
+
+
+def outcome(library, call, setting):
+    from test_collectives import outcome as of
+
+    return of(library, call, setting)[0]
+
+
+@on(2)
+def test_strict_tells_what_goes_past_and_from_where():
+    group = stock.group.WORLD
+    with safecomm.patched(strict=True):
+        safecomm.original("all_reduce")(torch.ones(2))
+        group.broadcast(torch.ones(2), 0).wait()
+        (first, second) = sorted(safecomm.past())
+        assert "allreduce at" in first
+        assert "broadcast at" in second
+        assert all("test_patching.py" in place for place in (first, second))
+    assert "allreduce" not in str(safecomm.past())
+    stock.all_reduce(torch.ones(2))
+
+
+@on(2)
+def test_objects_and_point_to_point_made_before_and_after():
+    me, peer = stock.get_rank(), 1 - stock.get_rank()
+
+    def exchange(make, send, receive, batch):
+        out, into = torch.full((3,), float(me)), torch.empty(3)
+        for work in batch([make(send, out, peer), make(receive, into, peer)]):
+            work.wait()
+        assert into.tolist() == [float(peer)] * 3
+
+    early = [stock.P2POp(stock.isend, torch.ones(2), peer), stock.P2POp(stock.irecv, torch.zeros(2), peer)]
+    with safecomm.patched(strict=True):
+        exchange(stock.P2POp, stock.isend, stock.irecv, stock.batch_isend_irecv)
+        exchange(safecomm.P2POp, safecomm.isend, safecomm.irecv, safecomm.batch_isend_irecv)
+        exchange(safecomm.P2POp, stock.isend, stock.irecv, stock.batch_isend_irecv)
+        for work in stock.batch_isend_irecv(early):
+            work.wait()
+        found = [None, None]
+        stock.all_gather_object(found, {"rank": me})
+        assert found == [{"rank": 0}, {"rank": 1}]
+        assert safecomm.past() == {}
+    exchange(stock.P2POp, stock.isend, stock.irecv, stock.batch_isend_irecv)
+    assert safecomm.pending() == []
+
+
+@on(2)
+def test_coalescing_by_torchs_functions_is_ours():
+    with safecomm.patched(strict=True):
+        tensors = [torch.ones(3), torch.ones(2, 2)]
+        before = calls_of("_coalescing_manager")
+        with stock._coalescing_manager(async_ops=True) as manager:
+            for tensor in tensors:
+                stock.all_reduce(tensor)
+        manager.wait()
+        assert calls_of("_coalescing_manager") == before + 1
+        assert all(bool((tensor == 2).all()) for tensor in tensors)
+        assert safecomm.past() == {}
+
+
+@on(2)
+def test_a_work_pending_at_unpatch_stays_held_until_it_is_over():
+    safecomm.patch()
+    tensor = torch.ones(4)
+    work = stock.all_reduce(tensor, async_op=True)
+    safecomm.unpatch()
+    work.wait()
+    assert tensor.tolist() == [2.0] * 4
+    assert safecomm.drain(wait=True) == 0
+
+
+# --- compilers -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ["patched, then compiled", "compiled, then patched", "run, then patched"])
+@on(2)
+def test_compiled_whole_whatever_the_order_s9(order):
+    def function(x):
+        y = x * 2
+        stock.all_reduce(y)
+        out = torch.empty(2 * y.numel())
+        getattr(stock, GATHER)(out, y)
+        return out + 1
+
+    torch._dynamo.reset()
+    x = torch.arange(4.0) + stock.get_rank()
+    expected = function(x)
+    if order.startswith("patched"):
+        safecomm.patch()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        compiled = torch.compile(function, fullgraph=True, backend="eager")
+        if order.startswith("run"):
+            assert torch.equal(compiled(x), expected)
+        safecomm.patch()
+        assert torch.equal(compiled(x), expected)
+        assert torch.equal(function(x), expected)
+        safecomm.unpatch()
+        assert torch.equal(compiled(x), expected)
+        torch._dynamo.reset()
+        assert torch.equal(torch.compile(function, fullgraph=True, backend="eager")(x), expected)
+
+
+@on(2)
+def test_the_same_graphs_as_torchs_s9():
+    from test_compile import FUNCTIONS, compiled, theirs
+
+    for make in FUNCTIONS:
+        for fullgraph in (True, False):
+            expected = compiled(theirs(make), make, "eager", fullgraph=fullgraph)
+            with safecomm.patched():
+                found = compiled(theirs(make), make, "eager", fullgraph=fullgraph)
+            assert found == expected, (make, fullgraph, found, expected)
+
+
+# --- the runner ------------------------------------------------------------------------------------------------
+
+
+def python(*arguments, cwd, status=0, **environment):
+    ended = subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": ROOT, **environment},
+    )
+    assert ended.returncode == status, (ended.returncode, ended.stdout, ended.stderr)
+    return ended
+
+
+SAY = """
+import sys, torch.distributed as dist
+print(__name__, __file__.split("/")[-1], sys.argv, sys.modules["__main__"].__dict__ is globals(), __spec__ is None)
+print(dist.all_reduce.__code__.co_filename.split("/")[-3:-1])
+"""
+
+
+def test_a_script_sees_what_it_sees_without(tmp_path):
+    (tmp_path / "script.py").write_text(SAY)
+    (tmp_path / "beside.py").write_text("")
+    (tmp_path / "script.py").write_text(SAY + "import beside\n")
+    alone = python("script.py", "-x", "--flag", cwd=tmp_path).stdout.splitlines()
+    ran = python("-m", "safecomm", "run", "script.py", "-x", "--flag", cwd=tmp_path)
+    with_us = ran.stdout.splitlines()
+    assert with_us[0] == alone[0]
+    assert with_us[1] == "['safecomm', 'collectives']"
+    assert ran.stderr.count("safecomm: ") == 3, ran.stderr
+    assert len(ran.stderr.splitlines()) == 3
+
+
+def test_a_module_sees_what_it_sees_without(tmp_path):
+    package = tmp_path / "program"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "tool.py").write_text(SAY.replace("__spec__ is None", "__spec__.name"))
+    alone = python("-m", "program.tool", "1", cwd=tmp_path).stdout.splitlines()
+    with_us = python("-m", "safecomm", "run", "-m", "program.tool", "1", cwd=tmp_path).stdout.splitlines()
+    assert with_us[0] == alone[0]
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import sys; sys.exit(7)",
+        "import sys; sys.exit('said at the end')",
+        "def f():\n    raise ValueError('of the script')\nf()",
+        "this is no Python",
+        "raise OSError('like one of ours')",
+        "import os; os._exit(3)",
+        "import sys\ndef hook(kind, value, traceback):\n    import traceback as t\n"
+        "    print(len(t.extract_tb(traceback)))\nsys.excepthook = hook\nraise KeyError(1)",
+    ],
+)
+def test_it_ends_as_it_would_without(tmp_path, program):
+    (tmp_path / "script.py").write_text(program + "\n")
+    ended = []
+    for arguments in (["script.py"], ["-m", "safecomm", "run", "script.py"]):
+        done = subprocess.run(
+            [sys.executable, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=120,
+            env={**os.environ, "PYTHONPATH": ROOT},
+        )  # fmt: skip
+        said = [line for line in done.stderr.splitlines() if not line.startswith("safecomm: ")]
+        ended.append((done.returncode, done.stdout, [line.replace(f"{tmp_path}/", "") for line in said]))
+    assert ended[1] == ended[0]
+
+
+def test_an_interrupt_ends_it_as_without(tmp_path):
+    import signal
+
+    (tmp_path / "script.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nwhile True: pass\n")
+    python("-m", "safecomm", "run", "script.py", cwd=tmp_path, status=-signal.SIGINT)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["no_such_script.py"], "no such script"),
+        (["."], "is a directory"),
+        (["-m", "no_such_module"], "no module named 'no_such_module'"),
+        (["-m", "no.such.module"], "no module named"),
+        ([], "target"),
+        (["--unknown", "x.py"], "unrecognized"),
+    ],
+)
+def test_bad_arguments_run_nothing(tmp_path, arguments, said):
+    ended = python("-m", "safecomm", "run", *arguments, cwd=tmp_path, status=2)
+    assert said in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_a_module_that_fails_to_import_shows_its_own_error(tmp_path):
+    (tmp_path / "broken.py").write_text("import no_such_thing\n")
+    ended = python("-m", "safecomm", "run", "-m", "broken", cwd=tmp_path, status=1)
+    assert "No module named 'no_such_thing'" in ended.stderr
+
+
+def test_a_script_that_patches_torch_itself(tmp_path):
+    (tmp_path / "script.py").write_text(
+        textwrap.dedent(
+            """
+            import functools, torch, torch.distributed as dist
+            inner = dist.all_reduce
+            @functools.wraps(inner)
+            def mine(*args, **kwargs):
+                print("mine")
+                return inner(*args, **kwargs)
+            dist.all_reduce = mine
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            dist.all_reduce(torch.ones(1))
+            dist.destroy_process_group()
+            """
+        )
+    )
+    ended = python("-m", "safecomm", "run", "--strict", "script.py", cwd=tmp_path)
+    assert ended.stdout == "mine\n"
+    assert "all_reduce 1" in ended.stderr
+    assert "0 calls went past it" in ended.stderr
+
+
+def test_the_variables_do_what_the_options_do(tmp_path):
+    (tmp_path / "script.py").write_text(
+        "import safecomm.patching.patch as patch\nprint(patch.strict(), patch._state.avoided is not None)\n"
+    )
+    options = python("-m", "safecomm", "run", "--strict", "--avoid-record-streams", "script.py", cwd=tmp_path)
+    variables = python(
+        "-m", "safecomm", "run", "script.py", cwd=tmp_path, SAFECOMM_STRICT="1", SAFECOMM_AVOID_RECORD_STREAMS="1"
+    )
+    assert options.stdout == variables.stdout == "True True\n"
