@@ -137,16 +137,20 @@ _construct_storage: Callable[..., Any] | None = getattr(torch._C, "_construct_st
 
 
 def unowned(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of the same memory that does not own it; ``tensor`` itself if torch can't make one.
+    """Return a tensor of the same memory whose storage does not own it; ``tensor`` itself if torch can't make one.
 
-    The caching allocator's C++ ``recordStream`` does nothing for memory whose deleter is not its own.
+    The caching allocator's C++ ``recordStream`` does nothing for memory whose deleter is not its own. The memory lives
+    as long as the tensor does, all the same: the tensor refers to the storage that owns it.
     """
     storage = tensor.untyped_storage()
-    if _construct_storage is None or not storage.nbytes():
+    if _construct_storage is None or not storage.nbytes() or tensor.is_neg() or tensor.is_conj():
         return tensor
     same = _construct_storage(storage.data_ptr(), tensor.device, storage.nbytes())
     alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return alias.set_(same, tensor.storage_offset(), tensor.size(), tensor.stride())
+    alias.set_(same, tensor.storage_offset(), tensor.size(), tensor.stride())
+    # A handle gives what it was given out again, as result() and by its future: who keeps that, keeps the memory.
+    alias._memory = storage  # type: ignore[attr-defined]
+    return alias
 
 
 # --- the dispatcher --------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import sys
 import types
 import weakref
@@ -21,8 +20,6 @@ import torch
 from safecomm import _torch
 from safecomm.errors import CaptureBoundaryError, LiveGraphError, StaleGraphError
 from safecomm.ledger import LEDGER, Entry, Ledger
-
-log = logging.getLogger("safecomm")
 
 RECORDING: dict[int, CapturedGraph] = {}
 """The captures that are going on, by their id."""
@@ -101,7 +98,10 @@ class CapturedGraph:
 
     def uses(self, group: Any) -> bool:
         """Return whether a collective of ``group`` (None: of any group) was captured."""
-        return bool(self._groups) if group is None else id(group) in self._groups
+        if group is None:
+            return bool(self._groups)
+        reference = self._groups.get(id(group))
+        return reference is not None and reference() is group
 
     def add(self, op: str, group: Any, tensor: torch.Tensor, frame: types.FrameType) -> None:
         """Note that ``tensor`` is an argument of a captured collective."""
@@ -165,18 +165,27 @@ class CapturedGraph:
         """Begin the life of the graph: its capture has ended well."""
         self._diversion.close()
         self._older.clear()
+        RECORDING.pop(self.capture, None)
         graph = self._graph()
+        graph.__dict__.pop("capture_end", None)
         graph.__dict__["replay"] = self.replay
         graph.__dict__["reset"] = self.reset
         _live[id(self)] = self
+        if self._finalizer is not None:
+            self._finalizer.detach()
         self._finalizer = weakref.finalize(graph, self._end)
         self._finalizer.atexit = False
 
     def abandon(self) -> None:
         """Leave nothing behind: the capture has failed."""
+        RECORDING.pop(self.capture, None)
         self._diversion.close()
-        self._arguments.clear()
-        self._groups.clear()
+        if self._finalizer is not None:
+            self._finalizer.detach()
+        graph = self._graph()
+        if graph is not None:
+            graph.__dict__.pop("capture_end", None)
+        self._give_back()
 
     def _end(self) -> None:
         # Also called when the graph dies, maybe by the garbage collector: nothing is freed here, no device is asked.
@@ -184,6 +193,9 @@ class CapturedGraph:
             return
         if self._finalizer is not None:
             self._finalizer.detach()
+        self._give_back()
+
+    def _give_back(self) -> None:
         storages = tuple({one.pointer: one.storage for one in self._arguments if one.storage is not None}.values())
         self._arguments.clear()
         self._groups.clear()
@@ -207,58 +219,58 @@ def around_begin(original: Any) -> Any:
         stream = LEDGER.current(index)
         capture = LEDGER.streams.capture(stream)
         if capture:
-            RECORDING[capture] = CapturedGraph(LEDGER, graph, pool, older, index, stream, capture, _caller())
+            begin(CapturedGraph(LEDGER, graph, pool, older, index, stream, capture, _caller()), graph)
 
     return capture_begin
 
 
-def around_end(original: Any) -> Any:
-    """Return what stands in for ``torch.cuda.CUDAGraph.capture_end``."""
+def begin(captured: CapturedGraph, graph: Any) -> None:
+    """Record what is captured into ``graph`` from now on, until its ``capture_end``, or until it dies."""
+    RECORDING[captured.capture] = captured
+    # On the object, so that it ends with the capture, whoever is still there then.
+    graph.__dict__["capture_end"] = functools.partial(_end_capture, captured)
+    captured._finalizer = weakref.finalize(graph, captured.abandon)
+    captured._finalizer.atexit = False
 
-    @functools.wraps(original)
-    def capture_end(graph: Any) -> None:
-        captured = next((one for one in tuple(RECORDING.values()) if one._graph() is graph), None)
-        if captured is None:
-            original(graph)
-            return
-        unjoined: list[str] = []
-        try:
-            if LEDGER.streams.capture(captured.stream) == captured.capture:  # else CUDA has given the capture up
-                LEDGER.sweep()
-                unjoined = LEDGER.join(captured.capture, captured.stream)
-            original(graph)
-        except BaseException:
-            captured.abandon()
-            raise
-        finally:
-            RECORDING.pop(captured.capture, None)
-            LEDGER.end_capture(captured.capture)
-        if not unjoined:
-            captured.seal()
-            return
+
+def _end_capture(captured: CapturedGraph) -> None:
+    """Stand in for ``capture_end()`` of a graph whose capture is recorded."""
+    graph = captured._graph()
+    unjoined: list[str] = []
+    try:
+        if LEDGER.streams.capture(captured.stream) == captured.capture:  # else CUDA has given the capture up
+            LEDGER.sweep()
+            unjoined = LEDGER.join_unwaited(captured.capture, captured.stream)
+        type(graph).capture_end(graph)  # type: ignore[union-attr]
+    except BaseException:
         captured.abandon()
-        graph.reset()
-        if sys.exc_info()[0] is None:
-            raise CaptureBoundaryError(
-                f"the capture at {captured.site} ended with works that nobody has waited for: {'; '.join(unjoined)}. "
-                "Wait for each inside the capture. The graph was reset; nothing else was harmed."
-            )
-
-    return capture_end
+        raise
+    finally:
+        LEDGER.end_capture(captured.capture)
+    if not unjoined:
+        captured.seal()
+        return
+    captured.abandon()
+    graph.reset()  # type: ignore[union-attr]
+    raise CaptureBoundaryError(
+        f"the capture at {captured.site} ended with works that nobody has waited for: {'; '.join(unjoined)}. "
+        "Wait for each inside the capture. The graph was reset; nothing else was harmed."
+    )
 
 
 def note(op: str, group: Any, tensors: list[Any], frame: types.FrameType) -> None:
-    """Note the tensors of a collective that was just called, if it was captured."""
+    """Note the ``tensors``, each with memory of its own, of a collective that was just called, if it was captured."""
     for tensor in tensors:
-        if isinstance(tensor, torch.Tensor) and tensor.is_cuda and tensor.layout is torch.strided:
+        if tensor.is_cuda and tensor.layout is torch.strided:
             captured = _here(tensor.get_device())
             if captured is not None:
                 captured.add(op, group, tensor, frame)
 
 
-def check_group(op: str, group: Any) -> None:
+def check_group(op: str, group: Any, tensors: list[Any]) -> None:
     """Raise CaptureBoundaryError if a collective that is about to be captured would have to make a communicator."""
-    if _here(torch.cuda.current_device()) is not None and not _torch.is_initialized(group, "cuda"):
+    captured = any(isinstance(t, torch.Tensor) and t.is_cuda and _here(t.get_device()) is not None for t in tensors)
+    if captured and not _torch.is_initialized(group, "cuda"):
         raise CaptureBoundaryError(
             f"{op} inside a CUDA graph capture is the first call of group {_torch.group_name(group) or group!r}, which "
             "has no communicator yet, and can't make one now. Call something on it before the capture, or name it in "

@@ -12,6 +12,7 @@ import torch.distributed
 
 from safecomm import captures
 from safecomm.captures import CapturedGraph
+from safecomm.errors import CaptureBoundaryError
 from safecomm.ledger import LEDGER
 from safecomm.record_stream import avoid_record_streams
 
@@ -79,10 +80,12 @@ class graph:  # noqa: N801
         with self._inside:
             try:
                 self._capture.__exit__(*error)
-            except BaseException:
+            except BaseException as failed:
                 # torch leaves its stream the current one if the capture can't be ended.
                 self._capture.stream_ctx.__exit__(*error)
-                raise
+                # What went wrong inside is why works were not waited for.
+                if error[0] is None or not isinstance(failed, CaptureBoundaryError):
+                    raise
 
 
 def settle_before_capture(timeout: timedelta | None = None) -> None:
@@ -103,4 +106,4 @@ def settle_before_capture(timeout: timedelta | None = None) -> None:
     >>> work = dist.all_reduce(tensor, async_op=True)
     >>> settle_before_capture()
     """
-    LEDGER.settle(timeout)
+    LEDGER.await_before_capture(timeout)

@@ -216,6 +216,7 @@ class Record(Entry):
     """Memory that ``record_stream`` was called for."""
 
     order: str  # "auto", or the one way to give it back: "order" or "defer"
+    homeless: bool  # where it was allocated does not matter: it is deferred
 
 
 W = TypeVar("W", bound=Entry)
@@ -250,6 +251,14 @@ class Lane:
         self.records = False  # entries are records
         # Not a plain dict: finding its first entry takes longer with every entry deleted before it.
         self.entries: OrderedDict[Entry, None] = OrderedDict()
+
+    def oldest(self, count: int) -> tuple[Entry, ...]:
+        """Return the ``count`` oldest entries, also while other threads put entries in and take them out."""
+        while True:
+            try:
+                return tuple(itertools.islice(self.entries, count))
+            except RuntimeError:
+                continue
 
     def first(self) -> Entry | None:
         """Return the oldest entry, also while other threads take entries out."""
@@ -307,7 +316,7 @@ class Lane:
 
     def nbytes(self) -> int:
         """Return about how many bytes the entries hold: from the oldest ones, so that it takes constant time."""
-        sample = tuple(itertools.islice(self.entries, 8))
+        sample = self.oldest(8)
         return sum(entry.nbytes for entry in sample) * len(self.entries) // max(len(sample), 1)
 
 
@@ -331,6 +340,9 @@ class Ledger:
         self._diverted: dict[int, Lane] = {}  # the same while all calls take the long way
         self._diverting = 0
         self._lanes: dict[Any, Lane] = {}
+        # Around whatever touches records: they are looked at, marked and released in several steps, and torch lets
+        # other threads run in some. No collective takes it while there are none.
+        self._of_records = threading.RLock()
         self.recorded: dict[int, dict[tuple[int, int], Record]] = {}  # by storage; by stream and capture
         self._reported: set[tuple[types.CodeType, int]] = set()
         self.trails = 0  # how often memory was used on another stream than its own
@@ -424,7 +436,9 @@ class Ledger:
 
     def _forget(self, key: tuple[int, int, int, bool]) -> None:
         # A group has died. What its lane holds stays in busy, and is swept.
-        self._lanes.pop(key, None)
+        lane = self._lanes.pop(key, None)
+        if lane is not None:
+            lane.backend = None  # a handle that is kept would keep it
         self.direct.pop(key[0], None)
         self._diverted.pop(key[0], None)
 
@@ -472,38 +486,50 @@ class Ledger:
         return lane
 
     def record(
-        self, storage: torch.UntypedStorage, index: int, stream: int, frame: types.FrameType, order: str = "auto"
+        self,
+        storage: torch.UntypedStorage,
+        index: int,
+        stream: int,
+        frame: types.FrameType,
+        order: str = "auto",
+        *,
+        homeless: bool = False,
     ) -> bool:
         """Hold ``storage``, used on ``stream`` until nobody refers to it, as ``record_stream`` asks for.
 
         ``order``: how it comes back. ``"order"``: the stream that it was allocated on is ordered after ``stream``, as
         soon as nobody else refers to it. ``"defer"``: once the device has passed that point of ``stream``. ``"auto"``:
-        whatever comes first, but the former only when too much has piled up, or in a capture. False if it can't be
-        held, because nobody knows where it was allocated.
+        whatever comes first, but the former only when too much has piled up, or in a capture. ``homeless``: also if
+        nobody knows where it was allocated, or that was on another device; it can only be deferred then. False if it is
+        not held.
         """
-        home = self.home(storage, stream)
-        if home is None:
-            return False
+        home = None if homeless else self.home(storage, stream)
         if home == stream:
             return True
-        of_storage = self.recorded.setdefault(storage._cdata, {})
+        if home is None:
+            if not homeless:
+                return False
+            order = "defer"
         capture = self._capture_of(stream)
-        entry = of_storage.get((stream, capture))
-        if entry is not None and entry.event is None:
-            return True
-        lane = self._lane_of_stream(("records", stream, index, capture), index, stream, capture)
-        lane.records = True
-        entry = of_storage[stream, capture] = Record()
-        entry.op = "record_stream"
-        entry.storages = (storage,)
-        entry.code = frame.f_code
-        entry.instruction = frame.f_lasti
-        entry.since = time.perf_counter()
-        entry.stream = stream
-        entry.order = order
-        entry.lane = lane
-        lane.entries[entry] = None
-        self.busy[lane] = None
+        with self._of_records:
+            of_storage = self.recorded.setdefault(storage._cdata, {})
+            entry = of_storage.get((stream, capture))
+            if entry is not None and entry.event is None:
+                return True
+            lane = self._lane_of_stream(("records", stream, index, capture), index, stream, capture)
+            lane.records = True
+            entry = of_storage[stream, capture] = Record()
+            entry.op = "record_stream"
+            entry.storages = (storage,)
+            entry.code = frame.f_code
+            entry.instruction = frame.f_lasti
+            entry.since = time.perf_counter()
+            entry.stream = stream
+            entry.order = order
+            entry.homeless = home is None
+            entry.lane = lane
+            lane.entries[entry] = None
+            self.busy[lane] = None
         return True
 
     def home(self, storage: Any, nowhere: int) -> int | None:
@@ -519,12 +545,13 @@ class Ledger:
                 alias.data = torch.empty(0, dtype=alias.dtype, device=alias.device)
             entry.aliases = ()
         if entry.lane.records and entry.storages:
-            cdata = entry.storages[0]._cdata
-            of_storage = self.recorded.get(cdata, {})
-            if of_storage.get((entry.stream, entry.lane.capture)) is entry:
-                del of_storage[entry.stream, entry.lane.capture]
-            if not of_storage:
-                self.recorded.pop(cdata, None)
+            with self._of_records:
+                cdata = entry.storages[0]._cdata
+                of_storage = self.recorded.get(cdata, {})
+                if of_storage.get((entry.stream, entry.lane.capture)) is entry:
+                    del of_storage[entry.stream, entry.lane.capture]
+                if not of_storage:
+                    self.recorded.pop(cdata, None)
         entry.storages = ()
         if entry.event is not None and not entry.lane.capture:  # an event of a capture stays the graph's
             self.streams.recycle(entry.lane.index, entry.event)
@@ -605,16 +632,28 @@ class Ledger:
         group = lane.group() if lane.group is not None else None
         self._trail(entry.op, group, lane.index, entry.storages, entry.code, entry.instruction, entry.since)
 
-    def joined(self, index: int, stream: int, other: int) -> None:
-        """Release what only ``other`` was still using, which ``stream`` has just been ordered after."""
+    def only_used_on(self, index: int, stream: int, other: int) -> list[Entry]:
+        """Return what was allocated on ``stream``, and nothing but ``other`` uses any more.
+
+        To be asked before ``stream`` is ordered after ``other``, and given to :meth:`release_ordered` after it: in
+        between, other threads can use more there.
+        """
         capture = self._capture_of(stream)
+        found = []
         for key in ((other, index, capture), ("records", other, index, capture)):
             lane = self._lanes.get(key)
-            for entry in tuple(itertools.islice(lane.entries, LOOK)) if lane is not None else ():
-                if any(self.home(storage, stream) != stream for storage in entry.storages):
-                    continue
-                if (entry.event is not None or self._alone(entry)) and lane.take(entry):  # type: ignore[union-attr]
-                    self._release(entry)
+            for entry in lane.oldest(LOOK) if lane is not None else ():
+                if all(self.home(storage, stream) == stream for storage in entry.storages):
+                    with self._of_records:
+                        if entry.event is not None or self._alone(entry):
+                            found.append(entry)
+        return found
+
+    def release_ordered(self, entries: list[Entry]) -> None:
+        """Release ``entries``, whose allocation stream was just ordered after their last use."""
+        for entry in entries:
+            if entry.lane.take(entry):
+                self._release(entry)
 
     def _wait_here(self, entry: Entry) -> bool:
         """Order the current stream after a work; on failure quarantine it and return False.
@@ -702,8 +741,8 @@ class Ledger:
 
     def _capturing(self) -> int:
         """Return the capture that a current stream is part of; 0 if none is."""
-        failed = {entry.lane.index for entry in tuple(self.quarantine)}
-        for index in ({lane.index for lane in tuple(self.busy)} | failed) - {HOST}:
+        others = {entry.lane.index for entry in tuple(self.quarantine)} | {orphan[0] for orphan in tuple(self._orphans)}
+        for index in ({lane.index for lane in tuple(self.busy)} | others) - {HOST}:
             stream = self.streams.current(index)
             if stream and (capture := self.streams.capture(stream)):
                 return capture
@@ -812,8 +851,10 @@ class Ledger:
     def _sweep_records(self, lane: Lane, capturing: int) -> None:
         capture = self._capture_of(lane.stream)
         if capture == lane.capture == capturing:
-            for entry in tuple(itertools.islice(lane.entries, LOOK)):
-                if not self._sweep_record(lane, entry):
+            for entry in lane.oldest(LOOK):
+                with self._of_records:
+                    done = not entry.storages or self._sweep_record(lane, entry)
+                if not done:
                     with contextlib.suppress(KeyError):
                         lane.entries.move_to_end(entry)
         elif lane.capture and capture != lane.capture:
@@ -828,7 +869,7 @@ class Ledger:
             if not self._alone(entry):
                 return False
             home = self.home(entry.storages[0], lane.stream)
-            if home is None or self._capture_of(home) != lane.capture:
+            if lane.capture if home is None else self._capture_of(home) != lane.capture:
                 return False  # allocated outside of this capture, or inside of one that is going on elsewhere
             entry.event = self.streams.mark(lane.index, lane.stream)
         order = "order" if lane.capture else entry.order  # type: ignore[attr-defined]
@@ -841,6 +882,8 @@ class Ledger:
 
     def _alone(self, entry: Entry) -> bool:
         """Return whether nobody but records refers to what a record holds, neither in C++ nor in Python."""
+        if not entry.storages:
+            return False  # another thread has released it
         (storage,) = entry.storages
         shared = len(self.recorded[storage._cdata]) - 1
         return getrefcount(storage) - shared <= _UNSHARED_STORAGE and _torch.only_holder(storage)
@@ -850,36 +893,44 @@ class Ledger:
 
         Orders the stream that it was allocated on after those that ``record_stream`` was called with. Returns those
         with which that can't be done, or with ``order=False`` all of them, as pairs of device index and stream: they
-        are the allocator's to keep in order.
+        are the allocator's to keep in order. Once the memory is gone, :meth:`freed` is to be called.
         """
         left = []
-        for (stream, _), entry in tuple(self.recorded.get(storage._cdata, {}).items()):
-            lane = entry.lane
-            home = self.home(storage, stream)
-            captures = {self._capture_of(stream), self._capture_of(home or 0)}
-            if order and captures == {lane.capture} and home is not None:
-                event = entry.event = self.streams.mark(lane.index, stream)
-                self.streams.order(lane.index, home, event)
-            else:
-                left.append((lane.index, stream))
-            if lane.take(entry):
-                self._release(entry)
+        with self._of_records:
+            for (stream, _), entry in tuple(self.recorded.get(storage._cdata, {}).items()):
+                lane = entry.lane
+                home = None if entry.homeless else self.home(storage, stream)
+                captures = {self._capture_of(stream), self._capture_of(home or 0)}
+                if order and captures == {lane.capture} and home is not None:
+                    event = self.streams.mark(lane.index, stream)
+                    self.streams.order(lane.index, home, event)
+                    if not lane.capture:
+                        self.streams.recycle(lane.index, event)
+                else:
+                    left.append((lane.index, stream))
         return left
+
+    def freed(self, storage: torch.UntypedStorage) -> None:
+        """Forget what ``storage`` was recorded for: that memory is gone, after :meth:`freeing`."""
+        with self._of_records:
+            for entry in tuple(self.recorded.get(storage._cdata, {}).values()):
+                if entry.lane.take(entry):
+                    self._release(entry)
 
     def hand_over(self) -> list[tuple[torch.UntypedStorage, int, int]]:
         """Let go of all records but those of captures; return what they held, the device index, and the stream."""
         handed = []
         for lane in tuple(self.busy):
             for entry in tuple(lane.entries) if lane.records and not lane.capture else ():
-                (storage,) = entry.storages
-                if lane.take(entry):
-                    handed.append((storage, lane.index, lane.stream))
-                    self._release(entry)
+                with self._of_records:
+                    if lane.take(entry):
+                        handed.append((entry.storages[0], lane.index, lane.stream))
+                        self._release(entry)
         return handed
 
     # --- captures -------------------------------------------------------------------------------------------
 
-    def join(self, capture: int, stream: int) -> list[str]:
+    def join_unwaited(self, capture: int, stream: int) -> list[str]:
         """Order ``stream`` after all works of ``capture`` that nobody has waited for there; describe each."""
         left = []
         for lane in tuple(self.busy):
@@ -908,16 +959,29 @@ class Ledger:
         self.busy[self._orphanage] = None
 
     def _adopt(self) -> None:
-        self.busy.pop(self._orphanage, None)
-        while self._orphans:
-            index, streams, storages, code, instruction = self._orphans.popleft()
+        for _ in range(len(self._orphans)):
+            try:
+                orphan = self._orphans.popleft()
+            except IndexError:  # another thread was faster
+                break
+            index, streams, storages, code, instruction = orphan
+            # Graphs are replayed through their object, which notes the stream; for one that was not, the stream that is
+            # current now is the best guess.
+            streams = streams or (self.streams.current(index),)
+            if any(self._capture_of(stream) for stream in streams):
+                self._orphans.append(orphan)
+                continue
             for stream in streams:
                 with self.streams.using(index, stream):
                     self._trail("a CUDA graph", None, index, storages, code, instruction, time.perf_counter())
+        if not self._orphans:
+            self.busy.pop(self._orphanage, None)
+            if self._orphans:  # a graph died in between
+                self.busy[self._orphanage] = None
 
-    def settle(self, timeout: timedelta | None) -> None:
+    def await_before_capture(self, timeout: timedelta | None) -> None:
         """Block the host until all works are over, so that there is nothing to wait for in a capture."""
-        works = [entry for entry in self._entries() if entry.inner is not None]
+        works = [entry for entry in self._unsettled() if entry.inner is not None]
         self.await_works(timeout, None)
         for entry in works:
             entry.settled = True
@@ -969,6 +1033,7 @@ class Ledger:
 
     def _finish(self, timeout: timedelta | None, group: Any) -> None:
         deadline = None if timeout is None else time.monotonic() + timeout.total_seconds()
+        self.sweep()  # takes over what graphs that died have left
         self.await_works(timeout, group)
         self._empty_quarantine(group, deadline)
         self._await_all(group, deadline)  # what a record holds may have been held by one of those too
@@ -1033,7 +1098,12 @@ class Ledger:
 
     def _unsettled(self, group: Any = None) -> list[Entry]:
         """Return the entries that the device will be over with: not the records of what others still use."""
-        return [e for e in self._entries(group) if not e.lane.records or e.event is not None or self._alone(e)]
+        return [
+            entry
+            for entry in self._entries(group)
+            # What a capture holds is over with the capture, which may be another thread's.
+            if not entry.lane.capture and (not entry.lane.records or entry.event is not None or self._alone(entry))
+        ]
 
     def _wait_blind(self, entry: Entry, deadline: float | None) -> None:
         # In a thread, because a wait that times out would close the connection (gloo, torch 2.13). The thread only
@@ -1138,12 +1208,12 @@ def drain(*, wait: bool = False, timeout: timedelta | None = None, group: Any = 
     phase, or before a measurement. Without ``wait`` it never blocks. With ``wait`` it blocks the host, until
     ``timeout`` if one is given, and then also gives back what failed works hold, after the device has become idle.
 
-    Returns the bytes that are still entry, by works of ``group`` if one is given: 0 if all is back.
+    Returns the bytes that are still held, by works of ``group`` if one is given: 0 if all is back.
 
     Raises
     ------
     PendingWorkError
-        With ``wait``, if works are not over in time. Their memory is still entry.
+        With ``wait``, if works are not over in time. Their memory is still held.
     CaptureBoundaryError
         With ``wait``, inside a CUDA graph capture.
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 import sys
 import threading
 import types
@@ -153,10 +154,13 @@ class _Interception:
         self._attributes: list[tuple[type, str, Any, Any]] = []
         self._record_stream = _torch.Override("aten::record_stream", key, self.record_stream)
         self._resize = _torch.Override("aten::resize_", key, self.resize, needs_original=True)
+        # What compiled FSDP2 frees with.
+        self._resize_storage = _torch.Override(
+            "inductor::resize_storage_bytes_", key, self.resize_storage, needs_original=True
+        )
         self._replace(torch.UntypedStorage, "resize_", self._around_resize)
         self._replace(torch.cuda.Stream, "wait_stream", self._around_wait_stream)
         self._replace(torch.cuda.CUDAGraph, "capture_begin", captures.around_begin)
-        self._replace(torch.cuda.CUDAGraph, "capture_end", captures.around_end)
 
     def _replace(self, owner: type, name: str, around: Callable[[Any], Any]) -> None:
         own = vars(owner).get(name)
@@ -176,6 +180,7 @@ class _Interception:
         original = self._record_stream.original
         self._record_stream.remove()
         self._resize.remove()
+        self._resize_storage.remove()
         self.ledger.sweep()
         if original is not None:
             for storage, index, stream in self.ledger.hand_over():
@@ -214,12 +219,15 @@ class _Interception:
         if self.ledger.busy:
             self.ledger.sweep()
         index = stream.device_index
-        # A stream of another device can't be put in order with torch's means; that is rare, and the allocator's.
-        held = tensor.get_device() in (index, HOST) and self.ledger.record(
-            tensor.untyped_storage(), index, self._raw(stream), frame, release
-        )
-        if not held and original is not None:
+        storage = tensor.untyped_storage()
+        # A stream of another device can't be ordered by torch's means; that is rare, and the allocator's matter.
+        near = tensor.get_device() in (index, HOST)
+        if near and self.ledger.record(storage, index, self._raw(stream), frame, release):
+            return
+        if original is not None:
             original(tensor, stream)
+        else:
+            self.ledger.record(storage, index, self._raw(stream), frame, homeless=True)
 
     def _raw(self, stream: torch.Stream) -> int:
         key = (stream.stream_id, stream.device_index)
@@ -239,28 +247,54 @@ class _Interception:
             else:  # the host can wait, if nothing else can
                 _stream(index, stream).synchronize()
 
+    def _resized(self, storage: torch.UntypedStorage, resize: Callable[[], Any]) -> Any:
+        """Call ``resize``, which may give ``storage`` other memory."""
+        if storage._cdata not in self.ledger.recorded:
+            return resize()
+        before = storage.data_ptr()
+        self._freeing(storage)
+        result = resize()
+        if storage.data_ptr() != before:
+            self.ledger.freed(storage)
+        return result
+
     def _around_resize(self, original: Any) -> Any:
         @functools.wraps(original)
         def resize_(storage: Any, size: Any) -> Any:
-            self._freeing(storage)
-            return original(storage, size)
+            return self._resized(storage, lambda: original(storage, size))
 
         return resize_
 
     def resize(self, tensor: torch.Tensor, size: Any, *, memory_format: Any = None) -> torch.Tensor:
-        """Stand in for the kernel of ``aten::resize_``, which may move a tensor to other memory."""
-        if tensor.untyped_storage()._cdata in self.ledger.recorded:
-            self._freeing(tensor.untyped_storage())
-        return self._resize.original(tensor, size, memory_format=memory_format)  # type: ignore[misc, no-any-return]
+        """Stand in for the kernel of ``aten::resize_``, which moves a tensor that does not fit to other memory."""
+
+        def resize() -> Any:
+            return self._resize.original(tensor, size, memory_format=memory_format)  # type: ignore[misc]
+
+        storage = tensor.untyped_storage()
+        needed = (math.prod(size) + tensor.storage_offset()) * tensor.element_size()
+        return self._resized(storage, resize) if needed > storage.nbytes() else resize()  # type: ignore[no-any-return]
+
+    def resize_storage(self, tensor: torch.Tensor, size: int) -> None:
+        """Stand in for the kernel of ``inductor::resize_storage_bytes_``."""
+
+        def resize() -> Any:
+            return self._resize_storage.original(tensor, size)  # type: ignore[misc]
+
+        self._resized(tensor.untyped_storage(), resize)
 
     # --- what orders ---------------------------------------------------------------------------------------
 
     def _around_wait_stream(self, original: Any) -> Any:
         @functools.wraps(original)
         def wait_stream(waiting: Any, stream: Any) -> None:
+            done: list[Any] = []
+            index = waiting.device_index
+            if self.ledger.busy and stream.device_index == index:  # each device has a default stream of the handle 0
+                done = self.ledger.only_used_on(index, waiting.cuda_stream, self._raw(stream))
             original(waiting, stream)
-            if self.ledger.busy:
-                self.ledger.joined(waiting.device_index, waiting.cuda_stream, self._raw(stream))
+            if done:
+                self.ledger.release_ordered(done)
 
         return wait_stream
 

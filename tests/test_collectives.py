@@ -423,3 +423,35 @@ def test_s8_a_tensor_that_requires_grad_gets_the_warning_that_it_gets_of_torch()
             moved.sum().backward()
         said.append(["autograd kernel was not registered" in str(warning.message) for warning in caught])
     assert said[0] == said[1], said
+
+
+@on(2)
+def test_s8_a_negative_view_is_written_out_first():
+    def all_reduce(library, view, whole, part):
+        library.all_reduce(view)
+
+    def asynchronous(library, view, whole, part):
+        library.all_reduce(view, async_op=True).wait()
+
+    def gather(library, view, whole, part):
+        getattr(library, GATHER)(whole, view)
+
+    def scatter(library, view, whole, part):
+        getattr(library, SCATTER)(part, view)
+
+    for call in (all_reduce, asynchronous, gather, scatter):
+        outcomes = []
+        for library in (stock, safecomm):
+            tensors = (
+                torch.ones(4, 2).cumsum(0).view(torch.complex64).flatten().conj().imag,
+                torch.zeros(8),
+                torch.zeros(2),
+            )
+            assert tensors[0].is_neg()
+            try:
+                call(library, *tensors)
+            except Exception as error:
+                outcomes.append((type(error), str(error)))
+            else:
+                outcomes.append([tensor.tolist() for tensor in tensors])
+        assert outcomes[0] == outcomes[1], call

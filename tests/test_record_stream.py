@@ -6,14 +6,15 @@ the simulated device. What needs CUDA's allocator is in ``tests/gpu/graphs.py``.
 
 import inspect
 import logging
+import sys
 import threading
 
 import pytest
 import torch
-from simulated import INDEX, SimulatedDevice
+from simulated import INDEX, FakeGraph, FakeGroup, SimulatedDevice, call
 
 import safecomm
-from safecomm import record_stream
+from safecomm import captures, record_stream
 from safecomm.ledger import Ledger
 from safecomm.record_stream import avoid_record_streams
 
@@ -68,6 +69,13 @@ def states(ledger):
     return [entry.state for entry in ledger.pending()]
 
 
+def waits(device, ledger, waiting, other):
+    """Order one stream after another, as wait_stream does inside of the context."""
+    done = ledger.only_used_on(INDEX, waiting, other)
+    device.wait(device.streams[waiting], device.streams[other].past, 0)
+    ledger.release_ordered(done)
+
+
 # --- convert -------------------------------------------------------------------------------------------------
 
 
@@ -119,16 +127,13 @@ def test_on_its_own_stream_there_is_nothing_to_hold(device, ledger):
 def test_a_wait_that_orders_it_gives_it_back_at_once_s2(device, ledger):
     with avoid_record_streams():
         tensor = used_on(device, 1)
-        device.wait(device.streams[0], device.streams[1].past, 0)
-        ledger.joined(INDEX, 0, 1)
+        waits(device, ledger, 0, 1)
         assert states(ledger) == ["recorded"], "somebody uses it"
         del tensor
-        device.wait(device.streams[2], device.streams[1].past, 0)
-        ledger.joined(INDEX, 2, 1)
+        waits(device, ledger, 2, 1)
         assert states(ledger) == ["recorded"], "that is not the stream that it was allocated on"
-        device.wait(device.streams[0], device.streams[1].past, 0)
         before = device.calls.copy()
-        ledger.joined(INDEX, 0, 1)
+        waits(device, ledger, 0, 1)
         assert states(ledger) == []
         assert device.calls == before, "S2: no event"
         device.settle()
@@ -227,6 +232,102 @@ def test_data_swapped_under_it_stays_held_s1(device, ledger):
         assert states(ledger) == ["trailing"]
         device.settle()
         device.finish()
+
+
+@pytest.mark.parametrize("how", ["smaller", "out="])
+def test_a_resize_that_moves_nothing_keeps_the_record_s1(device, ledger, how):
+    with avoid_record_streams(release="order"):
+        tensor = used_on(device, 1)
+        if how == "smaller":
+            tensor.resize_(8)
+        else:
+            tensor.resize_(0)
+        assert states(ledger) == ["recorded"]
+        device.launch(device.streams[1], device.blocks_of([tensor]))  # which that still protects
+        del tensor
+        ledger.sweep()
+        device.settle()
+    device.finish()
+
+
+def test_memory_of_nobody_knows_where_is_deferred_without_torchs_kernel_s1(device, ledger):
+    with avoid_record_streams():
+        tensor = device.allocate(None, 64)
+        device.launch(device.streams[1], device.blocks_of([tensor]))
+        tensor.record_stream(stream(1))  # CPU has no kernel, as every device before torch 2.9
+        del tensor
+        ledger.sweep()
+        assert states(ledger) == ["trailing"]
+        device.settle()
+        device.finish()
+        ledger.sweep()
+        assert states(ledger) == []
+
+
+def test_a_wait_for_another_devices_default_stream_orders_nothing_here_s1(device, ledger):
+    class Stream(torch.cuda.Stream):
+        def __new__(cls, number, index):
+            return object.__new__(cls)
+
+        def __init__(self, number, index):
+            self.cuda_stream = self.stream_id = number
+            self.device_index = index
+
+        def wait_event(self, event):
+            pass
+
+        def record_event(self, event=None):
+            pass
+
+    with avoid_record_streams():
+        used_on(device, 0, home=1)
+        Stream(1, INDEX).wait_stream(Stream(0, INDEX + 1))
+        ledger.sweep()
+        device.settle()
+        assert states(ledger) == ["trailing"]
+        device.finish()
+
+
+def test_what_another_thread_does_during_the_wait_is_not_ordered_by_it_s1(device, ledger):
+    with avoid_record_streams():
+        tensor = used_on(device, 1)
+        done = ledger.only_used_on(INDEX, 0, 1)
+        device.wait(device.streams[0], device.streams[1].past, 0)
+        device.launch(device.streams[1], device.blocks_of([tensor]))  # the other thread, after the event
+        del tensor
+        ledger.release_ordered(done)
+        device.settle()
+        device.finish()
+
+
+def test_records_from_many_threads(device, ledger):
+    failures = []
+
+    def work():
+        try:
+            for _ in range(200):
+                tensor = torch.empty(64, dtype=torch.uint8)
+                ledger.record(tensor.untyped_storage(), INDEX, 1, sys._getframe(), homeless=True)
+                ledger.release_ordered(ledger.only_used_on(INDEX, 0, 1))
+                del tensor
+                ledger.sweep()
+        except Exception as error:
+            failures.append(error)
+
+    device.home = lambda pointer: 0
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert failures == []
+    ledger.sweep()
+    assert ledger.pending() == []
 
 
 # --- modes -------------------------------------------------------------------------------------------------------
@@ -368,6 +469,143 @@ def test_what_is_still_held_is_handed_over(device, ledger, monkeypatch):
     assert handed == [(pointer, (INDEX, 1))]
     assert ledger.pending() == []
     device.finish()
+
+
+# --- captures ------------------------------------------------------------------------------------------------------
+
+
+class Graph(FakeGraph):
+    def __init__(self, device):
+        super().__init__(device)
+        self.events = []
+
+    def capture_end(self):
+        self.events.append("ended")
+        self.device.end_capture()
+
+    def reset(self):
+        self.events.append("reset")
+        super().reset()
+
+
+@pytest.fixture
+def capturing(device, ledger, monkeypatch):
+    """Begin a capture on stream 1, recorded, and return the graph and what is known of it."""
+    monkeypatch.setattr(captures, "LEDGER", ledger)
+
+    def begin():
+        device.begin_capture(1)
+        capture = device.capturing
+        graph = Graph(device)
+        captured = captures.CapturedGraph(ledger, graph, (capture,), [], INDEX, 1, capture, sys._getframe())
+        captures.begin(captured, graph)
+        return graph, captured
+
+    yield begin
+    assert captures.RECORDING == {}
+    assert not ledger._diverting
+
+
+def test_a_capture_ends_well_after_the_context_is_left(device, ledger, capturing):
+    with avoid_record_streams():
+        graph, captured = capturing()
+    outside = device.allocate(0, 64)
+    captured.add("all_reduce", object.__new__(Anything), outside, sys._getframe())
+    graph.capture_end()
+    assert graph.events == ["ended"]
+    assert captured.nbytes == 64
+    assert "capture_end" not in vars(graph)
+    graph.replay()
+    graph.reset()
+    assert graph.events == ["ended", "reset"]
+    device.finish()
+    ledger.sweep()
+    assert ledger.pending() == []
+
+
+class Anything:
+    """What stands for a group."""
+
+
+def test_a_graph_that_dies_in_its_capture_leaves_nothing(device, ledger, capturing):
+    graph, captured = capturing()
+    captured.add("all_reduce", object.__new__(Anything), device.allocate(0, 64), sys._getframe())
+    del graph, captured
+    device.end_capture()
+    device.switch(0)
+    ledger.sweep()
+    device.finish()
+    ledger.sweep()
+    assert not device.live()
+
+
+def test_works_left_unjoined_raise_whatever_else_is_being_handled(device, ledger, capturing):
+    group = FakeGroup(device, "nccl")
+    try:
+        raise MemoryError
+    except MemoryError:
+        graph, _ = capturing()
+        call(ledger, group, [device.allocate(1, 64)])
+        with pytest.raises(safecomm.CaptureBoundaryError, match="nobody has waited for"):
+            graph.capture_end()
+    assert graph.events == ["ended", "reset"]
+    assert ledger.pending() == []
+    group.forget()
+
+
+@pytest.mark.parametrize("replayed", ["through the object", "past it", "never"])
+def test_a_lease_outlives_the_last_replay_s6(device, ledger, capturing, replayed):
+    graph, captured = capturing()
+    outside = device.allocate(0, 64)
+    graph.touch(device.blocks_of([outside]))
+    captured.add("all_reduce", object.__new__(Anything), outside, sys._getframe())
+    graph.capture_end()
+    device.switch(2)
+    if replayed == "through the object":
+        graph.replay()
+    elif replayed == "past it":
+        FakeGraph.replay(graph)
+    del outside
+    graph.reset()
+    device.settle()
+    assert bool(ledger.pending()) == (replayed != "never")
+    device.finish()
+    assert ledger.drain(wait=True) == 0
+    assert not device.live()
+
+
+def test_dead_graphs_are_taken_over_after_a_capture_and_not_in_it_s6(device, ledger, capturing):
+    graph, captured = capturing()
+    outside = device.allocate(0, 64)
+    graph.touch(device.blocks_of([outside]))
+    captured.add("all_reduce", object.__new__(Anything), outside, sys._getframe())
+    graph.capture_end()
+    device.switch(1)
+    graph.replay()
+    del outside, captured
+    device.begin_capture(1)
+    del graph
+    ledger.sweep()
+    device.settle()
+    device.end_capture()
+    ledger.sweep()
+    device.settle()
+    device.finish()
+    assert ledger.drain(wait=True) == 0
+    assert not device.live()
+
+
+def test_draining_does_not_wait_for_another_threads_capture(device, ledger):
+    device.begin_capture(1)
+    group = FakeGroup(device, "nccl")
+    launched = call(ledger, group, [device.allocate(1, 64)])
+    device.switch(0)
+    assert ledger.drain(wait=True) == 0
+    assert len(ledger.pending()) == 1
+    device.switch(1)
+    launched.work.wait()
+    device.end_capture()
+    group.forget()
 
 
 # --- graph() ---------------------------------------------------------------------------------------------------------

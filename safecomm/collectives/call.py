@@ -121,6 +121,18 @@ def storages_of(tensors: list[Any]) -> tuple[Any, ...]:
     return tuple(found)
 
 
+def with_memory(tensors: list[Any]) -> list[torch.Tensor]:
+    """Return ``tensors``, with the tensors that a subclass is made of in its place."""
+    found: list[torch.Tensor] = []
+    for tensor in tensors:
+        if type(tensor) in PLAIN:
+            found.append(tensor)
+        elif hasattr(tensor, "__tensor_flatten__"):
+            names, _ = tensor.__tensor_flatten__()
+            found.extend(with_memory([getattr(tensor, name) for name in names]))
+    return found
+
+
 def flatten(arguments: Any) -> Iterator[Any]:
     """Yield the tensors in arbitrarily nested lists and tuples."""
     if isinstance(arguments, torch.Tensor):
@@ -152,6 +164,11 @@ def host_alias(argument: Any) -> Any:
     if type(argument) in PLAIN and argument.device.type == "cpu" and argument.layout is torch.strided:
         return argument.detach()
     return argument
+
+
+def holds_itself(group: Any) -> bool:
+    """Return whether what a call on ``group`` uses will be held by safecomm, so that c10d need not hold it."""
+    return isinstance(group, c10d.ProcessGroup) and (group in REGIONS or group not in _torch.world.pg_coalesce_state)
 
 
 def device_alias(argument: Any) -> Any:
@@ -279,17 +296,18 @@ def forwarded(
             given, named = _mapped(region.alias, args, kwargs)
         elif async_place is not None and (args[async_place] if async_place < len(args) else kwargs.get("async_op")):
             given, named = _mapped(host_alias, args, kwargs)
-        if p2p:
+        if p2p and holds_itself(_arguments(args, kwargs)[0]):
             given, named = _mapped(device_alias, given, named)
         if recording:
-            captures.check_group(name, _arguments(args, kwargs)[0])
+            captures.check_group(name, *_arguments(args, kwargs))
         try:
             result = original(*given, **named)
         except torch.distributed.DistBackendError:
             finish(name, None, *_arguments(args, kwargs), caller(), staged=staged, p2p=p2p)
             raise
         if recording:
-            captures.note(name, *_arguments(args, kwargs), caller())
+            group, tensors = _arguments(args, kwargs)
+            captures.note(name, group, with_memory(tensors), caller())
         if result is None and not coalesced and not REGIONS:
             for place, argument in places:
                 if not at_home(args[place] if place < len(args) else kwargs.get(argument)):

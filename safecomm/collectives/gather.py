@@ -67,6 +67,8 @@ def _all_gather(output_tensor: Any, input_tensor: Any, group: Any = None, async_
         or dtype.is_complex
         or (lane.regions and to in lane.regions)
         or input_tensor.requires_grad
+        or input_tensor.is_neg()  # a view that the dispatcher would write out first
+        or output_tensor.is_neg()
         or _modes()
         or _profiling()
         or _inflight()

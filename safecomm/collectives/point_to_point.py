@@ -14,7 +14,18 @@ import torch
 import torch.distributed.distributed_c10d as c10d
 
 from safecomm import captures
-from safecomm.collectives.call import caller, counter, default_group, device_alias, finish, forwarded, inside, stand_in
+from safecomm.collectives.call import (
+    caller,
+    counter,
+    default_group,
+    device_alias,
+    finish,
+    forwarded,
+    holds_itself,
+    inside,
+    stand_in,
+    with_memory,
+)
 from safecomm.ledger import LEDGER
 
 isend = forwarded("isend", "tensor", p2p=True)
@@ -62,9 +73,7 @@ P2POp.__module__ = "safecomm"
 
 
 def _unowned(op: Any) -> Any:
-    """Return ``op`` on a tensor that does not own its memory; what is no operation, c10d refuses."""
-    if not isinstance(op, c10d.P2POp):
-        return op
+    """Return ``op`` on a tensor that does not own its memory, and with c10d's own function."""
     tensor, function = device_alias(op.tensor), _c10d_op(op.op)
     if tensor is op.tensor and function is op.op:
         return op
@@ -79,18 +88,25 @@ def batch_isend_irecv(p2p_op_list: Any) -> Any:
     _count()
     if LEDGER.busy:
         LEDGER.sweep()
-    given = [_unowned(op) for op in p2p_op_list] if isinstance(p2p_op_list, list) else p2p_op_list
-    if captures.RECORDING and p2p_op_list:
-        captures.check_group("batch_isend_irecv", p2p_op_list[0].group or default_group())
+    operations = p2p_op_list if isinstance(p2p_op_list, list) else []
+    operations = [op for op in operations if isinstance(op, c10d.P2POp)]  # what is none, c10d refuses
+    group = (operations[0].group if operations else None) or default_group()
+    tensors = [op.tensor for op in operations]
+    given = p2p_op_list
+    if len(operations) == len(p2p_op_list) and holds_itself(group):
+        given = [_unowned(op) for op in operations]
+    if captures.RECORDING:
+        captures.check_group("batch_isend_irecv", group, tensors)
     inside.batch = True
     try:
         works = _c10d_batch(given)
+    except torch.distributed.DistBackendError:
+        finish("batch_isend_irecv", None, group, tensors, caller(), p2p=True)
+        raise
     finally:
         inside.batch = False
-    tensors = [op.tensor for op in p2p_op_list]
-    group = p2p_op_list[0].group or default_group()
     if captures.RECORDING:
-        captures.note("batch_isend_irecv", group, tensors, caller())
+        captures.note("batch_isend_irecv", group, with_memory(tensors), caller())
     # NCCL answers with one work for all; where each operation has its own, each holds its own tensor.
     shares = [[tensor] for tensor in tensors] if len(works) == len(tensors) else [tensors] * len(works)
     frame = caller()

@@ -58,6 +58,7 @@ def all_reduce(tensor: Any, op: Any = c10d.ReduceOp.SUM, group: Any = None, asyn
         or (options := (_async_all_reduce if async_op else _sync_all_reduce).get(id(op))) is None
         or (lane.regions and to in lane.regions)
         or tensor.requires_grad
+        or tensor.is_neg()  # a view that the dispatcher would write out first
         or _modes()
         or _profiling()
         or _inflight()
@@ -118,6 +119,8 @@ def _reduce_scatter(
         or (lane.regions and to in lane.regions)
         or (async_op and not lane.streamed)  # gloo's can't be polled
         or input.requires_grad
+        or input.is_neg()  # a view that the dispatcher would write out first
+        or output.is_neg()
         or _modes()
         or _profiling()
         or _inflight()

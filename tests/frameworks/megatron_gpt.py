@@ -52,6 +52,9 @@ def args_():
     p.add_argument("--hidden", type=int, default=int(E("hidden", "64")))
     p.add_argument("--heads", type=int, default=4)
     p.add_argument("--seq", type=int, default=int(E("seq", "32")))
+    p.add_argument(
+        "--compare", type=int, default=0, metavar="N", help="time N blocks of steps, patched and not, in turns"
+    )
     p.add_argument("--vocab", type=int, default=128)
     p.add_argument("--mbs", type=int, default=2)
     p.add_argument("--patch", default=E("patch", ""), help="module whose patch() is called")
@@ -264,6 +267,26 @@ def build(dev, dtype):
     return cfg, model.bfloat16() if dtype == torch.bfloat16 else model
 
 
+def compare(step):
+    """Return the time of a step patched to that of one unpatched: blocks of steps in turns, in this process."""
+    import safecomm
+
+    times = {False: [], True: []}
+    for turn in range(A.compare):
+        for patched in (False, True) if turn % 2 else (True, False):
+            with safecomm.patched() if patched else contextlib.nullcontext():
+                step()
+                torch.cuda.synchronize()
+                dist.barrier()
+                start = time.perf_counter()
+                for _ in range(5):
+                    step()
+                torch.cuda.synchronize()
+                times[patched].append(time.perf_counter() - start)
+    ratios = sorted(ours / theirs for ours, theirs in zip(times[True][2:], times[False][2:], strict=True))
+    return dict(ratio=round(ratios[len(ratios) // 2], 4), step_ms=round(min(times[False]) / 5e-3, 3))
+
+
 def main():
     backend = "nccl" if A.device == "cuda" else "gloo"
     lr = int(os.environ.get("LOCAL_RANK", "0"))
@@ -345,10 +368,8 @@ def main():
         fb = FullCudaGraphWrapper(fb, cuda_graph_warmup_steps=2)
     it = batches()
     losses, norms, t0 = [], [], time.time()
-    for i in range(A.steps):
-        if A.device == "cuda" and i == A.steps // 2:  # steady state: second half only
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
+
+    def step():
         if A.ddp:
             model.zero_grad_buffer()
         opt.zero_grad()
@@ -371,9 +392,17 @@ def main():
                     if getattr(p, "sequence_parallel", False) and p.grad is not None:
                         dist.all_reduce(p.grad, group=ps.get_tensor_model_parallel_group())
             opt.step()
+        return r
+
+    for i in range(A.steps):
+        if A.device == "cuda" and i == A.steps // 2:  # steady state: second half only
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        r = step()
         if r:
             losses.append(sum(float(x["lm loss"]) for x in r) / len(r))
 
+    ratio = compare(step) if A.compare else None
     core = model.module if A.ddp else model
     h = hashlib.sha256()
     for n, p in sorted(core.named_parameters()):
@@ -422,6 +451,7 @@ def main():
                     grad_norms=norms,
                     hashes=[o["hash"] for o in out],
                     calls=CALLS,
+                    compare=ratio,
                     mem=mem,
                     secs=round(time.time() - t0, 2),
                 )

@@ -1,0 +1,112 @@
+"""The real megatron-core on GPUs, patched and not: ``python benchmarks/megatron.py --out FILE [--world 2]``.
+
+Each way of training runs alone, patched early, patched late, by the runner, and by the runner with
+``--avoid-record-streams``: losses, weights and memory are compared, and the time of a step is measured patched and
+unpatched in turns in one process. Needs megatron-core.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPT = ROOT / "tests" / "frameworks" / "megatron_gpt.py"
+WAYS = {
+    "TP": [],
+    "TP, SP, DDP, overlapped": ["--sp", "--ddp", "--overlap", "--dist-opt"],
+    "MoE, EP": ["--moe", "4", "--tp", "1", "--ep", "2"],
+    "PP": ["--tp", "1", "--pp", "2"],
+}
+HOW = {
+    "stock": ([], []),
+    "early": ([], ["--patch", "safecomm"]),
+    "late": ([], ["--patch", "safecomm", "--patch-late"]),
+    "runner": (["-m", "safecomm", "run"], []),
+    "runner, avoid": (["-m", "safecomm", "run", "--avoid-record-streams"], []),
+}
+SIZE = ["--dtype", "bf16", "--hidden", "1024", "--layers", "4", "--seq", "512", "--steps", "6"]
+
+
+def run(world, before, after, limit=90, strict=False):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "SAFECOMM_STRICT": str(int(strict))}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
+    start = time.perf_counter()
+    process = subprocess.Popen(
+        [*command, *before, str(SCRIPT), "--device", "cuda", *after],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        start_new_session=True,
+    )
+    try:
+        out, error = process.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, 9)
+        process.wait()
+        return {"ended": f"not within {limit} s"}, ""
+    lines = [line for line in out.splitlines() if line.startswith("{")]
+    if process.returncode or not lines:
+        return {"ended": f"status {process.returncode}", "error": error[-2000:]}, error
+    found = json.loads(lines[-1])
+    found["ended"] = f"by itself, {time.perf_counter() - start:.0f} s"
+    return found, error
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", required=True)
+    parser.add_argument("--world", type=int, default=2)
+    arguments = parser.parse_args()
+    results = {"command": "python benchmarks/megatron.py", "date": datetime.date.today().isoformat(), "ways": {}}
+    wrong = 0
+
+    def save():
+        with open(arguments.out, "w") as file:
+            json.dump(results, file, indent=1)
+            file.write("\n")
+
+    for way, options in WAYS.items():
+        rows = {}
+        for how, (before, after) in HOW.items():
+            found, said = run(arguments.world, before, [*SIZE, *options, *after], strict=how == "early")
+            rows[how] = {key: found.get(key) for key in ("ended", "losses", "grad_norms", "hashes", "mem", "error")}
+            rows[how]["past"] = said.count("went past safecomm")
+            for key in ("torch", "mcore"):
+                results.setdefault(key, found.get(key))
+        stock = rows["stock"]
+        for row in rows.values():
+            row["same"] = all(row[key] == stock[key] for key in ("losses", "grad_norms", "hashes"))
+            wrong += not row["same"] or bool(row["past"])
+            if row["mem"] and stock["mem"]:
+                for key in ("peak_alloc_kib", "peak_reserved_kib"):
+                    row[f"{key} ratio"] = round(row["mem"][key] / stock["mem"][key], 4)
+        results["ways"][way] = rows
+        print(way, {how: {k: v for k, v in row.items() if k != "mem"} for how, row in rows.items()}, flush=True)
+        save()
+    results["step time"] = {}
+    for way, options in WAYS.items():
+        found, _ = run(arguments.world, [], [*SIZE, *options, "--compare", "22"])
+        results["step time"][way] = found.get("compare") or found
+        print("step time", way, results["step time"][way], flush=True)
+        save()
+    graph = ["--graph", "--steps", "6", "--dtype", "bf16"]
+    found, _ = run(arguments.world, [], graph, limit=45)
+    ours, said = run(arguments.world, ["-m", "safecomm", "run", "--avoid-record-streams"], graph, limit=60)
+    results["graph"] = {
+        "stock": {"ended": found["ended"]},
+        "runner, avoid": {key: ours.get(key) for key in ("ended", "losses", "hashes", "error")},
+        "said": said[-600:],
+    }
+    print("graph", results["graph"], flush=True)
+    save()
+    sys.exit(wrong > 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,237 @@
+"""Real frameworks, patched and not: equal losses, equal weights, nothing past us.
+
+megatron-core trains a tiny GPT in ways that use every kind of parallelism; torch's own parallel modules train too.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as stock
+from ranks import on
+from torch import nn
+
+import safecomm
+
+ROOT = Path(safecomm.__file__).parents[1]
+SCRIPT = ROOT / "tests" / "frameworks" / "megatron_gpt.py"
+
+WAYS = {
+    "TP": [],
+    "TP, SP, Megatron DDP and optimizer, overlapped": ["--sp", "--ddp", "--overlap", "--dist-opt"],
+    "MoE, EP": ["--moe", "4", "--tp", "1", "--ep", "2"],
+    "PP": ["--tp", "1", "--pp", "2"],
+}
+
+needs_megatron = pytest.mark.skipif(
+    importlib.util.find_spec("megatron") is None, reason="megatron-core has no wheel for this Python"
+)
+
+
+def trained(way, *, patch=(), run=()):
+    """Return what a run of two ranks printed, and what it said."""
+    ended = subprocess.run(
+        [
+            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+            *run, str(SCRIPT), "--device", "cpu", *WAYS[way], *patch,
+        ],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "SAFECOMM_STRICT": "1", "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    (line,) = [line for line in ended.stdout.splitlines() if line.startswith("{")]
+    return json.loads(line), ended.stderr
+
+
+@needs_megatron
+@pytest.mark.parametrize("way", WAYS)
+def test_megatron_trains_the_same_patched_early_late_and_by_the_runner_s8(way):
+    expected, _ = trained(way)
+    assert expected["ok"]
+    runs = {
+        "early": trained(way, patch=["--patch", "safecomm"]),
+        "late": trained(way, patch=["--patch", "safecomm", "--patch-late"]),
+        "by the runner": trained(way, run=["-m", "safecomm", "run"]),
+    }
+    for how, (found, said) in runs.items():
+        for key in ("losses", "grad_norms", "hashes"):
+            assert found[key] == expected[key], (how, key)
+        assert "went past safecomm" not in said, how
+    said = runs["by the runner"][1]
+    assert "0 calls went past it" in said
+    assert "0 bytes in 0 entries still held" in said
+
+
+# --- torch's own ------------------------------------------------------------------------------------------------
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4))
+
+
+def steps(module, optimizer=None):
+    optimizer = optimizer or torch.optim.Adam(module.parameters(), lr=1e-2)
+    torch.manual_seed(1 + stock.get_rank())
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = module(torch.randn(4, 8)).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def whole(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def ddp():
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+    plain = nn.parallel.DistributedDataParallel(model())
+    hooked = nn.parallel.DistributedDataParallel(model())
+    hooked.register_comm_hook(None, fp16_compress_hook)
+
+    def our_hook(_, bucket):
+        work = stock.all_reduce(bucket.buffer(), async_op=True)
+        return work.get_future().then(lambda future: future.value()[0] / stock.get_world_size())
+
+    by_hand = nn.parallel.DistributedDataParallel(model())
+    by_hand.register_comm_hook(None, our_hook)
+    return [(steps(one), list(one.parameters())) for one in (plain, hooked, by_hand)]
+
+
+def fsdp1():
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    module = FullyShardedDataParallel(model(), device_id=torch.device("cpu"), use_orig_params=True)
+    losses = steps(module)
+    with FullyShardedDataParallel.summon_full_params(module):
+        return losses, [parameter.detach().clone() for parameter in module.parameters()]
+
+
+def fsdp2():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (stock.get_world_size(),))
+    module = model()
+    for layer in (module[0], module[2]):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(module, mesh=mesh)
+    return steps(module), [whole(parameter.detach()) for parameter in module.parameters()]
+
+
+def tensor_parallel():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (stock.get_world_size(),))
+    module = parallelize_module(model(), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    torch.manual_seed(2)
+    x = torch.randn(4, 8)
+    module(x).sum().backward()
+    return [whole(parameter.grad) for parameter in module.parameters()]
+
+
+def zero_redundancy():
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    module = nn.parallel.DistributedDataParallel(model())
+    optimizer = ZeroRedundancyOptimizer(module.parameters(), torch.optim.Adam, lr=1e-2)
+    return steps(module, optimizer), list(module.parameters())
+
+
+def checkpoint():
+    import tempfile
+
+    import torch.distributed.checkpoint as dcp
+
+    module = model()
+    folder = [tempfile.mkdtemp() if stock.get_rank() == 0 else None]
+    stock.broadcast_object_list(folder)
+    dcp.save(module.state_dict(), checkpoint_id=folder[0])
+    loaded = {name: torch.zeros_like(value) for name, value in module.state_dict().items()}
+    dcp.load(loaded, checkpoint_id=folder[0])
+    return [loaded[name] for name in sorted(loaded)]
+
+
+def pipeline():
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    rank, world = stock.get_rank(), stock.get_world_size()
+    torch.manual_seed(3)
+    layers = [nn.Linear(8, 8) for _ in range(world)]
+    stage = PipelineStage(layers[rank], rank, world, torch.device("cpu"))
+    losses = []
+    schedule = ScheduleGPipe(stage, 2, loss_fn=nn.functional.mse_loss)
+    x, y = torch.randn(4, 8), torch.randn(4, 8)
+    if rank == 0:
+        schedule.step(x)
+    else:
+        schedule.step(target=y, losses=losses)
+    return [loss.detach() for loss in losses], [parameter.grad for parameter in layers[rank].parameters()]
+
+
+def differentiable():
+    import torch.distributed.nn.functional as functional
+
+    x = torch.ones(2, 3, requires_grad=True)
+    total = sum(part.sum() for part in functional.all_gather(functional.all_reduce(x * (1 + stock.get_rank()))))
+    total.backward()
+    return total.detach(), x.grad
+
+
+def functional_collectives():
+    import torch.distributed._functional_collectives as functional
+
+    gathered = functional.all_gather_tensor(torch.ones(2) * stock.get_rank(), 0, stock.group.WORLD)
+    return functional.all_reduce(torch.ones(3), "sum", stock.group.WORLD) + 0, gathered + 0
+
+
+PARALLEL = [
+    ddp, fsdp1, fsdp2, tensor_parallel, zero_redundancy, checkpoint, pipeline, differentiable, functional_collectives,
+]  # fmt: skip
+
+
+def flat(thing):
+    if isinstance(thing, (list, tuple)):
+        return [leaf for one in thing for leaf in flat(one)]
+    return [thing.detach().clone() if isinstance(thing, torch.Tensor) else thing]
+
+
+@pytest.mark.parametrize("make", PARALLEL)
+@on(2)
+def test_torchs_own_parallel_modules_are_the_same_patched_s8(make):
+    same_patched(make)
+
+
+@pytest.mark.parametrize("make", [fsdp2, pipeline, zero_redundancy])
+@on(4)
+def test_the_same_on_four_ranks_s8(make):
+    same_patched(make)
+
+
+def same_patched(make):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own
+        expected = flat(make())
+        with safecomm.patched(strict=True):
+            found = flat(make())
+            past = safecomm.past()
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+    assert past == {}, past
+    safecomm.drain(wait=True)
+    assert safecomm.pending() == []
