@@ -33,7 +33,11 @@ SIZE = ["--dtype", "bf16", "--hidden", "1024", "--layers", "4", "--seq", "512", 
 
 
 def run(world, before, after, limit=90, strict=False):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "SAFECOMM_STRICT": str(int(strict))}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        "SAFECOMM_STRICT": str(int(strict)),
+    }
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
     start = time.perf_counter()
     process = subprocess.Popen(
@@ -52,7 +56,8 @@ def run(world, before, after, limit=90, strict=False):
         return {"ended": f"not within {limit} s"}, ""
     lines = [line for line in out.splitlines() if line.startswith("{")]
     if process.returncode or not lines:
-        return {"ended": f"status {process.returncode}", "error": error[-2000:]}, error
+        said = [line for line in error.splitlines() if "Error" in line and "elastic" not in line]
+        return {"ended": f"status {process.returncode}", "error": said[:4]}, error
     found = json.loads(lines[-1])
     found["ended"] = f"by itself, {time.perf_counter() - start:.0f} s"
     return found, error
@@ -74,6 +79,8 @@ def main():
     for way, options in WAYS.items():
         rows = {}
         for how, (before, after) in HOW.items():
+            if how != "stock" and rows["stock"]["losses"] is None:
+                sys.exit(f"{way} does not run without a patch: {rows['stock']}")
             found, said = run(arguments.world, before, [*SIZE, *options, *after], strict=how == "early")
             rows[how] = {key: found.get(key) for key in ("ended", "losses", "grad_norms", "hashes", "mem", "error")}
             rows[how]["past"] = said.count("went past safecomm")
@@ -87,7 +94,8 @@ def main():
                 for key in ("peak_alloc_kib", "peak_reserved_kib"):
                     row[f"{key} ratio"] = round(row["mem"][key] / stock["mem"][key], 4)
         results["ways"][way] = rows
-        print(way, {how: {k: v for k, v in row.items() if k != "mem"} for how, row in rows.items()}, flush=True)
+        shown = {how: [row["ended"], row["same"], row["past"], row["error"]] for how, row in rows.items()}
+        print(way, shown, {how: row.get("peak_reserved_kib ratio") for how, row in rows.items()}, flush=True)
         save()
     results["step time"] = {}
     for way, options in WAYS.items():

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as stock
-from ranks import on
+from ranks import on, signal_to_peers, wait_for_signal
 from torch import nn
 
 import safecomm
@@ -68,6 +68,48 @@ def test_megatron_trains_the_same_patched_early_late_and_by_the_runner_s8(way):
     said = runs["by the runner"][1]
     assert "0 calls went past it" in said
     assert "0 bytes in 0 entries still held" in said
+
+
+@needs_megatron
+@on(2)
+def test_megatrons_overlapped_send_that_is_freed_before_it_is_copied_s1():
+    """The order of megatron-core 0.16.1's interleaved schedule, by its own functions: isend, free the output, go on.
+
+    gloo reads the memory when the peer is ready for it. Stock sends whatever is there by then.
+    """
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Megatron's own
+        from megatron.core.pipeline_parallel.p2p_communication import _p2p_ops
+        from megatron.core.pipeline_parallel.schedules import deallocate_output_tensor
+
+    group, rank, numel = stock.group.WORLD, stock.get_rank(), 16 << 10
+    nothing = dict.fromkeys(("tensor_send_prev", "tensor_recv_prev", "tensor_send_next", "tensor_recv_next"))
+    peers = {"group": group, "prev_pipeline_rank": 1 - rank, "next_pipeline_rank": 1 - rank}
+
+    def send_and_free(name):
+        if rank == 0:
+            output = torch.full((numel,), 1.0)
+            requests = _p2p_ops(**{**nothing, "tensor_send_next": output}, **peers)
+            deallocate_output_tensor(output, True)
+            later = [torch.full((numel,), -7.0) for _ in range(64)]  # what the next microbatch computes
+            signal_to_peers(f"{name} freed")
+            requests["send_next"].wait()
+            del later
+            return None
+        wait_for_signal(f"{name} freed")
+        received = torch.zeros(numel)
+        _p2p_ops(**{**nothing, "tensor_recv_prev": received}, **peers)["recv_prev"].wait()
+        return bool((received == 1.0).all())
+
+    without = send_and_free("stock")
+    with safecomm.patched():
+        ours = [send_and_free(f"patched {trial}") for trial in range(5)]
+    if rank == 1:
+        assert without is False, "stock sends the right data: the program does not bite"
+        assert ours == [True] * 5
+    assert safecomm.pending() == []
 
 
 # --- torch's own ------------------------------------------------------------------------------------------------
