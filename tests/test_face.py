@@ -50,8 +50,8 @@ WRAPPED = [
 CLASSES = ["Work", "P2POp"]
 NEW = [
     "CaptureBoundaryError", "CapturedGraph", "Lease", "LiveGraphError", "Pending", "PendingWorkError",
-    "RecordStreamError", "SafecommError", "StaleGraphError", "avoid_record_streams", "drain", "graph", "pending",
-    "settle_before_capture",
+    "RecordStreamError", "SafecommError", "StaleGraphError", "avoid_record_streams", "drain", "graph", "is_patched",
+    "original", "past", "patch", "patched", "pending", "settle_before_capture", "unpatch",
 ]  # fmt: skip
 
 PUBLIC = [name for name in dir(stock) if not name.startswith("_")]
