@@ -8,6 +8,7 @@ The direction of dependency, top to bottom; nothing imports upwards (``tests/tes
 
     __init__, __main__     the face, and the shell
     demo                   the program that shows what it is for
+    diagnostics            where memory goes, and what keeps it; loaded when asked for
     graphs                 graph(): a capture in which collectives behave
     record_stream          avoid_record_streams(): intercept, convert, verify
     collectives            the wrapped collectives, a file a family
@@ -21,7 +22,7 @@ The direction of dependency, top to bottom; nothing imports upwards (``tests/tes
 
 import logging
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed
@@ -78,7 +79,15 @@ if hasattr(_c10d, "reduce_scatter_single"):
 if hasattr(_c10d, "_abort_process_group"):
     from safecomm.collectives.groups import _abort_process_group as _abort_process_group
 
+if TYPE_CHECKING:
+    from safecomm.diagnostics import leaks as leaks
+
 __version__ = "0.1.0"
+
+_LAZY = {
+    "leaks": ("safecomm.diagnostics.leaks", None),
+}
+"""What is imported when it is first asked for: the module, and the name in it."""
 
 _submodules.install()
 
@@ -96,7 +105,13 @@ if (
 
 
 def __getattr__(name: str) -> Any:
-    """Return ``torch.distributed``'s ``name``: the private names, what was added later, and the submodules."""
+    """Return the diagnostics, and ``torch.distributed``'s private names, what was added later, and its submodules."""
+    if name in _LAZY:
+        import importlib
+
+        module, attribute = _LAZY[name]
+        found = importlib.import_module(module)
+        return found if attribute is None else getattr(found, attribute)
     try:
         return getattr(torch.distributed, name)
     except AttributeError:
@@ -113,4 +128,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *dir(torch.distributed)})
+    return sorted({*globals(), *_LAZY, *dir(torch.distributed)})
