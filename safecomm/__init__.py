@@ -81,11 +81,15 @@ if hasattr(_c10d, "_abort_process_group"):
 
 if TYPE_CHECKING:
     from safecomm.diagnostics import leaks as leaks
+    from safecomm.diagnostics.record import memory_report as memory_report
+    from safecomm.diagnostics.record import record_memory as record_memory
 
 __version__ = "0.1.0"
 
 _LAZY = {
     "leaks": ("safecomm.diagnostics.leaks", None),
+    "memory_report": ("safecomm.diagnostics.record", "memory_report"),
+    "record_memory": ("safecomm.diagnostics.record", "record_memory"),
 }
 """What is imported when it is first asked for: the module, and the name in it."""
 
@@ -102,6 +106,11 @@ if (
         "torch %s: TORCH_NCCL_AVOID_RECORD_STREAMS=1 was set, so that torch leaves the holding to safecomm",
         torch.__version__,
     )
+
+if "SAFECOMM_LOG" in os.environ or "SAFECOMM_RECORD" in os.environ:
+    from safecomm.diagnostics import environment as _environment
+
+    _environment.apply()
 
 
 def __getattr__(name: str) -> Any:

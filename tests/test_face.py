@@ -55,7 +55,7 @@ NEW = [
     "settle_before_capture",
 ]  # fmt: skip
 
-LAZY = ["leaks"]
+LAZY = ["leaks", "memory_report", "record_memory"]
 """The diagnostics: imported when they are first asked for."""
 
 PUBLIC = [name for name in dir(stock) if not name.startswith("_")]
