@@ -60,11 +60,42 @@ def _demo(options: argparse.Namespace) -> int:
     return DONE
 
 
+def _report_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "files", nargs="+", type=Path, metavar="FILE",
+        help="of record_memory(), or a memory snapshot of torch, of any program",
+    )  # fmt: skip
+    parser.add_argument("--html", type=Path, metavar="PATH", help="also write a page with the timelines, side by side")
+    parser.add_argument("--png", type=Path, metavar="PATH", help="also write a plot (needs matplotlib)")
+
+
+def _report(options: argparse.Namespace) -> int:
+    from safecomm.diagnostics.page import make_page
+    from safecomm.diagnostics.plot import plot
+    from safecomm.diagnostics.report import make_reports
+
+    reports = make_reports(options.files, progress=lambda line: print(line, file=sys.stderr, flush=True))
+    print("\n\n\n".join(map(str, reports)))
+    if options.html is not None:
+        try:
+            options.html.write_text(make_page(reports), encoding="utf-8")
+        except OSError as error:
+            raise ValueError(f"--html: {options.html} can't be written: {error.strerror}") from None
+    if options.png is not None:
+        plot(reports, options.png)
+    return DONE
+
+
 COMMANDS = {
     "demo": (
         _demo_arguments,
         _demo,
         "run layers of matmul and all_reduce in several ways, and measure the memory of each",
+    ),
+    "report": (
+        _report_arguments,
+        _report,
+        "tell where communication memory went, from a recording or a memory snapshot of torch",
     ),
 }
 """Each command's arguments, what it does, and a line of help."""
