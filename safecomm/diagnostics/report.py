@@ -378,7 +378,13 @@ def _advice_on_stripes(trace: Trace, stacks: Stacks) -> list[str]:
 
 def _advice_on_gathers(snapshot: Snapshot, trace: Trace, stacks: Stacks) -> list[str]:
     """Communication buffers of many sizes that lie in segments which are split."""
-    buffers = [block for block in trace.blocks if _is_communication(stacks, block)]
+    numbers = [stacks.number(block.made_at) for block in trace.blocks]
+    gathers = {
+        number
+        for number, stack in enumerate(stacks.stacks)
+        if any(_GATHERS.search(text.rsplit(" in ", 1)[-1]) for text in stack)
+    }
+    buffers = [block for block, number in zip(trace.blocks, numbers, strict=True) if number in gathers]
     sizes = {block.size for block in buffers}
     changes: list[tuple[float, int, _Line]] = []
     all_of_them = _Line("")
@@ -403,10 +409,6 @@ def _advice_on_gathers(snapshot: Snapshot, trace: Trace, stacks: Stacks) -> list
         f"which {mib(lost)} are free in pieces: an arena of {arena} MiB would hold them, which is what they have at "
         "the most at a time."
     ]
-
-
-def _is_communication(stacks: Stacks, block: Block) -> bool:
-    return any(_GATHERS.search(text.rsplit(" in ", 1)[-1]) for text in stacks.stacks[stacks.number(block.made_at)])
 
 
 def _fragmentation(snapshot: Snapshot) -> Table:
