@@ -86,6 +86,22 @@ def _report(options: argparse.Namespace) -> int:
     return DONE
 
 
+def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from safecomm.diagnostics.doctor import diagnose
+
+    found = diagnose()
+    if options.json:
+        print(json.dumps(found.to_json(), indent=1))
+    else:
+        print(f"safecomm {safecomm.__version__}")
+        print(found.text(colour=sys.stdout.isatty()))
+    return DONE if found.ok else WRONG
+
+
 COMMANDS = {
     "demo": (
         _demo_arguments,
@@ -96,6 +112,11 @@ COMMANDS = {
         _report_arguments,
         _report,
         "tell where communication memory went, from a recording or a memory snapshot of torch",
+    ),
+    "doctor": (
+        _doctor_arguments,
+        _doctor,
+        "look at this machine, its versions and its environment; the exit status is 1 if something is red",
     ),
 }
 """Each command's arguments, what it does, and a line of help."""

@@ -298,3 +298,18 @@ def swap_capture_mode(mode: int = _CAPTURE_RELAXED) -> int:
     argument.value = mode
     _exchange_capture_mode(ctypes.byref(argument))
     return argument.value
+
+
+# --- what is not there -----------------------------------------------------------------------------
+
+
+def missing() -> list[str]:
+    """Return a sentence for each of these names that this torch does not have, where that makes something worse."""
+    found = []
+    if _storage_use_count is None:
+        found.append("It does not count the users of a storage, so memory behind the host comes back later.")
+    if _construct_storage is None:
+        found.append("It can't make a tensor that does not own its memory, so sends and receives call record_stream.")
+    if TorchDispatchMode is None:
+        found.append("It has no TorchDispatchMode, so leaks.watch() can't watch.")
+    return found
