@@ -8,9 +8,11 @@ and results are its own (S8), and what it leaves running is held. The three that
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -218,6 +220,24 @@ def _hold_future(op: str, future: Any, group: Any, index: int, tensors: list[Any
         LEDGER.trail(op, group, index, storages, frame)
 
 
+class _Span(threading.local):
+    open = False
+
+
+_SPAN = _Span()
+
+
+@contextlib.contextmanager
+def _span(name: str) -> Iterator[None]:
+    """Show a call as ``safecomm::NAME`` in a profile, and as an NVTX range where torch emits those."""
+    _SPAN.open = True
+    try:
+        with torch.profiler.record_function(f"safecomm::{name}"):
+            yield
+    finally:
+        _SPAN.open = False
+
+
 def forwarded(
     name: str,
     *tensor_arguments: str,
@@ -240,10 +260,14 @@ def forwarded(
     compiling = torch.compiler.is_dynamo_compiling
     busy = LEDGER.busy
     recording = captures.RECORDING
+    profiling = _torch.profiling
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if compiling():
             return original(*args, **kwargs)
+        if profiling() and not _SPAN.open:
+            with _span(name):
+                return call(*args, **kwargs)
         if busy:
             LEDGER.sweep()
         given, named = args, kwargs
