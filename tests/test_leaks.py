@@ -300,6 +300,19 @@ def test_a_transformer_that_is_trained_raises_no_alarm(optimizer, zero):
     assert watched.leaks == [], str(watched)
 
 
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_gradients_buffers_and_optimizer_state_are_no_leaks(steps):
+    """In so few steps that nothing is taken for a cache."""
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8, momentum=None))
+    optimizer = torch.optim.AdamW(model.parameters(), amsgrad=True)
+    with leaks.watch(model) as watched:
+        for _ in range(steps):
+            model(torch.randn(4, 8)).sum().backward()
+            optimizer.step()
+            model[1].running_mean = model[1].running_mean * 0.5
+    assert watched.leaks == [], str(watched)
+
+
 def test_gpt2_raises_no_alarm():
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     config = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=32, vocab_size=64, n_positions=16)

@@ -117,7 +117,8 @@ def test_the_thread_reads_counters_only(tmp_path, monkeypatch):
     monkeypatch.setattr(record.LEDGER, "_entries", forbidden)
     monkeypatch.setattr(record.LEDGER, "pending", forbidden)
     with recording:
-        until(lambda: len(lines(recording.path)) > 5)
+        until(lambda: len(lines(recording.path)) > 5 or not recording._thread.is_alive())
+        assert recording._thread.is_alive()
     assert read_recording(recording.path).left == []
 
 
