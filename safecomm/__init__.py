@@ -9,6 +9,7 @@ The direction of dependency, top to bottom; nothing imports upwards (``tests/tes
     __init__, __main__     the face, and the shell
     demo                   the program that shows what it is for
     patching               patch(), unpatch(), and the runner
+    diagnostics            where memory goes, and what keeps it; loaded when asked for
     graphs                 graph(): a capture in which collectives behave
     record_stream          avoid_record_streams(): intercept, convert, verify
     collectives            the wrapped collectives, a file a family
@@ -22,7 +23,7 @@ The direction of dependency, top to bottom; nothing imports upwards (``tests/tes
 
 import logging
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed
@@ -85,7 +86,19 @@ if hasattr(_c10d, "reduce_scatter_single"):
 if hasattr(_c10d, "_abort_process_group"):
     from safecomm.collectives.groups import _abort_process_group as _abort_process_group
 
+if TYPE_CHECKING:
+    from safecomm.diagnostics import leaks as leaks
+    from safecomm.diagnostics.record import memory_report as memory_report
+    from safecomm.diagnostics.record import record_memory as record_memory
+
 __version__ = "0.1.0"
+
+_LAZY = {
+    "leaks": ("safecomm.diagnostics.leaks", None),
+    "memory_report": ("safecomm.diagnostics.record", "memory_report"),
+    "record_memory": ("safecomm.diagnostics.record", "record_memory"),
+}
+"""What is imported when it is first asked for: the module, and the name in it."""
 
 _submodules.install()
 
@@ -101,9 +114,20 @@ if (
         torch.__version__,
     )
 
+if "SAFECOMM_LOG" in os.environ or "SAFECOMM_RECORD" in os.environ:
+    from safecomm.diagnostics import environment as _environment
+
+    _environment.apply()
+
 
 def __getattr__(name: str) -> Any:
-    """Return ``torch.distributed``'s ``name``: the private names, what was added later, and the submodules."""
+    """Return the diagnostics, and ``torch.distributed``'s private names, what was added later, and its submodules."""
+    if name in _LAZY:
+        import importlib
+
+        module, attribute = _LAZY[name]
+        found = importlib.import_module(module)
+        return found if attribute is None else getattr(found, attribute)
     try:
         return getattr(torch.distributed, name)
     except AttributeError:
@@ -120,4 +144,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *dir(torch.distributed)})
+    return sorted({*globals(), *_LAZY, *dir(torch.distributed)})

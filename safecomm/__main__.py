@@ -91,6 +91,48 @@ def _run(options: argparse.Namespace) -> Callable[[], int]:
     return begin
 
 
+def _report_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "files", nargs="+", type=Path, metavar="FILE",
+        help="of record_memory(), or a memory snapshot of torch, of any program",
+    )  # fmt: skip
+    parser.add_argument("--html", type=Path, metavar="PATH", help="also write a page with the timelines, side by side")
+    parser.add_argument("--png", type=Path, metavar="PATH", help="also write a plot (needs matplotlib)")
+
+
+def _report(options: argparse.Namespace) -> int:
+    from safecomm.diagnostics.page import make_page
+    from safecomm.diagnostics.plot import plot
+    from safecomm.diagnostics.report import make_reports
+
+    reports = make_reports(options.files, progress=lambda line: print(line, file=sys.stderr, flush=True))
+    print("\n\n\n".join(map(str, reports)))
+    if options.html is not None:
+        try:
+            options.html.write_text(make_page(reports), encoding="utf-8")
+        except OSError as error:
+            raise ValueError(f"--html: {options.html} can't be written: {error.strerror}") from None
+    if options.png is not None:
+        plot(reports, options.png)
+    return DONE
+
+
+def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from safecomm.diagnostics.doctor import diagnose
+
+    found = diagnose()
+    if options.json:
+        print(json.dumps(found.to_json(), indent=1))
+    else:
+        print(f"safecomm {safecomm.__version__}")
+        print(found.text(colour=sys.stdout.isatty()))
+    return DONE if found.ok else WRONG
+
+
 COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], Callable[[Any], Any], str]] = {
     "demo": (
         _demo_arguments,
@@ -101,6 +143,16 @@ COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], Callable[[A
         _run_arguments,
         _run,
         "run a script or module that uses torch.distributed, unedited, with safecomm's collectives",
+    ),
+    "report": (
+        _report_arguments,
+        _report,
+        "tell where communication memory went, from a recording or a memory snapshot of torch",
+    ),
+    "doctor": (
+        _doctor_arguments,
+        _doctor,
+        "look at this machine, its versions and its environment; the exit status is 1 if something is red",
     ),
 }
 """Each command's arguments, what it does, and a line of help. What it does gives the exit status, or a last step."""

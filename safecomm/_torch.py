@@ -10,6 +10,7 @@ import functools
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -153,7 +154,47 @@ def unowned(tensor: torch.Tensor) -> torch.Tensor:
     return alias
 
 
+# --- autograd --------------------------------------------------------------------------------------
+
+
+def saved_by(node: Any) -> list[tuple[str, torch.Tensor]]:
+    """Return what an autograd node keeps for the backward pass, by name; nothing once that is freed.
+
+    Runs no unpack hook where torch tells what is packed (``SavedTensor.data``, 2.8 and later).
+    """
+    kind = type(node)
+    names = _saved_names.get(kind)
+    if names is None:
+        names = _saved_names[kind] = tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
+    found = []
+    for name in names:
+        shown = name.removeprefix("_raw_saved_")
+        try:
+            raw = getattr(node, name)
+            for packed in raw if isinstance(raw, (list, tuple)) else (raw,):
+                value = packed.data if hasattr(packed, "data") else None
+                if isinstance(value, torch.Tensor):
+                    found.append((shown, value))
+                elif not hasattr(packed, "data"):
+                    value = node.saved_tensors if shown == "tensors" else getattr(node, f"_saved_{shown}")
+                    values = value if isinstance(value, (list, tuple)) else (value,)
+                    found.extend((shown, one) for one in values if isinstance(one, torch.Tensor))
+                    break
+        except (RuntimeError, AttributeError):
+            continue  # freed by a backward pass
+    return found
+
+
+_saved_names: weakref.WeakKeyDictionary[type, tuple[str, ...]] = weakref.WeakKeyDictionary()
+
+
 # --- the dispatcher --------------------------------------------------------------------------------
+
+try:
+    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+except ImportError:
+    TorchDispatchMode = None  # type: ignore[assignment, misc]
+"""The base of what sees every operation of torch; None if this torch has none, and then leaks can't be watched for."""
 
 
 class Override:
@@ -261,3 +302,18 @@ def swap_capture_mode(mode: int = _CAPTURE_RELAXED) -> int:
     argument.value = mode
     _exchange_capture_mode(ctypes.byref(argument))
     return argument.value
+
+
+# --- what is not there -----------------------------------------------------------------------------
+
+
+def missing() -> list[str]:
+    """Return a sentence for each of these names that this torch does not have, where that makes something worse."""
+    found = []
+    if _storage_use_count is None:
+        found.append("It does not count the users of a storage, so memory behind the host comes back later.")
+    if _construct_storage is None:
+        found.append("It can't make a tensor that does not own its memory, so sends and receives call record_stream.")
+    if TorchDispatchMode is None:
+        found.append("It has no TorchDispatchMode, so leaks.watch() can't watch.")
+    return found

@@ -304,12 +304,12 @@ class Lane:
             return self.ledger.hold(work, op, inner, group, index, storages, frame)
         work.op = op
         work.inner = inner
-        work.storages = storages
         work.pointers = pointers
         work.code = frame.f_code
         work.instruction = frame.f_lasti
         work.since = _now()
         work.lane = self
+        work.storages = storages  # last, as in each place: record_memory() looks at the rest when it is set
         self.entries[work] = None
         self.busy[self] = None
         return work
@@ -373,7 +373,6 @@ class Ledger:
         """
         work.op = op
         work.inner = inner
-        work.storages = storages
         work.code = frame.f_code
         work.instruction = frame.f_lasti
         work.since = _now()
@@ -386,6 +385,7 @@ class Ledger:
         if lane is None or lane.index != index or capture or p2p:
             lane = self.lane_of(group, index, stream, capture, p2p=p2p)
         work.lane = lane
+        work.storages = storages
         work.rare = True
         work.aliases = aliases
         work.staged = staged
@@ -465,7 +465,6 @@ class Ledger:
         self.trails += 1
         entry = Trail()
         entry.op = op
-        entry.storages = astray
         entry.code = code
         entry.instruction = instruction
         entry.since = since
@@ -473,6 +472,7 @@ class Ledger:
         entry.stream = stream
         entry.group = None if group is None else weakref.ref(group)
         entry.lane = lane
+        entry.storages = astray
         lane.entries[entry] = None
         self.busy[lane] = None
 
@@ -520,7 +520,6 @@ class Ledger:
             lane.records = True
             entry = of_storage[stream, capture] = Record()
             entry.op = "record_stream"
-            entry.storages = (storage,)
             entry.code = frame.f_code
             entry.instruction = frame.f_lasti
             entry.since = time.perf_counter()
@@ -528,6 +527,7 @@ class Ledger:
             entry.order = order
             entry.homeless = home is None
             entry.lane = lane
+            entry.storages = (storage,)
             lane.entries[entry] = None
             self.busy[lane] = None
         return True

@@ -1,5 +1,6 @@
 """``import safecomm as dist`` offers all that torch.distributed does, under the same names, and looks the same (S8)."""
 
+import ast
 import importlib
 import inspect
 import pickle
@@ -54,6 +55,9 @@ NEW = [
     "original", "past", "patch", "patched", "pending", "settle_before_capture", "unpatch",
 ]  # fmt: skip
 
+LAZY = ["leaks", "memory_report", "record_memory"]
+"""The diagnostics: imported when they are first asked for."""
+
 PUBLIC = [name for name in dir(stock) if not name.startswith("_")]
 
 
@@ -98,7 +102,7 @@ def test_private_names_and_those_added_later_are_reachable():
 def test_dir_has_both():
     listed = dir(safecomm)
     assert set(dir(stock)) <= set(listed)
-    assert {*WRAPPED, *CLASSES, *NEW} <= set(listed)
+    assert {*WRAPPED, *CLASSES, *NEW, *LAZY} <= set(listed)
     assert listed == sorted(set(listed))
 
 
@@ -227,6 +231,25 @@ def test_the_import_brings_nothing_but_safecomm():
     new = in_a_fresh_interpreter(program).split()
     assert "safecomm" in new
     assert [name for name in new if name.split(".")[0] != "safecomm"] == []
+
+
+@pytest.mark.parametrize("name", LAZY)
+def test_the_diagnostics_are_imported_when_they_are_asked_for(name):
+    program = f"""
+import sys, safecomm
+loaded = lambda: any(name.startswith("safecomm.diagnostics") for name in sys.modules)
+before = loaded()
+from safecomm import {name}
+print(before, loaded(), {name} is safecomm.{name}, "{name}" in dir(safecomm))
+"""
+    assert in_a_fresh_interpreter(program).split() == ["False", "True", "True", "True"]
+
+
+@pytest.mark.parametrize("name", LAZY)
+def test_type_checkers_see_the_diagnostics(name):
+    tree = ast.parse(inspect.getsource(safecomm))
+    (block,) = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    assert name in {alias.asname for node in block.body for alias in node.names}
 
 
 def test_the_import_changes_nothing_in_torch():

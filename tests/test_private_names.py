@@ -42,6 +42,8 @@ NAMES = [
     (torch._C, "_storage_Use_Count", "only_holder() says False, so memory behind the host comes back a bit later"),
     (torch.UntypedStorage, "_cdata", "only_holder() fails"),
     (torch._C, "_construct_storage_from_data_pointer", "unowned() gives the tensor itself, and sends record streams"),
+    (torch.utils._python_dispatch, "TorchDispatchMode", "leaks.watch() says that it can't watch"),
+    (torch._C._autograd.SavedTensor, "data", "saved_by() unpacks what is saved, and runs unpack hooks"),
     (torch.library, "get_kernel", "outside of its thread or mode, record_stream is converted too, and stays so"),
     (torch.library.Library, "_destroy", None),
 ]

@@ -8,6 +8,7 @@ and results are its own (S8), and what it leaves running is held. The three that
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import itertools
@@ -260,6 +261,24 @@ def _hold_future(op: str, future: Any, group: Any, index: int, tensors: list[Any
         LEDGER.trail(op, group, index, storages, frame)
 
 
+class _Span(threading.local):
+    open = False
+
+
+_SPAN = _Span()
+
+
+@contextlib.contextmanager
+def _span(name: str) -> Iterator[None]:
+    """Show a call as ``safecomm::NAME`` in a profile, and as an NVTX range where torch emits those."""
+    _SPAN.open = True
+    try:
+        with torch.profiler.record_function(f"safecomm::{name}"):
+            yield
+    finally:
+        _SPAN.open = False
+
+
 def forwarded(
     name: str,
     *tensor_arguments: str,
@@ -283,10 +302,14 @@ def forwarded(
     busy = LEDGER.busy
     recording = captures.RECORDING
     count = counter(name)
+    profiling = _torch.profiling
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if compiling() or (p2p and inside.batch):
             return original(*args, **kwargs)
+        if profiling() and not _SPAN.open:
+            with _span(name):
+                return call(*args, **kwargs)
         count()
         if busy:
             LEDGER.sweep()

@@ -15,6 +15,7 @@ import time
 import traceback
 
 import collectives  # noqa: F401
+import diagnostics  # noqa: F401
 import graphs  # noqa: F401
 import torch
 import torch.distributed as stock

@@ -1,0 +1,522 @@
+"""record_memory(): the communication memory of a run over time, as a file for each rank; memory_report(): now.
+
+What safecomm holds is counted where it is taken and given back, on the thread that does so. Another thread writes the
+counters down a few times a second, with those of the caching allocator. It touches no tensor, no work and no event, so
+nothing is ever freed there (S4).
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import json
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+import torch.distributed
+
+from safecomm import _torch
+from safecomm.errors import SafecommError
+from safecomm.ledger import LEDGER, Entry, Pending
+from safecomm.work import Work
+
+log = logging.getLogger("safecomm")
+
+VERSION = 1
+"""Of the format of the file."""
+
+INTERVAL = 0.1
+"""Seconds between two lines of the file."""
+
+MOST_SITES = 1000
+"""Call sites that are told apart; what comes after is counted as one."""
+
+_RANK_VARIABLES = (
+    ("RANK", "WORLD_SIZE"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("SLURM_PROCID", "SLURM_NTASKS"),
+)
+_OTHER_DEVICES = 100  # samples after which devices that were not in use are asked again
+
+
+class _Site:
+    """What one line of the program holds by one kind of call in one group."""
+
+    __slots__ = ("changed", "count", "entries", "group", "longest", "nbytes", "number", "op", "peak", "place", "total")
+
+    def __init__(self, number: int, op: str, group: str, place: str) -> None:
+        self.number = number
+        self.op = op
+        self.group = group
+        self.place = place
+        self.nbytes = 0  # held now
+        self.peak = 0  # the most since the last sample
+        self.entries = 0  # that hold it
+        self.count = 0  # calls so far
+        self.total = 0  # bytes of these
+        self.longest = 0.0  # seconds that one of them was held
+        self.changed = True
+
+
+class _Counters:
+    """What is held, by site. Counted on the threads that call safecomm, and read by another."""
+
+    def __init__(self) -> None:
+        # Reentrant: an allocation inside of it can start the garbage collector, and with it somebody's destructor.
+        self.lock = threading.RLock()
+        self.sites: dict[Any, _Site] = {}
+        self.nbytes = 0
+        self.peak = 0
+
+    def taken(self, entry: Entry, nbytes: int) -> None:
+        group = _torch.group_name(entry._group())
+        key: Any = (entry.op, entry.code, entry.instruction, group)
+        with self.lock:
+            site = self.sites.get(key)
+            if site is None:
+                if len(self.sites) < MOST_SITES:
+                    site = _Site(len(self.sites), entry.op, group, entry.site)
+                else:
+                    site = self.sites.get(None) or _Site(MOST_SITES, "others", "", f"more than {MOST_SITES} lines")
+                    key = None
+                self.sites[key] = site
+            site.changed = True
+            site.entries += 1
+            site.count += 1
+            site.total += nbytes
+            site.nbytes += nbytes
+            site.peak = max(site.peak, site.nbytes)
+            self.nbytes += nbytes
+            self.peak = max(self.peak, self.nbytes)
+        entry.__dict__["recorded"] = (self, site, nbytes)
+
+    def given_back(self, entry: Entry) -> None:
+        noted = entry.__dict__.pop("recorded", None)
+        if noted is None or noted[0] is not self:
+            return
+        _, site, nbytes = noted
+        with self.lock:
+            site.changed = True
+            site.entries -= 1
+            site.nbytes -= nbytes
+            site.longest = max(site.longest, time.perf_counter() - entry.since)
+            self.nbytes -= nbytes
+
+
+def _nbytes(storages: tuple[Any, ...]) -> int:
+    if len(storages) == 1 and type(storages[0]) is torch.UntypedStorage:
+        return storages[0].nbytes()
+    found = {s.data_ptr(): s.nbytes() for s in storages if isinstance(s, torch.UntypedStorage)}
+    return sum(found.values())
+
+
+_installed: list[Callable[[], None]] = []
+
+
+def _install(counters: _Counters) -> None:
+    """Have ``counters`` told of each entry of the ledger whose memory comes or goes, and of those that are there.
+
+    The attribute by which entries hold memory is made to tell. Nothing is looked at while nobody records.
+    """
+    slot = vars(Work)["storages"]
+
+    def watched(read: Callable[[Any], Any], write: Callable[[Any, Any], None]) -> property:
+        def storages(entry: Entry, value: tuple[Any, ...]) -> None:
+            write(entry, value)
+            if value:
+                counters.taken(entry, _nbytes(value))
+            else:
+                counters.given_back(entry)
+
+        return property(read, storages)
+
+    def read(entry: Entry) -> Any:
+        return vars(entry)["storages"]
+
+    def write(entry: Entry, value: Any) -> None:
+        vars(entry)["storages"] = value
+
+    Work.storages = watched(slot.__get__, slot.__set__)  # type: ignore[assignment]
+    Entry.storages = watched(read, write)  # type: ignore[assignment]
+
+    def remove() -> None:
+        Work.storages = slot
+        del Entry.storages
+
+    _installed.append(remove)
+    for entry in [*LEDGER._entries(), *LEDGER.quarantine]:
+        if "recorded" not in vars(entry) or vars(entry)["recorded"][0] is not counters:
+            counters.taken(entry, entry.nbytes)
+
+
+class record_memory(contextlib.ContextDecorator):  # noqa: N801
+    """Write down, a few times a second, where the communication memory of this process is: one file a rank.
+
+    The file has JSON lines: what collectives hold, by call site and group, at that moment and the most since the line
+    before; what is freed but unusable (``active_bytes - allocated_bytes`` of the caching allocator, which is what
+    ``record_stream`` causes); what the allocator has active and reserved; what of the arena is in use. Bytes.
+    ``python -m safecomm report FILE`` reads it. Each line is on disk when it is written, so a process that is killed
+    leaves all but the last.
+
+    It holds no tensor, waits for nothing, asks no event, and orders no stream. It costs 2 to 5 us for each call that
+    holds something. Memory and the rate of writing are bounded: about 1 KiB a line, and a line each ``interval``.
+
+    A context manager, a decorator, or :meth:`start` and :meth:`stop`. The environment variable ``SAFECOMM_RECORD=PATH``
+    does the same for a whole process. One at a time.
+
+    Parameters
+    ----------
+    path
+        ``run.jsonl`` becomes ``run.rank0.jsonl`` and so on, by torch.distributed's rank if the default group is there,
+        by the launcher's (``RANK``) if not, and by the process id if nobody knows one yet. What is there is replaced.
+    interval
+        Seconds between two lines.
+
+    Attributes
+    ----------
+    path
+        The file that is written, from :meth:`start` on.
+
+    Raises
+    ------
+    ValueError
+        If ``interval`` is not positive.
+    OSError
+        At the start, if the file can't be written.
+    SafecommError
+        At the start, if another recording is on.
+
+    Examples
+    --------
+    >>> with record_memory("run.jsonl") as recording:
+    ...     pass
+    >>> recording.path.exists()
+    True
+    """
+
+    def __init__(self, path: str | os.PathLike[str] = "safecomm-memory.jsonl", *, interval: float = INTERVAL) -> None:
+        if not interval > 0:
+            raise ValueError(f"record_memory(interval={interval!r}): expected seconds, more than 0")
+        self.path = Path(path)
+        self._base = Path(path)
+        self._interval = interval
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def _recreate_cm(self) -> record_memory:
+        return record_memory(self._base, interval=self._interval)
+
+    def __enter__(self) -> record_memory:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Begin to record, into a new file."""
+        with _lock:
+            if _installed:
+                raise SafecommError("record_memory(): a recording is on already. Stop it first.")
+            rank, world = _rank()
+            self.path = _path_of(self._base, rank)
+            self._file = self.path.open("w")
+            self._counters = _Counters()
+            self._allocator = _Allocator()
+            self._sent = 0
+            self._rank: int | None = None
+            self._begin = time.perf_counter()
+            self._stopping.clear()
+            versions = {"torch": torch.__version__, "python": sys.version.split()[0]}
+            header = {
+                "safecomm_record": VERSION,
+                "started": time.time(),
+                "interval": self._interval,
+                "pid": os.getpid(),
+            }
+            self._write({**header, "rank": rank, "world": world, "versions": versions})
+            self._rank = rank
+            _install(self._counters)
+            self._thread = threading.Thread(target=self._run, name="safecomm-record", daemon=True)
+            self._thread.start()
+            atexit.register(self.stop)
+
+    def stop(self) -> None:
+        """Write the last line, with what is still held, and close the file. Does nothing when it has stopped."""
+        thread = self._thread
+        if thread is None:
+            return
+        self._thread = None
+        self._stopping.set()
+        thread.join()
+        with _lock:
+            _installed.pop()()
+        atexit.unregister(self.stop)
+        with self._file:
+            self._sample()
+            left = [_shown(pending) for pending in LEDGER.pending()]
+            self._write({"end": self._now(), "left": left[:MOST_SITES]})
+
+    def _run(self) -> None:
+        while not self._stopping.wait(self._interval):
+            try:
+                self._sample()
+            except Exception as error:  # a full disk must not end the program
+                log.warning("record_memory(): %s can't be written to any more: %r", self.path, error)
+                return
+
+    def _now(self) -> float:
+        return round(time.perf_counter() - self._begin, 6)
+
+    def _sample(self) -> None:
+        rank, world = _rank()
+        if rank != self._rank:
+            self._write({"rank": rank, "world": world})
+            self._rank = rank
+        counters = self._counters
+        with counters.lock:
+            held, peak = counters.nbytes, counters.peak
+            counters.peak = held
+            changed = []
+            new = []
+            for site in counters.sites.values():
+                if site.number >= self._sent:
+                    new.append({"site": site.number, "op": site.op, "group": site.group, "at": site.place})
+                if site.changed:
+                    changed.append(
+                        [
+                            site.number,
+                            site.nbytes,
+                            site.peak,
+                            site.entries,
+                            site.count,
+                            site.total,
+                            round(site.longest, 6),
+                        ]
+                    )
+                    site.peak = site.nbytes
+                    site.changed = False
+            self._sent = len(counters.sites)
+        for line in new:
+            self._write(line)
+        sample = {"t": self._now(), "held": held, "peak": peak, "sites": changed, **self._allocator.read()}
+        arena = _arena_in_use()
+        if arena is not None:
+            sample["arena"] = arena
+        self._write(sample)
+
+    def _write(self, line: dict[str, Any]) -> None:
+        self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
+        self._file.flush()
+
+    _file: IO[str]
+
+
+_lock = threading.Lock()
+
+
+class _Allocator:
+    """The caching allocators of the devices that this process uses. Only counters are read."""
+
+    def __init__(self) -> None:
+        self._devices: list[int] = []
+        self._turn = 0
+
+    def read(self) -> dict[str, int]:
+        if not torch.cuda.is_available() or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            return {}
+        devices = self._devices if self._turn % _OTHER_DEVICES else list(range(torch.cuda.device_count()))
+        self._turn += 1
+        found = {"active": 0, "allocated": 0, "reserved": 0}
+        used = []
+        for index in devices:
+            stats = torch.cuda.memory_stats_as_nested_dict(index)
+            one = {name: stats.get(f"{name}_bytes", {}).get("all", {}).get("current", 0) for name in found}
+            if one["reserved"]:
+                used.append(index)
+            for name, nbytes in one.items():
+                found[name] += nbytes
+        self._devices = used or devices
+        return {**found, "unusable": found["active"] - found["allocated"]}
+
+
+def _arena_in_use() -> int | None:
+    """Return the bytes of arenas that are in use; None where there is no arena."""
+    arena = sys.modules.get("safecomm.arena")
+    in_use = getattr(arena, "in_use", None)
+    return None if in_use is None else int(in_use())
+
+
+def _rank() -> tuple[int | None, int | None]:
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return _launched_as()
+
+
+@functools.cache
+def _launched_as() -> tuple[int | None, int | None]:
+    for rank, world in _RANK_VARIABLES:
+        if os.environ.get(rank, "").isdigit():
+            size = os.environ.get(world, "")
+            return int(os.environ[rank]), int(size) if size.isdigit() else None
+    return None, None
+
+
+def _path_of(path: Path, rank: int | None) -> Path:
+    return path.with_name(f"{path.stem}.{f'pid{os.getpid()}' if rank is None else f'rank{rank}'}{path.suffix}")
+
+
+def _shown(pending: Pending) -> dict[str, Any]:
+    return {
+        "op": pending.op,
+        "group": pending.group,
+        "at": pending.site,
+        "state": pending.state,
+        "nbytes": pending.nbytes,
+        "seconds": round(pending.seconds, 6),
+    }
+
+
+# --- now ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Where communication memory is, as :func:`memory_report` found it. Bytes; ``str()`` is a table."""
+
+    held: tuple[Pending, ...]
+    """What safecomm holds, oldest first."""
+    active: int
+    """Bytes of the caching allocator's blocks that are in use or not usable yet, on all devices; 0 without a GPU."""
+    allocated: int
+    """Those of them that the program has."""
+    reserved: int
+    """Bytes that the caching allocator has from the driver."""
+    arena: int | None
+    """Bytes of arenas that are in use; None without an arena."""
+
+    @property
+    def unusable(self) -> int:
+        """Bytes that the program has freed and the allocator can't give out yet, because of ``record_stream``."""
+        return self.active - self.allocated
+
+    def __str__(self) -> str:
+        lines = [f"{'held by collectives':24}{mib(sum(one.nbytes for one in self.held))}"]
+        for name in ("unusable", "active", "reserved"):
+            shown = "freed but unusable" if name == "unusable" else f"allocator, {name}"
+            lines.append(f"{shown:24}{mib(getattr(self, name))}")
+        if self.arena is not None:
+            lines.append(f"{'arena in use':24}{mib(self.arena)}")
+        lines += [f"  {one}" for one in self.held]
+        return "\n".join(lines)
+
+
+def mib(nbytes: float) -> str:
+    """Return ``nbytes`` as people read it."""
+    if abs(nbytes) < 1 << 20:
+        return f"{nbytes / 1024:.1f} KiB" if abs(nbytes) >= 1024 else f"{nbytes:.0f} B"
+    return f"{nbytes / (1 << 20):.1f} MiB"
+
+
+def memory_report() -> MemoryReport:
+    """Return where communication memory is now: what safecomm holds, and the figures of the caching allocator.
+
+    Asks no event, releases nothing and orders no stream.
+
+    Examples
+    --------
+    >>> memory_report().held
+    ()
+    """
+    figures = _Allocator().read()
+    return MemoryReport(
+        held=tuple(LEDGER.pending()),
+        active=figures.get("active", 0),
+        allocated=figures.get("allocated", 0),
+        reserved=figures.get("reserved", 0),
+        arena=_arena_in_use(),
+    )
+
+
+# --- reading ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Recording:
+    """What a file of ``record_memory()`` says."""
+
+    path: Path
+    rank: int | None
+    world: int | None
+    started: float
+    samples: list[dict[str, Any]]
+    sites: dict[int, dict[str, Any]]
+    left: list[dict[str, Any]] | None
+    """What was still held at the end; None if the process did not get there."""
+
+
+def read_recording(path: Path) -> Recording:
+    """Read a file of ``record_memory()``.
+
+    Raises
+    ------
+    ValueError
+        If it is not one. What a process that was killed has left of its last line is passed over.
+    """
+    recording: Recording | None = None
+    with path.open(encoding="utf-8", errors="replace") as file:
+        lines: Iterator[str] = iter(file)
+        for number, text in enumerate(lines, 1):
+            try:
+                line = json.loads(text)
+                if not isinstance(line, dict):
+                    raise ValueError
+            except (ValueError, RecursionError):
+                if recording is not None and not text.endswith("\n"):
+                    break
+                raise ValueError(f"{path}: line {number} is not of a recording") from None
+            try:
+                if recording is None:
+                    if line["safecomm_record"] != VERSION:
+                        raise ValueError(
+                            f"{path}: format {line['safecomm_record']!r}, and this version reads {VERSION}"
+                        )
+                    recording = Recording(path, line["rank"], line["world"], float(line["started"]), [], {}, None)
+                elif "site" in line:
+                    recording.sites[int(line["site"])] = {key: str(line[key]) for key in ("op", "group", "at")}
+                elif "t" in line:
+                    recording.samples.append(_checked(line))
+                elif "end" in line:
+                    recording.left = [dict(one) for one in line["left"]]
+                elif "rank" in line:
+                    recording.rank, recording.world = line["rank"], line["world"]
+            except (KeyError, TypeError) as error:
+                raise ValueError(f"{path}: line {number} is not of a recording ({error!r})") from None
+    if recording is None:
+        raise ValueError(f"{path} is empty")
+    return recording
+
+
+def _checked(line: dict[str, Any]) -> dict[str, Any]:
+    for name in ("t", "held", "peak"):
+        if not isinstance(line[name], (int, float)):
+            raise TypeError(name)
+    for site in line["sites"]:
+        if len(site) != 7 or not all(isinstance(figure, (int, float)) for figure in site):
+            raise TypeError("sites")
+    for name in ("active", "allocated", "reserved", "unusable", "arena"):
+        if not isinstance(line.get(name, 0), (int, float)):
+            raise TypeError(name)
+    return line
+
+
+__all__ = ["MemoryReport", "memory_report", "record_memory"]

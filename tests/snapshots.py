@@ -1,0 +1,185 @@
+"""Synthetic memory snapshots, of the structure of ``torch.cuda.memory._snapshot()`` (torch 2.11).
+
+``Allocator`` is a caching allocator in miniature that keeps the history as torch's does: blocks in segments of a
+stream, frees that have to wait for another stream, frames shared between entries.
+"""
+
+from __future__ import annotations
+
+import pickle
+
+MIB = 1 << 20
+SEGMENT = 20 * MIB
+
+
+def frame(filename, line, name):
+    return {"filename": filename, "line": line, "name": name}
+
+
+def stack(*lines, program="/home/me/train.py"):
+    """Return frames of ``program``, innermost first, between those of torch's C++ and of its launcher."""
+    return [
+        frame("??", 0, "c10::cuda::CUDACachingAllocator::malloc(...)"),
+        frame("/usr/lib/python3/site-packages/torch/_tensor.py", 1000, "wrapped"),
+        *(frame(program, line, name) for line, name in lines),
+        frame("/usr/lib/python3/site-packages/torch/distributed/run.py", 900, "main"),
+    ]
+
+
+class Allocator:
+    """Segments, blocks and history of one device."""
+
+    def __init__(self, start=1_700_000_000_000_000):
+        self.time = start
+        self.segments = []
+        self.trace = []
+        self.waiting = {}
+        self.next_address = 0x7F0000000000
+
+    def tick(self, microseconds):
+        self.time += microseconds
+
+    def _note(self, action, address, size, stream, frames):
+        entry = {"action": action, "addr": address, "size": size, "stream": stream, "time_us": self.time}
+        self.trace.append({**entry, "frames": frames, "compile_context": "N/A", "user_metadata": ""})
+
+    def alloc(self, size, frames, stream=0):
+        rounded = -(-size // 512) * 512
+        for segment in self.segments:
+            if segment["stream"] != stream:
+                continue
+            for place, block in enumerate(segment["blocks"]):
+                if block["state"] == "inactive" and block["size"] >= rounded:
+                    return self._take(segment, place, rounded, size, frames)
+        total = SEGMENT if rounded < 10 * MIB else -(-rounded // (2 * MIB)) * 2 * MIB
+        self._note("segment_alloc", self.next_address, total, stream, frames)
+        block = {"address": self.next_address, "size": total, "requested_size": 0, "state": "inactive", "frames": []}
+        segment = {
+            "device": 0, "address": self.next_address, "total_size": total, "allocated_size": 0, "active_size": 0,
+            "requested_size": 0, "stream": stream, "segment_type": "large", "segment_pool_id": (0, 0),
+            "is_expandable": False, "frames": frames, "blocks": [block],
+        }  # fmt: skip
+        self.segments.append(segment)
+        self.next_address += total + 2 * MIB
+        return self._take(segment, 0, rounded, size, frames)
+
+    def _take(self, segment, place, rounded, size, frames):
+        block = segment["blocks"][place]
+        if block["size"] > rounded:
+            rest = {**block, "address": block["address"] + rounded, "size": block["size"] - rounded}
+            segment["blocks"].insert(place + 1, rest)
+        block.update(size=rounded, requested_size=size, state="active_allocated", frames=frames)
+        self._note("alloc", block["address"], size, segment["stream"], frames)
+        return block["address"]
+
+    def _find(self, address):
+        for segment in self.segments:
+            for block in segment["blocks"]:
+                if block["address"] == address:
+                    return segment, block
+        raise KeyError(address)
+
+    def free(self, address, frames, *, recorded=False):
+        segment, block = self._find(address)
+        self._note("free_requested", address, block["requested_size"], segment["stream"], frames)
+        block["state"] = "active_awaiting_free"
+        if not recorded:
+            self.complete(address, frames)
+
+    def complete(self, address, frames):
+        segment, block = self._find(address)
+        self._note("free_completed", address, block["requested_size"], segment["stream"], frames)
+        block.update(state="inactive", requested_size=0, frames=[])
+        blocks = segment["blocks"]
+        merged = []
+        for one in blocks:
+            if merged and merged[-1]["state"] == one["state"] == "inactive":
+                merged[-1]["size"] += one["size"]
+            else:
+                merged.append(one)
+        segment["blocks"] = merged
+
+    def snapshot(self):
+        for segment in self.segments:
+            states = {
+                "allocated_size": ("active_allocated",),
+                "active_size": ("active_allocated", "active_awaiting_free"),
+            }
+            for name, counted in states.items():
+                segment[name] = sum(block["size"] for block in segment["blocks"] if block["state"] in counted)
+        return {
+            "segments": self.segments,
+            "device_traces": [self.trace, []],
+            "allocator_settings": {"PYTORCH_CUDA_ALLOC_CONF": "", "expandable_segments": False},
+            "external_annotations": [],
+        }
+
+    def active(self):
+        """Return the bytes of blocks in use, and of those that wait."""
+        blocks = [block for segment in self.segments for block in segment["blocks"]]
+        waiting = sum(block["size"] for block in blocks if block["state"] == "active_awaiting_free")
+        return sum(block["size"] for block in blocks if block["state"] == "active_allocated"), waiting
+
+
+def forum(*, stripes, layers=8, iterations=5, size=64 * MIB, lag=6):
+    """Return the allocator after the forum's program: layers of matmul, and an all_reduce on a side stream.
+
+    ``stripes``: with record_stream, so that each freed block waits until the host looks again, ``lag`` layers later.
+    Also returns the most bytes that were active and that waited.
+    """
+    allocator = Allocator()
+    weights = stack((10, "make"), (40, "<module>"))
+    matmul = stack((21, "layer"), (30, "step"), (41, "<module>"))
+    gone = stack((23, "layer"), (30, "step"), (41, "<module>"))
+    for _ in range(layers):
+        allocator.alloc(16 * MIB, weights)
+    allocator.tick(1000)
+    before = None
+    waiting = []
+    most = (0, 0)
+    for _ in range(iterations):
+        for _ in range(layers):
+            while stripes and len(waiting) > lag:
+                allocator.complete(waiting.pop(0), matmul)
+            now = allocator.alloc(size, matmul)
+            most = max(most[0], sum(allocator.active())), max(most[1], allocator.active()[1])
+            allocator.tick(200)
+            if before is not None:
+                allocator.free(before, gone, recorded=stripes)
+                if stripes:
+                    waiting.append(before)
+            before = now
+            allocator.tick(300)
+            most = max(most[0], sum(allocator.active())), max(most[1], allocator.active()[1])
+    return allocator, most
+
+
+def large(nbytes):
+    """Return a snapshot whose pickle has about ``nbytes``."""
+    entries = []
+    frames = [stack(*((number + depth, f"function_{number}_{depth}") for depth in range(30))) for number in range(2000)]
+    each = 75
+    time = 1_700_000_000_000_000
+    for number in range(nbytes // each // 3):
+        address, size = 0x7F0000000000 + (number % 5000) * 4 * MIB, 512 * (1 + number % 4096)
+        for action in ("alloc", "free_requested", "free_completed"):
+            time += 3
+            entries.append(
+                {
+                    "action": action,
+                    "addr": address,
+                    "size": size,
+                    "stream": 0,
+                    "time_us": time,
+                    "frames": frames[number % 2000],
+                    "compile_context": "N/A",
+                    "user_metadata": "",
+                }
+            )
+    return {"segments": [], "device_traces": [entries], "allocator_settings": {}, "external_annotations": []}
+
+
+def write(path, snapshot):
+    with open(path, "wb") as file:
+        pickle.dump(snapshot, file)
+    return path

@@ -1,0 +1,138 @@
+"""python -m safecomm doctor: what is green and what is red, for machines that are told of and for this one."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+import torch
+
+from safecomm.__main__ import main
+from safecomm.diagnostics import doctor
+from safecomm.diagnostics.doctor import Diagnosis, Machine, examine
+
+H200 = Machine(
+    torch="2.11.0+cu130", python="3.12.3", cuda="13.0", nccl=(2, 28, 9), driver="580.1", gpus=("NVIDIA H200",) * 2,
+    links=("GPU0\tX\tNV18", "GPU1\tNV18\tX"), backends=("nccl", "gloo"),
+)  # fmt: skip
+OLD = Machine(torch="2.6.0", python="3.10.1", cuda="12.4", nccl=(2, 21, 5), gpus=("A",) * 2, backends=("nccl", "gloo"))
+CPU = Machine(torch="2.13.0+cpu", python="3.11.7", backends=("gloo",))
+
+
+def red(machine, **environ):
+    return [check for check in examine(machine, environ) if not check.ok]
+
+
+def names(checks):
+    return [check.name for check in checks]
+
+
+@pytest.mark.parametrize("machine", [H200, OLD, CPU])
+def test_a_machine_as_it_comes_is_green(machine):
+    assert red(machine) == []
+    for check in examine(machine, {}):
+        assert check.sentence.endswith(".")
+
+
+def test_every_known_variable_has_a_sentence_for_every_machine():
+    for machine in (H200, OLD, CPU):
+        for name in doctor.VARIABLES:
+            for value in ("", "0", "1", "garbage", "expandable_segments:True", "a:b:c,,:"):
+                (check,) = [check for check in examine(machine, {name: value}) if check.name.startswith(f"{name}=")]
+                assert check.sentence.endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("machine", "environ", "said"),
+    [
+        (H200, {"TORCH_NCCL_AVOID_RECORD_STREAMS": "1"}, "ignored since torch 2.8"),
+        (OLD, {"TORCH_NCCL_AVOID_RECORD_STREAMS": "0"}, "memory piles up"),
+        (H200, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, "NCCL_GRAPH_REGISTER=0"),
+        (H200, {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64, expandable_segments:true"}, "NCCL_GRAPH_REGISTER=0"),
+        (H200, {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}, "holds memory longer"),
+        (H200, {"CUDA_DEVICE_MAX_CONNECTIONS": "64"}, "from 1 to 32"),
+        (H200, {"CUDA_DEVICE_MAX_CONNECTIONS": "x"}, "from 1 to 32"),
+        (H200, {"TORCH_NCCL_BLOCKING_WAIT": "1"}, "blocks the host"),
+        (H200, {"NCCL_BLOCKING_WAIT": "1"}, "put TORCH_ in front"),
+        (H200, {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}, "hangs for ever"),
+        (H200, {"CUDA_LAUNCH_BLOCKING": "1"}, "waits for every kernel"),
+        (H200, {"NCCL_P2P_DISABLE": "1"}, "through the host"),
+        (CPU, {"SAFECOMM_RECROD": "x"}, "a typo?"),
+    ],
+)
+def test_what_is_set_wrong_is_red(machine, environ, said):
+    (check,) = red(machine, **environ)
+    ((name, value),) = environ.items()
+    assert check.name == f"{name}={value}"
+    assert said in check.sentence
+
+
+@pytest.mark.parametrize(
+    ("machine", "environ"),
+    [
+        (OLD, {"TORCH_NCCL_AVOID_RECORD_STREAMS": "1"}),
+        (H200, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "NCCL_GRAPH_REGISTER": "0"}),
+        (H200, {"PYTORCH_CUDA_ALLOC_CONF": "roundup_power2_divisions:[256:1,512:2,>:4],expandable_segments:False"}),
+        (H200, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
+        (H200, {"TORCH_NCCL_BLOCKING_WAIT": "0"}),
+        (H200, {"SAFECOMM_RECORD": "x.jsonl", "SAFECOMM_LOG": "info"}),
+    ],
+)
+def test_what_is_set_right_is_green(machine, environ):
+    assert red(machine, **environ) == []
+    assert len(list(examine(machine, environ))) == len(list(examine(machine, {}))) + len(environ)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"torch": "2.3.1"}, "needs 2.4"),
+        ({"backends": ("gloo",)}, "no NCCL"),
+        ({"no_peer_access": ((0, 1), (1, 0))}, "GPUs 0 and 1 can't reach"),
+        ({"driver_answers": False}, "can't be told"),
+        ({"allocator_answers": False}, "can't be told"),
+        ({"missing": ("It has no such name.",)}, "It has no such name."),
+    ],
+)
+def test_what_the_machine_lacks_is_red(change, said):
+    (check,) = red(Machine(**{**vars(H200), **change}))
+    assert said in check.sentence
+
+
+@pytest.mark.parametrize(
+    ("nccl", "applies"), [((2, 27, 7), False), ((2, 28, 9), True), ((2, 30, 6), True), ((2, 30, 7), False)]
+)
+def test_a_hazard_is_named_for_the_versions_that_have_it(nccl, applies):
+    machine = Machine(**{**vars(H200), "nccl": nccl})
+    assert ("symmetric memory of NCCL" in names(examine(machine, {}))) is applies
+
+
+def test_the_command_on_this_machine(monkeypatch, capsys):
+    for name in doctor.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    status = main(["doctor"])
+    out = capsys.readouterr().out
+    assert f"torch {torch.__version__}" in out
+    assert ("all is green" in out) is (status == 0)
+    monkeypatch.setenv("NCCL_BLOCKING_WAIT", "1")
+    assert main(["doctor"]) == 1
+    assert "red    NCCL_BLOCKING_WAIT=1" in capsys.readouterr().out
+
+
+def test_json(monkeypatch, capsys):
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "99")
+    assert main(["doctor", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["ok"] is False
+    assert found["machine"]["torch"] == torch.__version__
+    assert [check["ok"] for check in found["checks"] if check["name"].startswith("CUDA_DEVICE")] == [False]
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" in os.environ
+
+
+def test_colours_are_for_terminals():
+    found = Diagnosis(H200, tuple(examine(H200, {"CUDA_LAUNCH_BLOCKING": "1"})))
+    assert "\x1b[31m" in found.text(colour=True)
+    assert "\x1b" not in found.text()
+    assert "1 of" in found.text()
+    assert "GPU0\tX\tNV18" in found.text()

@@ -1,0 +1,543 @@
+"""python -m safecomm report: what it finds in recordings and snapshots, that it executes nothing, and bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import random
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import snapshots
+from snapshots import MIB, Allocator, forum, stack, write
+
+from safecomm.__main__ import main
+from safecomm.diagnostics.page import make_page
+from safecomm.diagnostics.report import make_reports, waiting
+from safecomm.diagnostics.snapshot import Stacks, read_snapshot
+
+LAYER = "/home/me/train.py:21 in layer"
+GONE = "/home/me/train.py:23 in layer"
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
+
+RECORDED = Path(__file__).parent / "recorded"
+"""Snapshots of a real run, by ``benchmarks/record_snapshots.py``."""
+
+
+@pytest.fixture
+def pair(tmp_path):
+    """Two snapshots of the forum's program: with stripes, and without."""
+    return [
+        write(tmp_path / f"{name}.pickle", forum(stripes=stripes)[0].snapshot())
+        for name, stripes in (("stock", True), ("safecomm", False))
+    ]
+
+
+# --- what a snapshot says -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stripes", [True, False])
+def test_the_bytes_are_the_allocators(tmp_path, stripes):
+    allocator, (active, unusable) = forum(stripes=stripes)
+    snapshot = read_snapshot(write(tmp_path / "x.pickle", allocator.snapshot()))
+    (trace,) = snapshot.traces
+    assert max(map(sum, zip(trace.allocated, trace.unusable, strict=True))) == active
+    assert max(trace.unusable) == unusable
+    assert (trace.allocated[-1], trace.unusable[-1]) == (allocator.active()[0], allocator.active()[1])
+    assert trace.reserved[-1] == sum(segment["total_size"] for segment in allocator.segments)
+    assert max(trace.reserved) == trace.reserved[-1]
+
+
+def test_the_stripes_are_found_with_the_lines_that_caused_them(pair):
+    stock, ours = make_reports(pair)
+    (trace,) = read_snapshot(pair[0]).traces
+    ((made, freed, line),) = waiting(trace, Stacks())
+    assert (made, freed) == (LAYER, GONE)
+    assert line.count == 39
+    assert line.most == max(trace.unusable) == 7 * 64 * MIB
+    (advice,) = stock.advice
+    assert "39 blocks were freed but unusable, 448.0 MiB at the most" in advice
+    assert f"A block of 64.0 MiB allocated at {LAYER} waited 3.3 ms" in advice
+    assert "safecomm.avoid_record_streams() the peak would be near 256.0 MiB, and it is 640.0 MiB" in advice
+    assert ours.advice == []
+    assert "active 256.0 MiB at the most, freed but unusable 0 B" in ours.summary[0]
+
+
+def test_the_advice_is_right_about_what_it_would_be_without(pair):
+    """The figure that the advice foretells for the one program is that of the other."""
+    stock, ours = (read_snapshot(path).traces[0] for path in pair)
+    assert max(stock.allocated) == max(ours.allocated)
+
+
+def test_a_history_that_begins_and_ends_in_the_middle(tmp_path):
+    """The ring buffer of a long run has lost its beginning: what was there before is known from the end."""
+    allocator, _ = forum(stripes=True)
+    whole = read_snapshot(write(tmp_path / "whole.pickle", allocator.snapshot())).traces[0]
+    snapshot = allocator.snapshot()
+    for cut in (1, 30, 60, 101, len(allocator.trace) - 1):
+        snapshot["device_traces"] = [allocator.trace[cut:]]
+        part = read_snapshot(write(tmp_path / "part.pickle", snapshot)).traces[0]
+        count = len(part.times) - 1
+        assert part.allocated[-count:] == whole.allocated[-count:]
+        assert part.unusable[-count:] == whole.unusable[-count:]
+        assert part.reserved[-count:] == whole.reserved[-count:]
+
+
+def test_random_histories_agree_with_the_allocator(tmp_path):
+    """Whatever happens, bytes in use and bytes that wait are the allocator's at each moment that it was asked."""
+    for seed in range(20):
+        chance = random.Random(seed)
+        allocator, live, waits, expected = Allocator(), [], [], []
+        for _ in range(chance.randrange(5, 200)):
+            allocator.tick(200 + chance.randrange(3))
+            action = chance.random()
+            if action < 0.5 or not live:
+                stream = chance.choice((0, 0, 0x55))
+                live.append(allocator.alloc(chance.randrange(1, 8 * MIB), stack((chance.randrange(9), "f")), stream))
+            elif action < 0.8:
+                address = live.pop(chance.randrange(len(live)))
+                recorded = chance.random() < 0.5
+                allocator.free(address, stack((1, "g")), recorded=recorded)
+                waits += [address] * recorded
+            elif waits:
+                allocator.complete(waits.pop(chance.randrange(len(waits))), stack((2, "h")))
+            expected.append(allocator.active())
+        trace = read_snapshot(write(tmp_path / "x.pickle", allocator.snapshot())).traces[0]
+        told = list(zip(trace.allocated, trace.unusable, strict=True))
+        assert told[-1] == expected[-1]
+        assert max(sum(one) for one in told) == max(sum(one) for one in expected)
+        assert max(one[1] for one in told) == max(one[1] for one in expected)
+        assert set(expected) <= set(told)
+
+
+def test_buffers_of_many_sizes_that_split_segments_call_for_an_arena(tmp_path):
+    allocator = Allocator()
+    gathering = stack((7, "all_gather_params"), (9, "forward"))
+    kept = []
+    for number in range(12):
+        buffer = allocator.alloc((1 + number % 6) * MIB, gathering)
+        kept.append(allocator.alloc(MIB // 2, stack((8, "activation"))))
+        allocator.tick(100)
+        allocator.free(buffer, gathering)
+    (report,) = make_reports([write(tmp_path / "x.pickle", allocator.snapshot())])
+    (advice,) = [text for text in report.advice if "arena" in text]
+    split = [s for s in allocator.segments if {b["state"] for b in s["blocks"]} == {"inactive", "active_allocated"}]
+    assert f"12 buffers of collectives, of 6 different sizes, split {len(split)} segments" in advice
+    assert "an arena of 6 MiB would hold them" in advice
+
+
+def test_fragmentation_by_stream_and_segment(tmp_path):
+    allocator = Allocator()
+    blocks = [allocator.alloc(2 * MIB, stack((1, "f")), stream) for stream in (0, 0x7F00) for _ in range(40)]
+    for block in blocks[::2]:
+        allocator.free(block, stack((2, "g")))
+    (report,) = make_reports([write(tmp_path / "x.pickle", allocator.snapshot())])
+    (table,) = [table for table in report.tables if table.title.startswith("fragmentation")]
+    streams = {row[0]: row for row in table.rows if "segment" not in row[0]}
+    assert set(streams) == {"default stream", "stream 0x7f00"}
+    assert streams["default stream"][1:7] == ("4", "80.0 MiB", "40.0 MiB", "0 B", "40.0 MiB", "2.0 MiB")
+    (advice,) = [text for text in report.advice if "in pieces between blocks" in text]
+    assert "80.0 MiB of 160.0 MiB reserved are free" in advice
+    assert "no free block is larger than 2.0 MiB" in advice
+
+
+def test_a_snapshot_without_a_history(tmp_path):
+    allocator, _ = forum(stripes=False)
+    snapshot = {**allocator.snapshot(), "device_traces": []}
+    (report,) = make_reports([write(tmp_path / "x.pickle", snapshot)])
+    assert "no history" in report.summary[-1]
+    assert "record_memory_history" in str(report)
+    make_page([report])
+
+
+def test_a_large_snapshot_takes_seconds_and_shows_progress(tmp_path, capsys):
+    """No time is asserted here but pytest's own limit; it took 4 s for 100 MB. Half of that here."""
+    path = write(tmp_path / "large.pickle", snapshots.large(50 << 20))
+    assert path.stat().st_size > 35 << 20
+    assert main(["report", str(path), "--html", str(tmp_path / "x.html")]) == 0
+    told = re.findall(rf"reading {path}: (\d+) of \d+ MiB", capsys.readouterr().err)
+    assert len(told) > 10
+    assert list(map(int, told)) == sorted(map(int, told))
+    assert (tmp_path / "x.html").stat().st_size < 8 << 20
+
+
+# --- nothing is executed, and bad input ------------------------------------------------------------------------------
+
+
+class Call:
+    """What pickles into a call of ``function``."""
+
+    def __init__(self, function, *arguments):
+        self.call = function, arguments
+
+    def __reduce__(self):
+        return self.call
+
+
+def opcodes(text):
+    return b"\x80\x04" + text
+
+
+MALICIOUS = {
+    "reduce": lambda mark: pickle.dumps(Call(os.system, f"touch {mark}")),
+    "exec": lambda mark: pickle.dumps(Call(exec, f"open({str(mark)!r}, 'w').close()")),
+    "inside": lambda mark: pickle.dumps({"segments": [Call(os.system, f"touch {mark}")], "device_traces": []}),
+    "global": lambda mark: opcodes(b"cos\nsystem\n(V" + f"touch {mark}".encode() + b"\ntR."),
+    "inst": lambda mark: opcodes(b"(V" + f"touch {mark}".encode() + b"\nios\nsystem\n."),
+    "obj": lambda mark: opcodes(b"(cos\nsystem\nV" + f"touch {mark}".encode() + b"\no."),
+    "class": lambda mark: pickle.dumps(Path),
+    "builtin": lambda mark: pickle.dumps(Call(getattr, "", "join")),
+    "extension": lambda mark: opcodes(b"\x82\x01."),
+    "persistent": lambda mark: opcodes(b"Pname\n."),
+    "buffer": lambda mark: b"\x80\x05\x97.",
+    "torch": lambda mark: pickle.dumps(__import__("torch").ones(1)),
+    "build": lambda mark: opcodes(b"}}(V__class__\nVx\nub."),
+    "bomb": lambda mark: b"\x80\x04\x8e" + (1 << 60).to_bytes(8, "little") + b"x.",
+}
+
+
+@pytest.mark.parametrize("kind", MALICIOUS)
+def test_a_malicious_pickle_runs_nothing(kind, tmp_path, capsys):
+    mark, path = tmp_path / "executed", tmp_path / "evil.pickle"
+    path.write_bytes(MALICIOUS[kind](mark))
+    assert main(["report", str(path)]) == 2
+    assert not mark.exists()
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert len(err.splitlines()) == 1
+    assert "evil.pickle" in err
+
+
+def test_the_malicious_pickles_are_such(tmp_path):
+    """They do run under pickle itself, so that the test above tells something."""
+    for kind in ("reduce", "exec", "inside", "global", "inst", "obj"):
+        mark = tmp_path / kind
+        pickle.loads(MALICIOUS[kind](mark))
+        assert mark.exists()
+
+
+def test_a_truncated_snapshot_is_said_to_be_one(tmp_path, capsys):
+    whole = pickle.dumps(forum(stripes=True)[0].snapshot())
+    path = tmp_path / "cut.pickle"
+    for length in (2, 100, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:length])
+        assert main(["report", str(path)]) == 2
+        assert "ends too early" in capsys.readouterr().err
+
+
+def mutations(whole, seed):
+    chance = random.Random(seed)
+    damaged = bytearray(whole)
+    for _ in range(chance.randrange(1, 6)):
+        damaged[chance.randrange(2, len(damaged))] = chance.randrange(256)
+    return bytes(damaged)
+
+
+def test_a_damaged_snapshot_is_an_error_or_a_report_and_nothing_else(tmp_path):
+    small = Allocator()
+    small.free(small.alloc(MIB, stack((1, "f"))), stack((2, "g")), recorded=True)
+    whole = pickle.dumps(small.snapshot())
+    path = tmp_path / "damaged.pickle"
+    refused = 0
+    for seed in range(400):
+        path.write_bytes(mutations(whole, seed))
+        try:
+            str(make_reports([path])[0])
+        except ValueError:
+            refused += 1
+    assert 0 < refused < 400
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        [],
+        {},
+        {"segments": 5},
+        {"segments": [{}]},
+        {"segments": [], "device_traces": [[{"action": "alloc"}]]},
+        {"segments": [], "device_traces": [[{"action": "alloc", "addr": 1, "size": "x", "stream": 0, "time_us": 0}]]},
+        {"segments": [], "device_traces": [[{"action": "alloc", "addr": 1, "size": -1, "stream": 0, "time_us": 0}]]},
+        {"segments": [], "device_traces": [[{"action": "alloc", "addr": [], "size": 1, "stream": 0, "time_us": 0}]]},
+    ],
+)
+def test_a_pickle_of_something_else_is_refused(tmp_path, content, capsys):
+    path = write(tmp_path / "other.pickle", content)
+    assert main(["report", str(path)]) == 2
+    assert "not a memory snapshot of torch" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "said"), [(b"", "is empty"), (b"PK\x03\x04zip", "neither"), (b"{}\n", "line 1"), (b"hello", "neither")]
+)
+def test_a_foreign_file_is_refused(tmp_path, content, said, capsys):
+    path = tmp_path / "file"
+    path.write_bytes(content)
+    assert main(["report", str(path)]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_what_can_not_be_read_or_written(tmp_path, pair, capsys):
+    for arguments, said in [
+        (["report", str(tmp_path / "nowhere.pickle")], "no such file"),
+        (["report", str(tmp_path / "no" / "where.pickle")], "no such file"),
+        (["report", str(tmp_path)], "can't be read"),
+        (["report", str(pair[0]), "--html", str(tmp_path / "no" / "x.html")], "--html"),
+        (["report", str(pair[0]), "--png", str(tmp_path / "no" / "x.png")], "--png"),
+    ]:
+        assert main(arguments) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_without_matplotlib_it_says_what_to_install(pair, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main(["report", str(pair[0]), "--png", str(tmp_path / "x.png")]) == 2
+    assert "pip install 'safecomm[plot]'" in capsys.readouterr().err
+
+
+# --- recordings ---------------------------------------------------------------------------------------------------
+
+
+def recording(path, rank, world, *, left=(), unusable=0):
+    """Write a recording such as a rank makes."""
+    at = "/home/me/train.py:21 in layer"
+    lines = [
+        {
+            "safecomm_record": 1,
+            "rank": rank,
+            "world": world,
+            "started": 1.7e9,
+            "interval": 0.1,
+            "pid": 7,
+            "versions": {},
+        },
+        {"site": 0, "op": "all_reduce", "group": "0", "at": at},
+    ]
+    for number in range(20):
+        site = [[0, 64 * MIB * (number % 2), 128 * MIB, 1, number, 64 * MIB * number, 0.004]] if number % 3 else []
+        allocator = {
+            "active": 900 * MIB,
+            "allocated": 900 * MIB - unusable,
+            "reserved": 1000 * MIB,
+            "unusable": unusable,
+        }
+        held = 64 * MIB * (number % 2)
+        lines.append({"t": number / 10, "held": held, "peak": 128 * MIB, "sites": site, **allocator})
+    lines.append({"end": 2.0, "left": [{**one, "at": at} for one in left]})
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_a_recording_names_what_holds_and_what_was_never_waited_for(tmp_path):
+    left = [
+        {"op": "all_reduce", "group": "0", "state": "in flight", "nbytes": 4 * MIB, "seconds": 1.5 + number}
+        for number in range(3)
+    ]
+    path = recording(tmp_path / "run.rank0.jsonl", 0, 2, left=left, unusable=300 * MIB)
+    (report,) = make_reports([path])
+    (table,) = report.tables
+    assert table.rows[0][0] == "all_reduce"
+    assert table.rows[0][1] == "128.0 MiB"
+    assert table.rows[0][-1] == "/home/me/train.py:21 in layer"
+    assert (
+        "3 all_reduce launched at /home/me/train.py:21 in layer were never waited for: at the end 12.0 MiB"
+        in report.advice[0]
+    )
+    assert "the first for 3.5 s" in report.advice[0]
+    assert "Up to 300.0 MiB of 900.0 MiB active were freed but unusable" in report.advice[1]
+    assert set(report.timelines[0].lines) == {"active", "reserved", "unusable"}
+    assert list(report.timelines[0].bands) == ["all_reduce at /home/me/train.py:21 in layer"]
+
+
+def test_all_ranks_of_a_run_or_one(tmp_path, capsys):
+    for rank in (0, 1, 3):
+        recording(tmp_path / f"run.rank{rank}.jsonl", rank, 4)
+    assert main(["report", str(tmp_path / "run.jsonl")]) == 2
+    assert "of 4 ranks, 1 are missing (2)" in capsys.readouterr().err
+    assert main(["report", str(tmp_path / "run.rank0.jsonl"), str(tmp_path / "run.rank1.jsonl")]) == 2
+    assert "2 are missing (2, 3)" in capsys.readouterr().err
+    assert main(["report", str(tmp_path / "run.rank1.jsonl")]) == 0
+    recording(tmp_path / "run.rank2.jsonl", 2, 4)
+    capsys.readouterr()
+    assert main(["report", str(tmp_path / "run.jsonl"), "--html", str(tmp_path / "x.html")]) == 0
+    out = capsys.readouterr().out
+    for rank in range(4):
+        assert f"run.rank{rank}.jsonl, rank {rank} of 4" in out
+
+
+def test_a_real_recording_can_be_reported(tmp_path):
+    import safecomm
+
+    with safecomm.record_memory(tmp_path / "run.jsonl") as made:
+        pass
+    (report,) = make_reports([made.path])
+    assert "collectives held 0 B at the most" in report.summary[0]
+    make_page([report])
+
+
+# --- pictures -----------------------------------------------------------------------------------------------------
+
+
+def test_the_plot_shows_both_timelines(pair, tmp_path):
+    image = pytest.importorskip("matplotlib.image", reason="matplotlib is not installed")
+    path = tmp_path / "x.png"
+    assert main(["report", *map(str, pair), "--png", str(path)]) == 0
+    pixels = image.imread(path)[..., :3]
+    half = pixels.shape[1] // 2
+    stripes = [reddish(pixels[:, :half]), reddish(pixels[:, half:])]
+    assert stripes[0] > 0.2
+    assert stripes[1] < 0.005
+
+
+def reddish(pixels):
+    """Return the share of the pixels that are of the colour of memory that is freed but unusable."""
+    red, green, blue = (pixels[..., one] for one in range(3))
+    return float(((red > 0.75) & (green < 0.6) & (blue < 0.65) & (abs(green - blue) < 0.12)).mean())
+
+
+def test_the_page_needs_no_other_file_and_runs_nothing_of_the_data(tmp_path):
+    allocator = Allocator()
+    evil = "/x/</script><script>alert(1)</script><!--.py"
+    allocator.alloc(MIB, stack((1, "<img src=x onerror=alert(1)>"), program=evil))
+    page = make_page(make_reports([write(tmp_path / "x.pickle", allocator.snapshot())]))
+    assert not re.search(r"(src|href)\s*=\s*[\"']", page)
+    assert "http" not in page.replace("https://html", "")
+    assert "<img" not in page
+    assert page.count("<script") == 2
+    assert page.count("</script>") == 2
+    data = json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])
+    assert any("onerror" in line for line in data[0]["stacks"][-1])
+
+
+PROBE = """
+<script>
+addEventListener("load", () => requestAnimationFrame(() => {
+  const share = (canvas) => {
+    const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+    let red = 0, painted = 0;
+    for (let i = 0; i < data.length; i += 4) {
+      if (data[i + 3]) painted++;
+      if (data[i] > 200 && data[i + 1] < 80 && data[i + 2] < 80) red++;
+    }
+    return [red / (data.length / 4), painted / (data.length / 4)];
+  };
+  const view = views[0], canvas = view.canvas;
+  const hover = document.getElementById("hover");
+  const at = (kind, x, y, more) => canvas.dispatchEvent(
+    new (kind === "wheel" ? WheelEvent : PointerEvent)(kind, { clientX: x, clientY: y, bubbles: true, ...more }));
+  const box = canvas.getBoundingClientRect();
+  const found = { canvases: views.length, shares: views.map((v) => share(v.canvas)), errors: window.failures ?? 0 };
+  const block = view.timeline.blocks.find((b) => b[1] !== null && b[2] > b[1]) ?? view.timeline.blocks[0];
+  if (block) {
+    const x = view.x((block[1] + block[2]) / 2 || block[0]), y = view.y(block[3] + block[4] / 2);
+    at("pointermove", box.left + x, box.top + y);
+    found.hover = hover.style.display === "block" ? hover.textContent : "";
+    const before = view.time(x);
+    at("wheel", box.left + x, box.top + y, { deltaY: -500, cancelable: true });
+    found.zoomed = view.end - view.start;
+    found.moved = Math.abs(view.time(x) - before) / view.timeline.duration;
+    canvas.dispatchEvent(new MouseEvent("dblclick"));
+    found.all = view.end - view.start === view.timeline.duration;
+  }
+  const result = document.createElement("pre");
+  result.id = "result";
+  result.textContent = JSON.stringify(found);
+  document.body.append(result);
+}));
+</script>
+"""
+
+
+def browse(page, folder, *arguments):
+    """Open ``page`` in a real browser without a window, and return what it prints."""
+    flags = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
+    flags += " --disable-component-update --disable-sync --window-size=1500,900 --virtual-time-budget=4000"
+    command = [CHROMIUM, *flags.split(), f"--user-data-dir={folder / 'profile'}", *arguments, page.as_uri()]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=True).stdout
+
+
+def probed(paths, folder):
+    """Return what a browser finds in the page of ``paths``, and a screenshot of it."""
+    page = folder / "report.html"
+    assert main(["report", *map(str, paths), "--html", str(page)]) == 0
+    with_probe = folder / "probe.html"
+    listener = "<script>onerror = () => { window.failures = (window.failures ?? 0) + 1; };</script>"
+    text = page.read_text().replace("<body>", f"<body>{listener}").replace("</body>", f"{PROBE}</body>")
+    with_probe.write_text(text)
+    found = re.search(r'<pre id="result">(.*?)</pre>', browse(with_probe, folder, "--dump-dom"), re.DOTALL)
+    assert found, "the script of the page did not get to its end"
+    browse(page, folder, f"--screenshot={folder / 'shot.png'}")
+    return json.loads(found[1].replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&")), folder / "shot.png"
+
+
+@needs_browser
+def test_a_browser_shows_both_timelines_with_hover_and_zoom(pair, tmp_path):
+    found, screenshot = probed(pair, tmp_path)
+    assert found["errors"] == 0
+    assert found["canvases"] == 2
+    (stock, painted), (ours, also_painted) = found["shares"]
+    assert stock > 0.3
+    assert ours == 0
+    assert painted > 0.5
+    assert also_painted > 0.2
+    assert "freed, and unusable for" in found["hover"]
+    assert (
+        f"allocated at\n  /usr/lib/python3/site-packages/torch/_tensor.py:1000 in wrapped\n  {LAYER}" in found["hover"]
+    )
+    assert f"{GONE}" in found["hover"].partition("freed at")[2]
+    assert 0 < found["zoomed"] < 10000
+    assert found["moved"] < 3e-3  # a pixel
+    assert found["all"]
+    image = pytest.importorskip("matplotlib.image", reason="matplotlib is not installed")
+    pixels = image.imread(screenshot)[..., :3]
+    half = pixels.shape[1] // 2
+    assert reddish(pixels[:, :half]) > 0.1
+    assert reddish(pixels[:, half:]) < 0.005
+
+
+@needs_browser
+def test_a_browser_shows_recordings_and_what_has_no_history(tmp_path):
+    recording(tmp_path / "run.rank0.jsonl", 0, 1, unusable=300 * MIB)
+    empty = write(tmp_path / "empty.pickle", {"segments": [], "device_traces": []})
+    found, _ = probed([tmp_path / "run.jsonl", empty], tmp_path)
+    assert found["errors"] == 0
+    assert found["canvases"] == 1
+    assert found["shares"][0][1] > 0.05
+
+
+# --- snapshots of a real run ----------------------------------------------------------------------------------------
+
+recorded = pytest.mark.skipif(
+    not (RECORDED / "figures.json").exists(), reason="no snapshots of a real run: benchmarks/record_snapshots.py"
+)
+
+
+@recorded
+def test_in_a_real_run_the_stripes_are_found_with_the_allocators_bytes_and_the_right_line():
+    figures = json.loads((RECORDED / "figures.json").read_text())
+    assert sum(path.stat().st_size for path in RECORDED.iterdir()) < 2 * MIB
+    for name in ("stock", "safecomm"):
+        (trace,) = read_snapshot(RECORDED / f"{name}.pickle").traces
+        active = [one + two for one, two in zip(trace.allocated, trace.unusable, strict=True)]
+        assert max(active) == pytest.approx(figures[name]["active_peak"], rel=0.01)
+        assert active[-1] == pytest.approx(figures[name]["active"], rel=0.01)
+        assert trace.unusable[-1] == pytest.approx(figures[name]["active"] - figures[name]["allocated"], rel=0.01)
+    stock, ours = make_reports([RECORDED / "stock.pickle", RECORDED / "safecomm.pickle"])
+    assert f"allocated at {figures['line']}" in stock.advice[0]
+    assert not [text for text in ours.advice if "unusable" in text]
+
+
+@recorded
+@needs_browser
+def test_in_a_real_run_the_page_shows_the_forums_two_pictures(tmp_path):
+    found, _ = probed([RECORDED / "stock.pickle", RECORDED / "safecomm.pickle"], tmp_path)
+    assert found["errors"] == 0
+    assert found["shares"][0][0] > 0.1
+    assert found["shares"][1][0] < 0.01
