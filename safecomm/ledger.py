@@ -838,7 +838,7 @@ class Ledger:
     def _alone(self, entry: Entry) -> bool:
         """Return whether nobody but records refers to what a record holds, neither in C++ nor in Python."""
         (storage,) = entry.storages
-        shared = len(self.recorded[storage._cdata]) - 1
+        shared = len(self.recorded[storage._cdata]) - 1 + _torch.KEPT.get(storage._cdata, 0)
         return getrefcount(storage) - shared <= _UNSHARED_STORAGE and _torch.only_holder(storage)
 
     def freeing(self, storage: torch.UntypedStorage, *, order: bool = True) -> list[tuple[int, int]]:
@@ -943,6 +943,11 @@ class Ledger:
         )
 
     # --- all of it ------------------------------------------------------------------------------------------
+
+    @property
+    def entries(self) -> list[Entry]:
+        """All that is held, quarantined entries last."""
+        return self._entries() + list(self.quarantine)
 
     def pending(self) -> list[Pending]:
         """Return what is held, oldest first, quarantined entries last."""
