@@ -699,7 +699,8 @@ class Ledger:
     def _capturing(self) -> int:
         """Return the capture that a current stream is part of; 0 if none is."""
         failed = {entry.lane.index for entry in tuple(self.quarantine)}
-        for index in ({lane.index for lane in tuple(self.busy)} | failed) - {HOST}:
+        left = {orphan[0] for orphan in tuple(self._orphans)}
+        for index in ({lane.index for lane in tuple(self.busy)} | failed | left) - {HOST}:
             stream = self.streams.current(index)
             if stream and (capture := self.streams.capture(stream)):
                 return capture
@@ -967,6 +968,7 @@ class Ledger:
     def _finish(self, timeout: timedelta | None, group: Any) -> None:
         deadline = None if timeout is None else time.monotonic() + timeout.total_seconds()
         self.await_works(timeout, group)
+        self.sweep()  # what graphs have left, if that was all
         self._empty_quarantine(group, deadline)
         self._await_all(group, deadline)  # what a record holds may have been held by one of those too
 

@@ -196,6 +196,9 @@ class Arena:
     >>> arena.close()
     """
 
+    _backing: Any = None
+    _pool: Any = None
+
     def __init__(
         self,
         nbytes: int | str,
@@ -226,7 +229,6 @@ class Arena:
         streams = LEDGER.streams
         if self.index != HOST and (here := streams.current(self.index)) and streams.capture(here):
             raise ArenaError("Arena: can't be made inside a CUDA graph capture; make it before")
-        self._backing: Any = None
         if register is not None:
             from safecomm.arena.registration import Registration
 
