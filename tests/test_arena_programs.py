@@ -24,7 +24,7 @@ from simulated import INDEX, Block, FakeGraph, FakeGroup, Launched, SimulatedDev
 from safecomm import _torch, captures
 from safecomm.arena import Arena
 from safecomm.arena import arena as arena_module
-from safecomm.arena.layout import ALIGNMENT, NOBODY, Layout, Slot, Space
+from safecomm.arena.layout import ALIGNMENT, NOBODY, Layout, Shelf, Slot, Space
 from safecomm.captures import CapturedGraph
 from safecomm.ledger import Ledger
 
@@ -523,8 +523,8 @@ def is_at_home_where_the_block_is() -> Any:
 def takes_from_a_shelf_blindly() -> Any:
     """Does not look at what it takes from a shelf."""
 
-    def from_shelf(layout: Layout, ready: list[Slot], shelf: list[Slot]) -> Slot | None:
-        return shelf.pop() if shelf else None
+    def from_shelf(layout: Layout, shelf: Shelf) -> Slot | None:
+        return shelf.slots.pop() if shelf.slots else None
 
     return mock.patch.object(Layout, "from_shelf", from_shelf)
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from safecomm import _torch, captures
-from safecomm.arena.layout import Layout, Slot, rounded
+from safecomm.arena.layout import Layout, Shelf, Slot, rounded
 from safecomm.errors import ArenaError, ArenaFullError
 from safecomm.ledger import LEDGER
 from safecomm.streams import HOST, Streams
@@ -275,7 +275,7 @@ class Arena:
         self._log: list[tuple[str, int, int]] = []  # of requests, since the last check: site, bytes, place
         self._layout = Layout(block.numel(), buckets, _idle)
         # By what a request says, the shelves of what it asks for. Requests that are checked are not in it.
-        self._fast: dict[Any, tuple[list[Slot], list[Slot]]] = {}
+        self._fast: dict[Any, Shelf] = {}
         if index != HOST:
             self._home = streams.current(index)  # of the block itself
             streams.claim(self._base, self._base + block.numel(), self._home_of)
@@ -313,22 +313,30 @@ class Arena:
         index = self.index
         stream = self._current(index) if index >= 0 else index
         try:
-            ready, shelf = self._fast[size, dtype, stream, bucket]
+            shelf = self._fast[size, dtype, stream, bucket]
             if stream <= 0 or not self._capture(stream):
-                if not ready:
-                    # The last that was handed out, which nobody else can take now.
-                    slot = shelf.pop()
-                    # This is _idle(slot), written out.
-                    if _use_count(slot.cdata) != 2 or getrefcount(slot.storage) != _UNUSED:
-                        shelf.append(slot)
-                        found = self._layout.from_shelf(ready, shelf)
+                slots, first = shelf.slots, shelf.first
+                # What is _idle(slot) is written out here.
+                if (
+                    shelf.ready
+                    and first is not None
+                    and (_use_count(first.cdata) != 2 or getrefcount(first.storage) != _UNUSED)
+                ):
+                    slot = shelf.ready.pop()
+                else:
+                    slot = slots.pop()  # the last that was handed out, which nobody else can take now
+                    if (
+                        _use_count(slot.cdata) != 2
+                        or getrefcount(slot.storage) != _UNUSED
+                        or (slot is not first and (first is None or _idle(first, False)))
+                    ):
+                        slots.append(slot)
+                        found = self._layout.from_shelf(shelf)
                         if found is None:
                             return self._empty(size, dtype, stream, bucket)
                         slot = found
-                else:
-                    slot = ready.pop()
                 tensor: torch.Tensor = slot.template.data
-                shelf.append(slot)
+                slots.append(slot)
                 return tensor
         except (KeyError, IndexError, TypeError):
             pass
@@ -371,7 +379,7 @@ class Arena:
                 if len(self._fast) > 1 << 13:
                     self._fast.clear()
                 with contextlib.suppress(TypeError):  # a list can't be a key
-                    self._fast[size, dtype, stream, bucket] = slot.ready, slot.shelf
+                    self._fast[size, dtype, stream, bucket] = slot.shelf
         return tensor
 
     def _furnish(self, slot: Slot, shape: tuple[int, ...], dtype: torch.dtype) -> None:

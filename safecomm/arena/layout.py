@@ -34,6 +34,19 @@ def rounded(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
+class Shelf:
+    """The slots of one kind of request."""
+
+    __slots__ = ("first", "ready", "slots")
+
+    def __init__(self) -> None:
+        self.slots: list[Slot] = []  # handed out, and maybe idle again; the last at the end
+        self.ready: list[Slot] = []  # known to be idle, the lowest at the end
+        # The one that was handed out first since all were looked at. When it is idle again, a step begins anew: all
+        # are looked at, and handed out from the lowest on, so that each step gets the places of the one before.
+        self.first: Slot | None = None
+
+
 class Slot:
     """A range of the block that is handed out as one storage, again and again."""
 
@@ -47,7 +60,6 @@ class Slot:
         "identity",
         "key",
         "pointer",
-        "ready",
         "shelf",
         "site",
         "start",
@@ -64,13 +76,15 @@ class Slot:
         self.bucket = ""
         self.key: Any = None
         self.identity: Any = None
-        self.shelf: list[Slot] = []
-        self.ready: list[Slot] = []  # of the shelf
+        self.shelf = _NO_SHELF
         self.site = ""
         self.storage: Any = None
         self.template: Any = None  # a tensor of the shelf's shape and type, which others are copied from
         self.cdata = 0
         self.pointer = 0
+
+
+_NO_SHELF = Shelf()
 
 
 class Space:
@@ -137,9 +151,7 @@ class Layout:
             start += rounded(size)
         self.bounds[""] = (start, nbytes)
         self.spaces = {name: Space(*bounds) for name, bounds in self.bounds.items()}
-        # By kind of request: those of its slots that are known to be idle, and the others, the last handed out at the
-        # end. The lists stay the same objects.
-        self._shelves: dict[Any, tuple[list[Slot], list[Slot]]] = {}
+        self._shelves: dict[Any, Shelf] = {}  # by kind of request
         self.cut: dict[int, Slot] = {}  # by start: all slots that there are
         self._starts: list[int] = []  # sorted
         self._spare: dict[Any, Slot] = {}  # slots that are not cut out now, to be cut out again as they were
@@ -160,7 +172,7 @@ class Layout:
         key = (*identity, stream, bucket, capture) if capture else (*identity, stream, bucket)
         with self.lock:
             shelf = self._shelves.get(key)
-            slot = None if shelf is None else self.from_shelf(*shelf)
+            slot = None if shelf is None else self.from_shelf(shelf)
             if slot is not None:
                 return slot, NOBODY
             size = rounded(nbytes)
@@ -187,61 +199,68 @@ class Layout:
             self.high_water[bucket] = max(self.high_water[bucket], self.taken[bucket])
             if shelf is None:
                 if len(self._shelves) > LIMIT:
-                    self._shelves = {known: lists for known, lists in self._shelves.items() if any(lists)}
-                shelf = self._shelves.setdefault(key, ([], []))
-            slot.ready, slot.shelf = shelf
+                    self._shelves = {k: one for k, one in self._shelves.items() if one.slots or one.ready}
+                shelf = self._shelves.setdefault(key, Shelf())
+            slot.shelf = shelf
+            if shelf.first is None:
+                shelf.first = slot
             return slot, after - {stream}
 
     def put(self, slot: Slot) -> None:
         """Put a slot on its shelf, as the last that was handed out."""
-        slot.shelf.append(slot)
+        slot.shelf.slots.append(slot)
 
-    def from_shelf(self, ready: list[Slot], shelf: list[Slot]) -> Slot | None:
+    def from_shelf(self, shelf: Shelf) -> Slot | None:
         """Take an idle slot from a shelf: one of the last handed out, or else look at all of them.
 
         The first finds the buffer that comes and goes beside many that stay, the second pays once for all that have
         become idle. What is popped is nobody else's: other threads pop from the same lists without the lock.
         """
         with self.lock:
-            if ready:
+            slots, ready, idle = shelf.slots, shelf.ready, self._idle
+            anew = shelf.first is None or idle(shelf.first, shelf.first.capture > 0)
+            if not anew:
                 with contextlib.suppress(IndexError):
                     return ready.pop()
-            idle = self._idle
-            for slot in shelf[: -PROBES - 1 : -1]:
-                graphs = slot.capture > 0
-                if idle(slot, graphs) and self._pop(slot, graphs):
-                    return slot
-            if len(shelf) <= PROBES:
-                return None
-            found = [slot for slot in shelf[:-PROBES] if self._pop(slot, slot.capture > 0)]
-            if not found:
-                return None
+                for slot in slots[: -PROBES - 1 : -1]:
+                    graphs = slot.capture > 0
+                    if idle(slot, graphs) and self._pop(slot, graphs):
+                        return slot
+                if len(slots) <= PROBES:
+                    return None
+            found = [slot for slot in tuple(slots) if self._pop(slot, slot.capture > 0)]
+            while ready:
+                with contextlib.suppress(IndexError):
+                    found.append(ready.pop())
             found.sort(key=lambda slot: -slot.start)
-            slot = found.pop()
+            lowest = found.pop() if found else None
             ready += found
-            return slot
+            if anew:
+                shelf.first = lowest
+            return lowest
 
     def _pop(self, slot: Slot, but_for_graph: bool) -> bool:
         """Take ``slot`` from its shelf; False if it is in use, or another thread was faster."""
         if not self._idle(slot, but_for_graph):
             return False
         try:
-            slot.shelf.remove(slot)
+            slot.shelf.slots.remove(slot)
         except ValueError:
             return False
         if self._idle(slot, but_for_graph):
             return True
-        slot.shelf.append(slot)
+        slot.shelf.slots.append(slot)
         return False
 
     def harvest(self) -> None:
         """Make free ranges of all slots that are no longer in use."""
         with self.lock:
             for slot in tuple(self.cut.values()):
-                if slot in slot.ready:
+                shelf = slot.shelf
+                if slot in shelf.ready:
                     if self._idle(slot, False):
                         with contextlib.suppress(ValueError):  # another thread was faster
-                            slot.ready.remove(slot)
+                            shelf.ready.remove(slot)
                             self._give_back(slot)
                 elif self._pop(slot, False):
                     self._give_back(slot)
@@ -251,7 +270,10 @@ class Layout:
         del self._starts[bisect.bisect_left(self._starts, slot.start)]
         self.taken[slot.bucket] -= slot.end - slot.start
         self.spaces[slot.bucket].give(slot.start, slot.end, frozenset((slot.home,)))
-        if slot.capture and not (slot.shelf or slot.ready):  # a capture comes only once
+        shelf = slot.shelf
+        if shelf.first is slot:
+            shelf.first = None
+        if slot.capture and not (shelf.slots or shelf.ready):  # a capture comes only once
             self._shelves.pop(slot.key, None)
         if len(self._spare) > LIMIT:
             self._spare.clear()
