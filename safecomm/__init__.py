@@ -10,9 +10,11 @@ The direction of dependency, top to bottom; nothing imports upwards (``tests/tes
     demo                   the program that shows what it is for
     patching               patch(), unpatch(), and the runner
     diagnostics            where memory goes, and what keeps it; loaded when asked for
+    functional             autograd-aware collectives out of the arena
     graphs                 graph(): a capture in which collectives behave
     record_stream          avoid_record_streams(): intercept, convert, verify
     collectives            the wrapped collectives, a file a family
+    arena                  one contiguous block of communication buffers
     captures               what CUDA graphs own
     work                   the handle
     ledger                 what is held, until when: the only place that decides a release
@@ -32,6 +34,14 @@ from torch.distributed import *  # noqa: F403
 from torch.torch_version import TorchVersion
 
 from safecomm import _submodules
+from safecomm import functional as functional
+from safecomm.arena import Arena as Arena
+from safecomm.arena import ArenaStats as ArenaStats
+from safecomm.arena import BucketStats as BucketStats
+from safecomm.arena import Plan as Plan
+from safecomm.arena import empty as empty
+from safecomm.arena import record_plan as record_plan
+from safecomm.arena import use_arena as use_arena
 from safecomm.captures import CapturedGraph as CapturedGraph
 from safecomm.captures import Lease as Lease
 from safecomm.collectives.all_to_all import all_to_all as all_to_all
@@ -58,6 +68,8 @@ from safecomm.collectives.reduce import reduce_scatter as reduce_scatter
 from safecomm.collectives.reduce import reduce_scatter_tensor as reduce_scatter_tensor
 from safecomm.collectives.scatter import broadcast as broadcast
 from safecomm.collectives.scatter import scatter as scatter
+from safecomm.errors import ArenaError as ArenaError
+from safecomm.errors import ArenaFullError as ArenaFullError
 from safecomm.errors import CaptureBoundaryError as CaptureBoundaryError
 from safecomm.errors import LiveGraphError as LiveGraphError
 from safecomm.errors import PendingWorkError as PendingWorkError

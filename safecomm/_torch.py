@@ -127,14 +127,36 @@ def raw_stream(stream: torch.Stream) -> int:
 _storage_use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
 
 
+USE_COUNT = _storage_use_count is not None
+"""Whether torch tells how many references there are to a storage in C++."""
+
+storage_use_count: Callable[[int], int] = _storage_use_count or (lambda _: 0)
+"""How many references there are in C++ to the storage at an address; nobody knows without ``USE_COUNT``."""
+
+KEPT: dict[int, int] = {}
+"""Storages that something keeps for good without using them, by ``_cdata``: how many references it has in Python.
+
+In C++ it has one. An arena keeps its slots so.
+"""
+
+
 def only_holder(storage: Any) -> bool:
-    """Return whether the caller's reference to ``storage`` is the only one left; False if torch does not say."""
+    """Return whether the caller's reference to ``storage`` is the only one left; False if torch does not say.
+
+    Not counting what is :data:`KEPT`.
+    """
     if _storage_use_count is None or not isinstance(storage, torch.UntypedStorage):
         return False
-    return _storage_use_count(storage._cdata) == 1
+    cdata = storage._cdata
+    return _storage_use_count(cdata) == (2 if cdata in KEPT else 1)
 
 
 _construct_storage: Callable[..., Any] | None = getattr(torch._C, "_construct_storage_from_data_pointer", None)
+
+
+def storage_over(pointer: int, device: torch.device, nbytes: int) -> torch.UntypedStorage | None:
+    """Return a storage of memory that it does not own; None if torch can't make one."""
+    return None if _construct_storage is None else _construct_storage(pointer, device, nbytes)
 
 
 def unowned(tensor: torch.Tensor) -> torch.Tensor:

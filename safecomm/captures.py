@@ -12,6 +12,7 @@ import functools
 import sys
 import types
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,9 @@ from safecomm.ledger import LEDGER, Entry, Ledger
 
 RECORDING: dict[int, CapturedGraph] = {}
 """The captures that are going on, by their id."""
+
+BEFORE: list[Callable[[int], None]] = []
+"""Called with the index of the device, before a capture begins there."""
 
 _live: dict[int, CapturedGraph] = {}
 
@@ -76,6 +80,7 @@ class CapturedGraph:
         self._pool = tuple(pool)
         self._older = older  # memory of the pool that other graphs have, which share it
         self._arguments: list[_Argument] = []
+        self._slots: dict[int, torch.UntypedStorage] = {}  # of an arena, by address
         self._groups: dict[int, weakref.ref[Any]] = {}
         self._replayed: dict[int, None] = {}  # the streams that it was replayed on
         self._diversion = contextlib.ExitStack()
@@ -87,14 +92,21 @@ class CapturedGraph:
     def leases(self) -> list[Lease]:
         """Return what the graph's collectives read and write, in the order of the calls."""
         return [
-            Lease(one.op, one.bytes, one.storage is not None, _torch.group_name(one._group()), one.site)
+            Lease(
+                one.op,
+                one.bytes,
+                one.storage is not None or one.pointer in self._slots,
+                _torch.group_name(one._group()),
+                one.site,
+            )
             for one in self._arguments
         ]
 
     @property
     def nbytes(self) -> int:
         """Bytes that the graph holds outside of its own pool."""
-        return sum({one.pointer: one.bytes for one in self._arguments if one.storage is not None}.values())
+        slots = {pointer: storage.nbytes() for pointer, storage in self._slots.items()}
+        return sum({**slots, **{one.pointer: one.bytes for one in self._arguments if one.storage is not None}}.values())
 
     def uses(self, group: Any) -> bool:
         """Return whether a collective of ``group`` (None: of any group) was captured."""
@@ -109,8 +121,9 @@ class CapturedGraph:
         pointer = storage.data_ptr()
         if not pointer:
             return
-        inside = self._ledger.streams.pool(pointer) == self._pool and not any(
-            start <= pointer < end for start, end in self._older
+        inside = pointer in self._slots or (
+            self._ledger.streams.pool(pointer) == self._pool
+            and not any(start <= pointer < end for start, end in self._older)
         )
         one = _Argument()
         one.op = op
@@ -123,6 +136,20 @@ class CapturedGraph:
         one.code, one.instruction = frame.f_code, frame.f_lasti
         self._arguments.append(one)
         self._groups[id(group)] = weakref.ref(group)
+
+    def lease(self, storage: torch.UntypedStorage) -> None:
+        """Hold a slot of an arena, which was handed out in the capture, for as long as the graph may write to it."""
+        pointer = storage.data_ptr()
+        if pointer not in self._slots:
+            self._slots[pointer] = storage
+            _torch.KEPT[storage._cdata] += 1
+
+    def _leave_slots(self) -> tuple[torch.UntypedStorage, ...]:
+        slots = tuple(self._slots.values())
+        self._slots.clear()
+        for storage in slots:
+            _torch.KEPT[storage._cdata] -= 1
+        return slots
 
     def check(self) -> None:
         """Raise StaleGraphError if an argument was freed or moved since the capture. :meth:`replay` begins with it."""
@@ -197,6 +224,7 @@ class CapturedGraph:
 
     def _give_back(self) -> None:
         storages = tuple({one.pointer: one.storage for one in self._arguments if one.storage is not None}.values())
+        storages += self._leave_slots()
         self._arguments.clear()
         self._groups.clear()
         if storages:
@@ -214,6 +242,8 @@ def around_begin(original: Any) -> Any:
         # A pool by its name, because a graph does not tell its pool before the capture has ended.
         older = [] if pool is None else LEDGER.streams.allocated(tuple(pool))
         pool = torch.cuda.graph_pool_handle() if pool is None else pool
+        for prepare in BEFORE:
+            prepare(torch.cuda.current_device())
         original(graph, pool, *args, **kwargs)
         index = torch.cuda.current_device()
         stream = LEDGER.current(index)

@@ -51,3 +51,17 @@ class StaleGraphError(SafecommError):
 
     The message names the collective and its call site. Nothing was replayed; capture the graph again.
     """
+
+
+class ArenaError(SafecommError):
+    """An arena was used in a way that it can't be: after its end, in another process, or twice on one device.
+
+    The message names the operation and what to do. Nothing was lost: what the arena has handed out stays valid.
+    """
+
+
+class ArenaFullError(ArenaError):
+    """An arena with ``full="raise"`` has no room for a request.
+
+    The message names the request, the call site, and the size with which there would have been room.
+    """

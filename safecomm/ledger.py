@@ -885,7 +885,7 @@ class Ledger:
         if not entry.storages:
             return False  # another thread has released it
         (storage,) = entry.storages
-        shared = len(self.recorded[storage._cdata]) - 1
+        shared = len(self.recorded[storage._cdata]) - 1 + _torch.KEPT.get(storage._cdata, 0)
         return getrefcount(storage) - shared <= _UNSHARED_STORAGE and _torch.only_holder(storage)
 
     def freeing(self, storage: torch.UntypedStorage, *, order: bool = True) -> list[tuple[int, int]]:
@@ -1015,6 +1015,11 @@ class Ledger:
         return len(self._reported)
 
     # --- all of it ------------------------------------------------------------------------------------------
+
+    @property
+    def entries(self) -> list[Entry]:
+        """All that is held, quarantined entries last."""
+        return self._entries() + list(self.quarantine)
 
     def pending(self) -> list[Pending]:
         """Return what is held, oldest first, quarantined entries last."""

@@ -8,6 +8,7 @@ so two objects can be one stream.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -26,6 +27,9 @@ Segment = tuple[int | None, int, int, Any]
 _NOBODYS: Segment = (None, 0, 0, None)
 """The segment of memory of which nobody knows the stream."""
 
+_CLAIMED = -2
+"""In place of a segment's stream: somebody hands out pieces of it, and knows their streams."""
+
 
 class Streams(Protocol):
     """The questions that the ledger asks of a device."""
@@ -41,6 +45,12 @@ class Streams(Protocol):
 
     def at_home(self, stream: int, pointer: int, other: int | None = None, /) -> bool:
         """Return whether the memory at one or two pointers was surely allocated on ``stream``."""
+
+    def claim(self, start: int, end: int, home: Callable[[int], int | None], /) -> None:
+        """From now on ask ``home`` where the memory from address ``start`` to ``end`` was allocated."""
+
+    def unclaim(self, start: int, /) -> None:
+        """Undo the claim that begins at ``start``."""
 
     def pool(self, pointer: int, /) -> Any:
         """Return the allocator's pool, such as that of a graph, that the memory at ``pointer`` is part of."""
@@ -98,6 +108,7 @@ class CudaStreams:
         # By the driver's buffer id and not by address: a segment keeps its stream for life, but once it is
         # unmapped its address can come back as a segment of another stream (it did, in the first program tried).
         self._segments: dict[int, Segment] = {}
+        self._claims: dict[int, tuple[int, Callable[[int], int | None]]] = {}
         self._streams: dict[tuple[int, int], Any] = {}
         self._events: dict[int, list[Any]] = {}
 
@@ -105,7 +116,22 @@ class CudaStreams:
     capture = staticmethod(_torch.capture_id)
 
     def home(self, pointer: int) -> int | None:
-        return self._segment(pointer)[0]
+        home = self._segment(pointer)[0]
+        return self._claimed_home(pointer) if home == _CLAIMED else home
+
+    def claim(self, start: int, end: int, home: Callable[[int], int | None]) -> None:
+        self._claims[start] = (end, home)
+        self._segments.clear()
+
+    def unclaim(self, start: int) -> None:
+        self._claims.pop(start, None)
+        self._segments.clear()
+
+    def _claimed_home(self, pointer: int) -> int | None:
+        for start, (end, home) in tuple(self._claims.items()):
+            if start <= pointer < end:
+                return home(pointer)
+        return self._search(pointer)[0]  # the segment is larger than the claim
 
     def pool(self, pointer: int) -> Any:
         return self._segment(pointer)[3]
@@ -130,7 +156,11 @@ class CudaStreams:
         known = self._segments.get(answer.value)
         home, start, end, _ = known or self._look_up(pointer, answer.value)
         # Where both lie in one segment, which the driver has just confirmed for the first, it need not be asked again.
-        return home == stream and (other is None or start <= other < end or self._segment(other)[0] == stream)
+        if home == stream:
+            return other is None or start <= other < end or self.home(other) == stream
+        if home == _CLAIMED and self._claimed_home(pointer) == stream:
+            return other is None or self.home(other) == stream
+        return False
 
     def _segment(self, pointer: int) -> Segment:
         if pointer_attribute is None:
@@ -146,12 +176,21 @@ class CudaStreams:
             return self._look_up(pointer, identity)
 
     def _look_up(self, pointer: int, identity: int) -> Segment:
+        if len(self._segments) > 1 << 16:
+            self._segments.clear()  # segments come and go, their ids never come back
+        found = self._search(pointer)
+        _, start, end, pool = found
+        for first, (last, _) in tuple(self._claims.items()):
+            if first <= pointer < last or (first < end and start < last):
+                found = (_CLAIMED, 0, 0, pool)
+        self._segments[identity] = found
+        return found
+
+    def _search(self, pointer: int) -> Segment:
         try:
             segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
         except RuntimeError:
             segments = []  # an allocator that keeps no record, such as a pluggable one
-        if len(self._segments) > 1 << 16:
-            self._segments.clear()  # segments come and go, their ids never come back
         # Only for this pointer, whose memory the caller keeps alive: any other segment of the snapshot may by now
         # have been unmapped by another thread, and its address given to a segment of another stream.
         for segment in segments:
@@ -160,12 +199,8 @@ class CudaStreams:
             if start <= pointer < end:
                 # An expandable segment has an id for each part that is mapped, and we don't know where this part ends.
                 end = 0 if segment.get("is_expandable") else end
-                found = (segment["stream"], start, end, tuple(segment.get("segment_pool_id", (0, 0))))
-                break
-        else:
-            found = _NOBODYS  # not this allocator's memory
-        self._segments[identity] = found
-        return found
+                return (segment["stream"], start, end, tuple(segment.get("segment_pool_id", (0, 0))))
+        return _NOBODYS  # not this allocator's memory
 
     def _stream(self, index: int, stream: int) -> Any:
         known = self._streams.get((index, stream))

@@ -50,6 +50,7 @@ WRAPPED = [
 ]
 CLASSES = ["Work", "P2POp"]
 NEW = [
+    "Arena", "ArenaError", "ArenaFullError", "ArenaStats", "BucketStats", "Plan", "empty", "record_plan", "use_arena",
     "CaptureBoundaryError", "CapturedGraph", "Lease", "LiveGraphError", "Pending", "PendingWorkError",
     "RecordStreamError", "SafecommError", "StaleGraphError", "avoid_record_streams", "drain", "graph", "is_patched",
     "original", "past", "patch", "patched", "pending", "settle_before_capture", "unpatch",

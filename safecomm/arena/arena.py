@@ -1,0 +1,696 @@
+"""Arena: communication buffers out of one contiguous block."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import math
+import os
+import re
+import sys
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from sys import getrefcount
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from safecomm import _torch, captures
+from safecomm.arena.layout import Layout, Shelf, Slot, rounded
+from safecomm.errors import ArenaError, ArenaFullError
+from safecomm.ledger import LEDGER
+from safecomm.streams import HOST, Streams
+
+if TYPE_CHECKING:
+    from safecomm.arena.plan import Plan
+
+log = logging.getLogger("safecomm")
+
+POLICIES = ("fallback", "raise")
+
+# Bound once: each of these is read on every call.
+_compiling = torch.compiler.is_dynamo_compiling
+_modes = _torch.dispatch_modes
+_use_count = _torch.storage_use_count
+_default_dtype = torch.get_default_dtype
+
+_UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def bytes_of(size: int | str, what: str = "size") -> int:
+    """Return the bytes that ``size`` names: a number, or text such as ``"256MiB"``.
+
+    Raises
+    ------
+    ValueError
+        If it names none, or none that is greater than 0.
+
+    Examples
+    --------
+    >>> bytes_of("2KiB")
+    2048
+    """
+    if isinstance(size, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)
+        unit = match and _UNITS.get(match[2].upper())
+        if match is None or unit is None:
+            raise ValueError(f'{what}={size!r}: expected a number of bytes, or text such as "256MiB"')
+        size = int(float(match[1]) * unit)
+    if isinstance(size, bool) or not isinstance(size, int):
+        raise TypeError(f"{what}={size!r}: expected a number of bytes, not {type(size).__name__}")
+    if size <= 0:
+        raise ValueError(f"{what}={size}: expected more than 0 bytes")
+    return size
+
+
+def call_site() -> str:
+    """Return the innermost line outside of this package, as ``file:line in function``."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("safecomm."):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def shape_of(size: tuple[Any, ...], dtype: Any, operation: str) -> tuple[int, ...]:
+    """Return the shape that ``empty(*size, dtype=dtype)`` asks for, or raise as its documentation says."""
+    shape = size[0] if len(size) == 1 and isinstance(size[0], (tuple, list)) else size
+    if not all(isinstance(n, int) and not isinstance(n, bool) for n in shape):
+        raise TypeError(f"{operation}: expected a shape of integers, got {size}")
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{operation}: expected a torch.dtype, got dtype={dtype!r}")
+    if min(shape, default=1) < 0:
+        raise ValueError(f"{operation}: negative size in the shape {tuple(shape)}")
+    if 0 in shape:
+        raise ValueError(
+            f"{operation}: the shape {tuple(shape)} has no elements, and so no memory to take from an arena"
+        )
+    return tuple(shape)
+
+
+@dataclass(frozen=True)
+class BucketStats:
+    """One bucket of an arena. All sizes are bytes."""
+
+    name: str
+    """``""`` for what the named buckets leave."""
+    capacity: int
+    """Its size."""
+    in_use: int
+    """In slots that somebody refers to."""
+    cached: int
+    """In slots that nobody refers to and that wait for a request like the last."""
+    high_water: int
+    """The most that was in slots at once, in use or cached."""
+    waste: int
+    """In use, but not asked for: slots are aligned."""
+    slots: int
+    """Number of slots that somebody refers to."""
+    largest_free: int
+    """The largest request that would find room if all cached slots were taken apart."""
+
+
+@dataclass(frozen=True)
+class ArenaStats:
+    """What :meth:`Arena.stats` returns. All sizes are bytes."""
+
+    capacity: int
+    """The size of the block."""
+    in_use: int
+    """In slots that somebody refers to."""
+    high_water: int
+    """The most that was in slots at once, in use or waiting for a request like the last."""
+    waste: int
+    """In use, but not asked for: slots are aligned."""
+    captured: int
+    """In use by CUDA graphs."""
+    fallbacks: int
+    """Requests that the ordinary allocator was asked for."""
+    fallback_bytes: int
+    """Bytes of these."""
+    enough: int
+    """The capacity with which there would have been room for every request until now."""
+    buckets: tuple[BucketStats, ...] = field(default=())
+    """Each bucket."""
+
+
+OPEN: dict[int, Arena] = {}
+"""The arenas that are open, by the index of their device. They keep the blocks alive, which slots do not."""
+
+
+class Arena:
+    """Communication buffers out of one contiguous block, which is allocated once and never grows.
+
+    Guarantees:
+
+    - :meth:`empty` allocates nothing after the first time that a step asks for a buffer, and costs no more host time
+      than ``torch.empty``.
+    - A buffer is nobody else's for as long as anything refers to its storage: a view, a detached alias, a tensor that
+      is saved for backward, a running collective. Nothing else keeps it.
+    - Reuse is ordered. A buffer belongs to the stream that was current when it was handed out, as one of the caching
+      allocator does; when its memory goes to another stream, that one first waits for all that was put on the former.
+    - The same program gets the same places on every rank and in every run.
+    - What a CUDA graph capture is handed out is the graph's until it is reset or dies. Only captures that safecomm sees
+      (inside of :class:`safecomm.graph` or :class:`safecomm.avoid_record_streams`) are given any; others get ordinary
+      memory of the graph's own pool.
+
+    ``record_stream`` does nothing for the memory of an arena, except inside of ``avoid_record_streams()``. Storages
+    can't be resized, also not to 0.
+
+    Parameters
+    ----------
+    nbytes
+        Size of the block: bytes, or text such as ``"256MiB"``.
+    device
+        Default: the current CUDA device, or the CPU where there is none. One arena a device may be open.
+    full
+        What happens to a request that finds no room. ``"fallback"``: it gets ordinary memory, which is counted in
+        :meth:`stats` and logged once, with the size that would have been enough. ``"raise"``: ArenaFullError.
+    buckets
+        Names and bytes of parts that :meth:`empty` uses only when asked for by name. They lie at the start of the
+        block. What they leave is the bucket ``""``.
+    check
+        A process group, on all ranks of which the places have to be the same: see :meth:`check`. For debugging; takes
+        a few microseconds a request.
+    register
+        An NCCL group with which the block is registered, which all ranks of the group do together, as they do
+        :meth:`close`. ``full`` must be ``"raise"`` then. ``symmetric``: as a symmetric window (NCCL 2.30.7 or later).
+
+    The arena is open until :meth:`close`, and keeps the block until then. May be used from any thread.
+
+    Raises
+    ------
+    ValueError, TypeError
+        For sizes, devices and policies that are none.
+    ArenaError
+        If an arena is open on the device, inside a CUDA graph capture, or if it can't be registered.
+
+    Examples
+    --------
+    >>> arena = Arena("1MiB", device="cpu")
+    >>> buffer = arena.empty(128, 256, dtype=torch.bfloat16)
+    >>> arena.stats().in_use
+    65536
+    >>> del buffer
+    >>> arena.close()
+    """
+
+    _backing: Any = None
+    _pool: Any = None
+
+    def __init__(
+        self,
+        nbytes: int | str,
+        device: torch.device | str | int | None = None,
+        *,
+        full: str = "fallback",
+        buckets: Mapping[str, int | str] | None = None,
+        check: Any = None,
+        register: Any = None,
+        symmetric: bool = False,
+    ) -> None:
+        self._device, self.index = _device_of(device)
+        capacity = rounded(bytes_of(nbytes, "Arena: nbytes"))
+        if full not in POLICIES:
+            raise ValueError(f"Arena(full={full!r}): expected one of {', '.join(POLICIES)}")
+        if register is not None and full != "raise":
+            raise ValueError(
+                'Arena(register=...): expected full="raise", because the ranks of a registered group must not mix '
+                "registered memory with ordinary memory"
+            )
+        sizes = {name: bytes_of(size, f"Arena: bucket {name!r}") for name, size in (buckets or {}).items()}
+        if "" in sizes or sum(map(rounded, sizes.values())) > capacity:
+            raise ValueError(f"Arena: the buckets {sizes} need names, and must fit into {capacity} bytes")
+        if not _torch.USE_COUNT:
+            raise ArenaError(f"Arena: torch {torch.__version__} does not tell who uses a storage")
+        if self.index in OPEN:
+            raise ArenaError(f"Arena: {OPEN[self.index]!r} is open on this device; close() it first, or use it")
+        streams = LEDGER.streams
+        if self.index != HOST and (here := streams.current(self.index)) and streams.capture(here):
+            raise ArenaError("Arena: can't be made inside a CUDA graph capture; make it before")
+        if register is not None:
+            from safecomm.arena.registration import Registration
+
+            self._backing = Registration(capacity, self._device, register, symmetric=symmetric)
+            block = self._backing.block
+        else:
+            self._pool, block = _allocate(capacity, self._device)
+        self._start(block, self.index, streams, full, sizes, check)
+        OPEN[self.index] = self
+
+    @classmethod
+    def from_plan(
+        cls,
+        plan: Plan,
+        device: torch.device | str | int | None = None,
+        *,
+        full: str = "fallback",
+        check: Any = None,
+        register: Any = None,
+    ) -> Arena:
+        """Return an arena of exactly the bytes and buckets that a recorded program needs: see :class:`record_plan`.
+
+        Raises as the class does; ValueError also for a plan in which nothing was asked for.
+        """
+        if not plan.requests:
+            raise ValueError("Arena.from_plan(): nothing was asked for while the plan was recorded")
+        return cls(plan.nbytes, device, full=full, buckets=plan.buckets, check=check, register=register)
+
+    def _start(
+        self, block: torch.Tensor, index: int, streams: Streams, full: str, buckets: dict[str, int], check: Any
+    ) -> None:
+        self._block = block
+        self._device = block.device
+        self.index = index
+        self._base = block.data_ptr()
+        self._streams = streams
+        self._current = streams.current
+        self._capture = streams.capture
+        self._full = full
+        self._group = check
+        self._ended = ""
+        self._fallbacks = self._fallback_bytes = self._enough = 0
+        self._warned = False
+        self._log: list[tuple[str, int, int]] = []  # of requests, since the last check: site, bytes, place
+        self._layout = Layout(block.numel(), buckets, _idle)
+        # By what a request says, the shelves of what it asks for. Requests that are checked are not in it.
+        self._fast: dict[Any, Shelf] = {}
+        if index != HOST:
+            self._home = streams.current(index)  # of the block itself
+            streams.claim(self._base, self._base + block.numel(), self._home_of)
+
+    # --- handing out ------------------------------------------------------------------------------------
+
+    def empty(self, *size: Any, dtype: torch.dtype | None = None, bucket: str = "") -> torch.Tensor:
+        """Return a contiguous tensor of uninitialised memory of the arena, as ``torch.empty`` does of any.
+
+        It belongs to the current stream: what is done to it there needs no further order, and its memory is reused in
+        the order of that stream. It keeps its memory, and the arena keeps the block.
+
+        ``bucket`` names the part of the arena that it comes from. Under ``torch.compile`` and in a
+        ``TorchDispatchMode`` it is ordinary memory.
+
+        Raises
+        ------
+        ValueError, TypeError
+            For a shape that is none, or has no elements, or a type that is none.
+        ArenaFullError
+            If there is no room, with ``full="raise"``.
+        ArenaError
+            After :meth:`close`, and in a process that was forked.
+
+        Examples
+        --------
+        >>> with use_arena("1MiB", device="cpu") as arena:
+        ...     arena.empty(2, 3).shape
+        torch.Size([2, 3])
+        """
+        if dtype is None:
+            dtype = _default_dtype()
+        if _compiling() or _modes():
+            return torch.empty(*size, dtype=dtype, device=self._device)
+        index = self.index
+        stream = self._current(index) if index >= 0 else index
+        try:
+            shelf = self._fast[size, dtype, stream, bucket]
+            if stream <= 0 or not self._capture(stream):
+                slots, first = shelf.slots, shelf.first
+                # What is _idle(slot) is written out here.
+                if (
+                    shelf.ready
+                    and first is not None
+                    and (_use_count(first.cdata) != 2 or getrefcount(first.storage) != _UNUSED)
+                ):
+                    slot = shelf.ready.pop()
+                else:
+                    slot = slots.pop()  # the last that was handed out, which nobody else can take now
+                    if (
+                        _use_count(slot.cdata) != 2
+                        or getrefcount(slot.storage) != _UNUSED
+                        or (slot is not first and (first is None or _idle(first, False)))
+                    ):
+                        slots.append(slot)
+                        found = self._layout.from_shelf(shelf)
+                        if found is None:
+                            return self._empty(size, dtype, stream, bucket)
+                        slot = found
+                tensor: torch.Tensor = slot.template.data
+                slots.append(slot)
+                return tensor
+        except (KeyError, IndexError, TypeError):
+            pass
+        return self._empty(size, dtype, stream, bucket)
+
+    def _empty(self, size: tuple[Any, ...], dtype: Any, stream: int, bucket: str) -> torch.Tensor:
+        self._refuse_ended("Arena.empty()")
+        shape = shape_of(size, dtype, "Arena.empty()")
+        if bucket not in self._layout.bounds:
+            raise ValueError(f"Arena.empty(bucket={bucket!r}): expected one of {sorted(self._layout.bounds)}")
+        nbytes = math.prod(shape) * dtype.itemsize
+        capture = self._capture(stream) if stream > 0 else 0
+        graph = captures.RECORDING.get(capture) if capture else None
+        if capture and graph is None:
+            return self._fall_back(shape, dtype, nbytes, bucket, "a CUDA graph capture that safecomm does not see")
+
+        def usable(after: frozenset[int]) -> bool:
+            # A graph can't wait for what runs, nor what runs for a stream that is being captured.
+            return not after if capture else all(one == stream or not self._capturing(one) for one in after)
+
+        with self._layout.lock:
+            found = self._layout.take((shape, dtype), nbytes, stream, capture, bucket, usable)
+            if found is None:
+                return self._fall_back(shape, dtype, nbytes, bucket, "")
+            slot, after = found
+            if slot.storage is None:
+                self._furnish(slot, shape, dtype)
+            for other in after:
+                event = self._streams.mark(self.index, other)
+                self._streams.order(self.index, stream, event)
+                self._streams.recycle(self.index, event)
+            if graph is not None:
+                graph.lease(slot.storage)
+            tensor: torch.Tensor = slot.template.data
+            self._layout.put(slot)
+            if self._group is not None:
+                slot.site = call_site()
+                self._log.append((slot.site, nbytes, slot.start))
+            elif not capture:
+                if len(self._fast) > 1 << 13:
+                    self._fast.clear()
+                with contextlib.suppress(TypeError):  # a list can't be a key
+                    self._fast[size, dtype, stream, bucket] = slot.shelf
+        return tensor
+
+    def _furnish(self, slot: Slot, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        slot.pointer = self._base + slot.start
+        slot.storage = _torch.storage_over(slot.pointer, self._device, slot.asked)
+        slot.template = torch.empty(0, dtype=dtype, device=self._device).set_(slot.storage, 0, shape)  # type: ignore[call-overload]
+        slot.cdata = slot.storage._cdata
+        _torch.KEPT[slot.cdata] = _KEEPING
+        weakref.finalize(slot.storage, _torch.KEPT.pop, slot.cdata, None).atexit = False
+
+    def before_capture(self) -> None:
+        """Block the host until nothing runs that uses what is free, so that a graph can be given it without any order.
+
+        Called before each capture that safecomm sees; torch waits for the device there too.
+        """
+        layout = self._layout
+        with layout.lock:
+            layout.harvest()
+            if layout.has_streams():
+                self._streams.synchronize(self.index)
+                layout.forget_streams()
+
+    def _capturing(self, stream: int) -> bool:
+        return stream > 0 and bool(self._capture(stream))
+
+    def _fall_back(
+        self, shape: tuple[int, ...], dtype: torch.dtype, nbytes: int, bucket: str, why: str
+    ) -> torch.Tensor:
+        if not why:
+            start, end = self._layout.bounds[bucket]
+            tail = next((last - first for first, last, _ in self._layout.spaces[bucket] if last == end), 0)
+            enough = self._layout.nbytes + rounded(nbytes) - tail
+            self._enough = max(self._enough, enough)
+            where = f"bucket {bucket!r} of {end - start} bytes" if bucket else f"{end - start} bytes"
+            why = f"no room in {where}, of which {self._layout.taken[bucket]} are in use; {enough} would be enough"
+            if self._full == "raise":
+                raise ArenaFullError(f"Arena.empty({list(shape)}, {dtype}) at {call_site()}: {nbytes} bytes: {why}")
+        self._fallbacks += 1
+        self._fallback_bytes += nbytes
+        if not self._warned:
+            self._warned = True
+            log.warning(
+                "%r: %d bytes at %s are ordinary memory: %s (reported once, counted in stats())",
+                self, nbytes, call_site(), why,
+            )  # fmt: skip
+        return torch.empty(shape, dtype=dtype, device=self._device)
+
+    def _home_of(self, pointer: int) -> int | None:
+        slot = self._layout.at(pointer - self._base)
+        return self._home if slot is None else slot.home
+
+    # --- what is where ------------------------------------------------------------------------------------
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the block."""
+        return self._layout.nbytes
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the block."""
+        return self._device
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """Return whether the memory of ``tensor`` is the arena's."""
+        return self._base <= tensor.untyped_storage().data_ptr() < self._base + self._layout.nbytes
+
+    def offset(self, tensor: torch.Tensor) -> int:
+        """Return the bytes between the start of the block and the first element of ``tensor``.
+
+        Raises ValueError if its memory is not the arena's.
+        """
+        if not self.owns(tensor):
+            raise ValueError("Arena.offset(): the tensor's memory is not the arena's")
+        return tensor.data_ptr() - self._base
+
+    def stats(self) -> ArenaStats:
+        """Return what is in use, how much was, and what did not fit. Takes time; not for the hot path."""
+        self._refuse_ended("Arena.stats()")
+        layout = self._layout
+        with layout.lock:
+            used = layout.in_use()
+            buckets = []
+            for name, (start, end) in layout.bounds.items():
+                own = [slot for slot in used if slot.bucket == name]
+                in_use = sum(slot.end - slot.start for slot in own)
+                one = BucketStats(
+                    name=name,
+                    capacity=end - start,
+                    in_use=in_use,
+                    cached=layout.taken[name] - in_use,
+                    high_water=layout.high_water[name],
+                    waste=in_use - sum(slot.asked for slot in own),
+                    slots=len(own),
+                    largest_free=layout.largest(name),
+                )
+                buckets.append(one)
+            return ArenaStats(
+                capacity=layout.nbytes,
+                in_use=sum(bucket.in_use for bucket in buckets),
+                high_water=sum(bucket.high_water for bucket in buckets),
+                waste=sum(bucket.waste for bucket in buckets),
+                captured=sum(slot.end - slot.start for slot in used if slot.capture),
+                fallbacks=self._fallbacks,
+                fallback_bytes=self._fallback_bytes,
+                enough=max(self._enough, layout.nbytes),
+                buckets=tuple(buckets),
+            )
+
+    def map(self) -> str:
+        """Return a table of the slots in use: place, size, shape and type, stream, and who holds them.
+
+        Those are calls that have not ended, CUDA graphs, and how many references the program has besides. The call
+        site of the request is known with ``check=``.
+        """
+        stats = self.stats()
+        lines = [
+            f"{self!r}: {stats.in_use} bytes in use of {stats.capacity}, high water {stats.high_water}, "
+            f"waste {stats.waste}, fallbacks {stats.fallbacks} ({stats.fallback_bytes} bytes)"
+        ]
+        holders: dict[int, list[str]] = {}
+        for entry in LEDGER.entries:
+            for storage in entry.storages:
+                if isinstance(storage, torch.UntypedStorage):
+                    holders.setdefault(storage.data_ptr(), []).append(f"{entry.op} from {entry.site}")
+        for bucket in stats.buckets:
+            start, end = self._layout.bounds[bucket.name]
+            lines.append(
+                f"bucket {bucket.name or '(unnamed)'}, {start} to {end}: {bucket.in_use} bytes in {bucket.slots} slots,"
+                f" {bucket.cached} cached, largest free {bucket.largest_free}"
+            )
+            for slot in self._layout.in_use():
+                if slot.bucket == bucket.name:
+                    shape, dtype = slot.identity
+                    who = [*holders.get(slot.pointer, ())]
+                    if _torch.KEPT[slot.cdata] > _KEEPING:
+                        who.append("a CUDA graph")
+                    tensors = _use_count(slot.cdata) - 2
+                    if tensors > 0:
+                        who.append(f"{tensors} tensors")
+                    if slot.site:
+                        who.append(f"asked for at {slot.site}")
+                    name = str(dtype).removeprefix("torch.")
+                    stream = "" if slot.home < 0 else f", stream {slot.home:#x}"
+                    lines.append(
+                        f"  {slot.start:>12} {slot.end - slot.start:>12}  {name} {list(shape)}{stream}: "
+                        f"{'; '.join(who) or 'the program'}"
+                    )
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return repr(self) if self._ended else self.map()
+
+    def __repr__(self) -> str:
+        return f"<Arena of {self._layout.nbytes} bytes on {self._device}>"
+
+    # --- the same on all ranks ------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Compare the places of all requests since the last check with the other ranks of the group ``check=``.
+
+        All ranks of the group have to call it, at the same point of the program. It blocks the host.
+
+        Raises
+        ------
+        ArenaError
+            If they differ, with the first request that does, as each rank saw it. Also if the arena was made without
+            ``check=``.
+        """
+        self._refuse_ended("Arena.check()")
+        if self._group is None:
+            raise ArenaError("Arena.check(): nothing was written down; make the arena with check=group")
+        import torch.distributed as dist
+
+        mine, self._log = self._log, []
+        digest = hashlib.blake2b(repr([(nbytes, place) for _, nbytes, place in mine]).encode()).hexdigest()
+        digests: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(digests, digest, group=self._group)
+        if len(set(digests)) == 1:
+            return
+        logs: list[Any] = [None] * len(digests)
+        dist.all_gather_object(logs, mine, group=self._group)
+        for number in range(max(map(len, logs))):
+            seen = [log[number] if number < len(log) else None for log in logs]
+            if len({request and request[1:] for request in seen}) > 1:
+                break
+        shown = "; ".join(
+            f"rank {rank}: "
+            + ("no more requests" if one is None else f"{one[1]} bytes at place {one[2]}, from {one[0]}")
+            for rank, one in enumerate(seen)
+        )
+        raise ArenaError(f"Arena.check(): request {number} since the last check differs between ranks: {shown}")
+
+    # --- its end ----------------------------------------------------------------------------------------------
+
+    def _refuse_ended(self, operation: str) -> None:
+        if self._ended:
+            raise ArenaError(f"{operation}: {self._ended}")
+
+    def close(self) -> None:
+        """Give the block back to the ordinary allocator, in the order of all streams that its slots were used on.
+
+        Does nothing if it was called before.
+
+        Raises
+        ------
+        ArenaError
+            If slots are in use. The message says by whom. Nothing was done.
+        """
+        if self._ended:
+            return
+        LEDGER.sweep()
+        layout = self._layout
+        with layout.lock:
+            fast, self._fast = self._fast, {}  # other threads now need the lock
+            used = layout.in_use()
+            if used:
+                self._fast = fast
+                raise ArenaError(f"Arena.close(): {len(used)} slots are in use. Nothing was done.\n{self.map()}")
+            layout.harvest()
+            if self.index != HOST:
+                for other in {one for space in layout.spaces.values() for _, _, after in space for one in after}:
+                    if other != self._home:
+                        event = self._streams.mark(self.index, other)
+                        self._streams.order(self.index, self._home, event)
+                        self._streams.recycle(self.index, event)
+                self._streams.unclaim(self._base)
+            self._ended = f"{self!r} was closed"
+            layout.forget()
+        if self._backing is not None:
+            self._backing.close()
+            self._backing = None
+        self._block = torch.empty(0)
+        self._pool = None
+        if OPEN.get(self.index) is self:
+            del OPEN[self.index]
+
+
+def _idle(slot: Slot, but_for_graph: bool) -> bool:
+    """Return whether nobody refers to the storage of ``slot``, or nobody but the graph that was captured with it."""
+    leases = _torch.KEPT[slot.cdata] - _KEEPING
+    if leases and not but_for_graph:
+        return False
+    # In C++ the template refers to it, and what Python has made of it; there, the slot.
+    return _use_count(slot.cdata) == 2 and getrefcount(slot.storage) == _UNUSED + leases
+
+
+def _references_to_an_unused_storage() -> tuple[int, int]:
+    storage = torch.empty(1).untyped_storage()
+    alone = getrefcount(storage)
+    slot = Slot(0, 0)
+    slot.storage = storage
+    slot.template = torch.empty(0, dtype=torch.uint8).set_(storage)
+    del storage
+    # A local variable referred to it in the first count as the slot does in the second.
+    return getrefcount(slot.storage), getrefcount(slot.storage) - alone + 1
+
+
+_UNUSED, _KEEPING = _references_to_an_unused_storage()
+"""References in Python to the storage of a slot that nobody uses, with that of the call that counts.
+
+They are the slot's and, in newer versions of torch, one of C++, as long as it uses the storage too. And how many of
+them are there because of the slot and its template.
+"""
+
+
+def _device_of(device: Any) -> tuple[torch.device, int]:
+    """Return the device that an argument names, and the index that the ledger knows it by."""
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"Arena(device={device!r}): {error}") from None
+    if found.type == "cpu":
+        return torch.device("cpu"), HOST
+    if found.type != "cuda":
+        raise ValueError(f"Arena(device={device!r}): expected a CUDA device or the CPU")
+    if not torch.cuda.is_available():
+        raise ValueError(f"Arena(device={device!r}): there is no CUDA device here")
+    index = torch.cuda.current_device() if found.index is None else found.index
+    if not 0 <= index < torch.cuda.device_count():
+        raise ValueError(f"Arena(device={device!r}): there are {torch.cuda.device_count()} CUDA devices here")
+    return torch.device("cuda", index), index
+
+
+def _allocate(nbytes: int, device: torch.device) -> tuple[Any, torch.Tensor]:
+    """Return a block and what has to be kept besides it: a pool of its own, so that it shares a segment with nobody."""
+    if device.type == "cpu" or not hasattr(torch.cuda, "MemPool"):
+        return None, torch.empty(nbytes, dtype=torch.uint8, device=device)
+    pool = torch.cuda.MemPool()
+    with torch.cuda.device(device), torch.cuda.use_mem_pool(pool):
+        return pool, torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+
+def _before_capture(index: int) -> None:
+    if index in OPEN:
+        OPEN[index].before_capture()
+
+
+captures.BEFORE.append(_before_capture)
+
+
+def _end_in_child() -> None:
+    for arena in tuple(OPEN.values()):
+        arena._fast = {}
+        arena._ended = f"{arena!r} was made before the fork of this process, and is the parent's; make another one here"
+        _parents.append(arena)
+    OPEN.clear()
+
+
+_parents: list[Arena] = []  # what the child of a fork has from its parent, and must not free
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_end_in_child)

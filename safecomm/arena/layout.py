@@ -1,0 +1,315 @@
+"""Where slots lie in a block: free ranges, shelves, and the policy that places a request.
+
+Nothing here knows of tensors or devices, so that a plan can be tried out without memory. What it needs to know is
+whether a slot is still in use, which it is told by a function.
+
+A slot that is no longer in use stays on its *shelf*, with the others of the same shape, type and stream, where the next
+request of that kind finds it: no search, and the same addresses in every step. Only when a request fits nowhere else
+are all unused slots taken from their shelves and merged into free ranges. Both depend on nothing but which slots are in
+use when a request is made, so the same program gets the same places on every rank and in every run.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import threading
+from collections.abc import Callable
+from typing import Any
+
+ALIGNMENT = 512
+"""Bytes to which slots are aligned: what the caching allocator aligns to, and more than any kernel asks for."""
+
+PROBES = 4
+"""Slots of a shelf, the last handed out first, that are looked at before all of them are."""
+
+LIMIT = 1 << 12
+"""Kinds of requests, and slots that are not cut out, that are remembered."""
+
+NOBODY: frozenset[int] = frozenset()
+
+
+def rounded(nbytes: int) -> int:
+    """Return ``nbytes``, or the next multiple of :data:`ALIGNMENT`."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+class Shelf:
+    """The slots of one kind of request."""
+
+    __slots__ = ("first", "ready", "slots")
+
+    def __init__(self) -> None:
+        self.slots: list[Slot] = []  # handed out, and maybe idle again; the last at the end
+        self.ready: list[Slot] = []  # known to be idle, the lowest at the end
+        # The one that was handed out first since all were looked at. When it is idle again, a step begins anew: all
+        # are looked at, and handed out from the lowest on, so that each step gets the places of the one before.
+        self.first: Slot | None = None
+
+
+class Slot:
+    """A range of the block that is handed out as one storage, again and again."""
+
+    __slots__ = (
+        "asked",
+        "bucket",
+        "capture",
+        "cdata",
+        "end",
+        "home",
+        "identity",
+        "key",
+        "pointer",
+        "shelf",
+        "site",
+        "start",
+        "storage",
+        "template",
+    )
+
+    def __init__(self, start: int, end: int) -> None:
+        self.start = start
+        self.end = end
+        self.asked = 0  # bytes that its tensors have
+        self.home = 0  # the stream that it was handed out on
+        self.capture = 0  # the capture that it was handed out in; 0 for none
+        self.bucket = ""
+        self.key: Any = None
+        self.identity: Any = None
+        self.shelf = _NO_SHELF
+        self.site = ""
+        self.storage: Any = None
+        self.template: Any = None  # a tensor of the shelf's shape and type, which others are copied from
+        self.cdata = 0
+        self.pointer = 0
+
+
+_NO_SHELF = Shelf()
+
+
+class Space:
+    """The free ranges of a bucket, each with the streams that used a part of it last."""
+
+    def __init__(self, start: int, end: int) -> None:
+        self._ranges: list[tuple[int, int, frozenset[int]]] = [(start, end, NOBODY)]
+
+    def __iter__(self) -> Any:
+        return iter(self._ranges)
+
+    def take(self, nbytes: int, usable: Callable[[frozenset[int]], bool]) -> tuple[int, frozenset[int]] | None:
+        """Cut ``nbytes`` out of the first range that is large enough; return where, and who has to be waited for.
+
+        Only of ranges whose streams are ``usable``: can be waited for.
+        """
+        for place, (start, end, after) in enumerate(self._ranges):
+            if end - start >= nbytes and usable(after):
+                if end - start == nbytes:
+                    del self._ranges[place]
+                else:
+                    self._ranges[place] = (start + nbytes, end, after)
+                return start, after
+        return None
+
+    def give(self, start: int, end: int, after: frozenset[int]) -> None:
+        """Take back a range, and merge it with its neighbours."""
+        ranges = self._ranges
+        place = bisect.bisect(ranges, (start,))
+        if place < len(ranges) and ranges[place][0] == end:
+            _, end, other = ranges.pop(place)
+            after |= other
+        if place and ranges[place - 1][1] == start:
+            start, _, other = ranges.pop(place - 1)
+            after |= other
+            place -= 1
+        ranges.insert(place, (start, end, after))
+
+    def forget_streams(self) -> None:
+        """Wait for nobody any more: the device is idle."""
+        # Ranges that only their streams kept apart do not exist: giving back merges whatever touches.
+        self._ranges = [(start, end, NOBODY) for start, end, _ in self._ranges]
+
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest range."""
+        return max((end - start for start, end, _ in self._ranges), default=0)
+
+
+class Layout:
+    """The slots of a block of ``nbytes``, in which each of ``buckets`` has its own range, from the start on.
+
+    What they leave is the bucket ``""``. ``idle`` tells whether a slot is no longer in use, by anybody, or by anybody
+    but the graph that was captured with it.
+    """
+
+    def __init__(self, nbytes: int, buckets: dict[str, int], idle: Callable[[Slot, bool], bool]) -> None:
+        self.nbytes = nbytes
+        self._idle = idle
+        self.bounds: dict[str, tuple[int, int]] = {}
+        start = 0
+        for name, size in buckets.items():
+            self.bounds[name] = (start, start + rounded(size))
+            start += rounded(size)
+        self.bounds[""] = (start, nbytes)
+        self.spaces = {name: Space(*bounds) for name, bounds in self.bounds.items()}
+        self._shelves: dict[Any, Shelf] = {}  # by kind of request
+        self.cut: dict[int, Slot] = {}  # by start: all slots that there are
+        self._starts: list[int] = []  # sorted
+        self._spare: dict[Any, Slot] = {}  # slots that are not cut out now, to be cut out again as they were
+        self.taken = dict.fromkeys(self.bounds, 0)  # bytes that are cut out
+        self.high_water = dict.fromkeys(self.bounds, 0)
+        self.lock = threading.RLock()
+
+    def take(
+        self, identity: Any, nbytes: int, stream: int, capture: int, bucket: str,
+        usable: Callable[[frozenset[int]], bool] = lambda _: True,
+    ) -> tuple[Slot, frozenset[int]] | None:  # fmt: skip
+        """Return a slot for a request, and the streams that its use has to be ordered after; None if there is no room.
+
+        ``identity`` is what requests must have in common to be given the same slot, besides stream, bucket and
+        capture. ``usable`` tells whether a range can be used that some streams used last. The caller makes the slot's
+        storage, if it has none, and puts it on its shelf.
+        """
+        key = (*identity, stream, bucket, capture) if capture else (*identity, stream, bucket)
+        with self.lock:
+            shelf = self._shelves.get(key)
+            slot = None if shelf is None else self.from_shelf(shelf)
+            if slot is not None:
+                return slot, NOBODY
+            size = rounded(nbytes)
+            space = self.spaces[bucket]
+            found = space.take(size, usable)
+            if found is None:
+                self.harvest()
+                found = space.take(size, usable)
+                if found is None:
+                    return None
+            start, after = found
+            slot = self._spare.pop((start, identity), None)
+            if slot is None:
+                slot = Slot(start, start + size)
+                slot.identity = identity
+            slot.asked = nbytes
+            slot.home = stream
+            slot.capture = capture
+            slot.bucket = bucket
+            slot.key = key
+            self.cut[start] = slot
+            bisect.insort(self._starts, start)
+            self.taken[bucket] += size
+            self.high_water[bucket] = max(self.high_water[bucket], self.taken[bucket])
+            if shelf is None:
+                if len(self._shelves) > LIMIT:
+                    self._shelves = {k: one for k, one in self._shelves.items() if one.slots or one.ready}
+                shelf = self._shelves.setdefault(key, Shelf())
+            slot.shelf = shelf
+            if shelf.first is None:
+                shelf.first = slot
+            return slot, after - {stream}
+
+    def put(self, slot: Slot) -> None:
+        """Put a slot on its shelf, as the last that was handed out."""
+        slot.shelf.slots.append(slot)
+
+    def from_shelf(self, shelf: Shelf) -> Slot | None:
+        """Take an idle slot from a shelf: one of the last handed out, or else look at all of them.
+
+        The first finds the buffer that comes and goes beside many that stay, the second pays once for all that have
+        become idle. What is popped is nobody else's: other threads pop from the same lists without the lock.
+        """
+        with self.lock:
+            slots, ready, idle = shelf.slots, shelf.ready, self._idle
+            anew = shelf.first is None or idle(shelf.first, shelf.first.capture > 0)
+            if not anew:
+                with contextlib.suppress(IndexError):
+                    return ready.pop()
+                for slot in slots[: -PROBES - 1 : -1]:
+                    graphs = slot.capture > 0
+                    if idle(slot, graphs) and self._pop(slot, graphs):
+                        return slot
+                if len(slots) <= PROBES:
+                    return None
+            found = [slot for slot in tuple(slots) if self._pop(slot, slot.capture > 0)]
+            while ready:
+                with contextlib.suppress(IndexError):
+                    found.append(ready.pop())
+            found.sort(key=lambda slot: -slot.start)
+            lowest = found.pop() if found else None
+            ready += found
+            if anew:
+                shelf.first = lowest
+            return lowest
+
+    def _pop(self, slot: Slot, but_for_graph: bool) -> bool:
+        """Take ``slot`` from its shelf; False if it is in use, or another thread was faster."""
+        if not self._idle(slot, but_for_graph):
+            return False
+        try:
+            slot.shelf.slots.remove(slot)
+        except ValueError:
+            return False
+        if self._idle(slot, but_for_graph):
+            return True
+        slot.shelf.slots.append(slot)
+        return False
+
+    def harvest(self) -> None:
+        """Make free ranges of all slots that are no longer in use."""
+        with self.lock:
+            for slot in tuple(self.cut.values()):
+                shelf = slot.shelf
+                if slot in shelf.ready:
+                    if self._idle(slot, False):
+                        with contextlib.suppress(ValueError):  # another thread was faster
+                            shelf.ready.remove(slot)
+                            self._give_back(slot)
+                elif self._pop(slot, False):
+                    self._give_back(slot)
+
+    def _give_back(self, slot: Slot) -> None:
+        del self.cut[slot.start]
+        del self._starts[bisect.bisect_left(self._starts, slot.start)]
+        self.taken[slot.bucket] -= slot.end - slot.start
+        self.spaces[slot.bucket].give(slot.start, slot.end, frozenset((slot.home,)))
+        shelf = slot.shelf
+        if shelf.first is slot:
+            shelf.first = None
+        if slot.capture and not (shelf.slots or shelf.ready):  # a capture comes only once
+            self._shelves.pop(slot.key, None)
+        if len(self._spare) > LIMIT:
+            self._spare.clear()
+        self._spare[slot.start, slot.identity] = slot
+
+    def forget_streams(self) -> None:
+        """Wait for nobody any more: the device has been idle since the ranges became free."""
+        with self.lock:
+            for space in self.spaces.values():
+                space.forget_streams()
+
+    def has_streams(self) -> bool:
+        """Return whether there is a free range that a stream may still be using."""
+        with self.lock:
+            return any(after for space in self.spaces.values() for _, _, after in space)
+
+    def forget(self) -> None:
+        """Let go of all slots: the block is about to go."""
+        with self.lock:
+            self._shelves.clear()
+            self._spare.clear()
+
+    def in_use(self) -> list[Slot]:
+        """Return the slots that are in use, in the order of their places."""
+        with self.lock:
+            return [slot for start in self._starts if not self._idle(slot := self.cut[start], False)]
+
+    def at(self, place: int) -> Slot | None:
+        """Return the slot that ``place`` lies in."""
+        with self.lock:
+            index = bisect.bisect(self._starts, place) - 1
+            slot = self.cut[self._starts[index]] if index >= 0 else None
+            return slot if slot is not None and place < slot.end else None
+
+    def largest(self, bucket: str) -> int:
+        """Return the bytes of the largest request that would find room in ``bucket`` now."""
+        with self.lock:
+            self.harvest()
+            return self.spaces[bucket].largest

@@ -1,0 +1,174 @@
+"""Plan: what a step asked an arena for, and how large an arena it needs."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from safecomm.arena.arena import _device_of, shape_of
+from safecomm.arena.layout import Layout, rounded
+from safecomm.ledger import LEDGER
+from safecomm.streams import HOST
+
+
+@dataclass
+class Request:
+    """One request of a recorded program."""
+
+    nbytes: int
+    """Bytes that it asked for."""
+    bucket: str
+    """The bucket that it named; ``""`` for none."""
+    stream: int
+    """The number of its stream, in the order in which the program came to them."""
+    kind: int
+    """The number of its shape and type, in the order in which the program came to them."""
+    until: int
+    """The number of the request before which nobody referred to it any more; the number of requests, if somebody did
+    to the end."""
+
+
+@dataclass
+class Plan:
+    """The requests of a recorded program, in their order: see :func:`record_plan`.
+
+    Examples
+    --------
+    >>> with record_plan("cpu") as plan:
+    ...     first = empty(1024)
+    ...     second = empty(1024)
+    ...     del first, second
+    ...     third = empty(1024)
+    >>> plan.nbytes
+    8192
+    """
+
+    requests: list[Request] = field(default_factory=list)
+    """The requests."""
+
+    @property
+    def buckets(self) -> dict[str, int]:
+        """Bytes of each bucket, without those that are not named: the least in which the program never falls back."""
+        return {name: self._least(name) for name in sorted({r.bucket for r in self.requests if r.bucket})}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of an arena in which the program, run again and again, never falls back."""
+        unnamed = self._least("") if any(not request.bucket for request in self.requests) else 0
+        return sum(self.buckets.values()) + unnamed
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that were in use at once. The difference to :attr:`nbytes` is what placement loses."""
+        ends: dict[int, int] = {}
+        most = now = 0
+        for number, request in enumerate(self.requests):
+            now -= ends.pop(number, 0)
+            now += rounded(request.nbytes)
+            ends[request.until] = ends.get(request.until, 0) + rounded(request.nbytes)
+            most = max(most, now)
+        return most
+
+    def _least(self, bucket: str) -> int:
+        """Return the bytes in which all requests of ``bucket`` find room, by trying it out."""
+        mine = [(number, request) for number, request in enumerate(self.requests) if request.bucket == bucket]
+        size = 512
+        while missing := self._missing(mine, size):
+            size += missing
+        return size
+
+    def _missing(self, requests: list[tuple[int, Request]], size: int) -> int:
+        """Return how many bytes more than ``size`` the first request needs that finds no room; 0 if all do.
+
+        What the program still holds at its end, it holds for good: a second run asks for it again in vain, so a step
+        that is recorded should end with nothing that the next one replaces. Two runs, because the second starts with
+        the places that the first has left.
+        """
+        used: dict[int, int] = {}  # by id of the slot, until when
+        layout = Layout(size, {}, lambda slot, _: id(slot) not in used)
+        for _ in range(2):
+            for number, request in requests:
+                used = {slot: until for slot, until in used.items() if until > number}
+                found = layout.take((request.kind,), request.nbytes, request.stream, 0, "")
+                if found is None:
+                    return max(rounded(request.nbytes) - layout.largest(""), 512)
+                slot = found[0]
+                used[id(slot)] = request.until
+                layout.put(slot)
+            used = {}
+        return 0
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the plan to a file, for :meth:`load`."""
+        Path(path).write_text(json.dumps([vars(request) for request in self.requests]))
+
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> Plan:
+        """Return the plan in a file that :meth:`save` wrote.
+
+        Raises
+        ------
+        ValueError
+            If it is none.
+        """
+        try:
+            return cls([Request(**request) for request in json.loads(Path(path).read_text())])
+        except (TypeError, json.JSONDecodeError) as error:
+            raise ValueError(f"{path} is not a plan of an arena: {error}") from None
+
+
+class Recorder:
+    """Stands in for an arena while a plan is recorded: hands out ordinary memory, and writes down how long it lives."""
+
+    def __init__(self, device: Any) -> None:
+        self.device, self.index = _device_of(device)
+        self.plan = Plan()
+        self._live: list[tuple[StorageWeakRef, Request]] = []
+        self._kinds: dict[Any, int] = {}
+        self._streams: dict[int, int] = {}
+
+    def empty(self, *size: Any, dtype: torch.dtype | None = None, bucket: str = "") -> torch.Tensor:
+        """Return what :meth:`Arena.empty` does, in ordinary memory."""
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+        shape = shape_of(size, dtype, "Recorder.empty()")
+        tensor = torch.empty(shape, dtype=dtype, device=self.device)
+        self._look(len(self.plan.requests))
+        stream = 0 if self.index == HOST else LEDGER.current(self.index)
+        request = Request(
+            nbytes=math.prod(shape) * dtype.itemsize,
+            bucket=bucket,
+            stream=self._streams.setdefault(stream, len(self._streams)),
+            kind=self._kinds.setdefault((shape, dtype), len(self._kinds)),
+            until=-1,
+        )
+        self.plan.requests.append(request)
+        alive = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+        self._live.append((alive, request))
+        return tensor
+
+    def _look(self, number: int) -> None:
+        """Write down which memory nobody refers to any more."""
+        live = []
+        for alive, request in self._live:
+            if alive.expired():  # type: ignore[no-untyped-call]
+                request.until = number
+            else:
+                live.append((alive, request))
+        self._live = live
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """Return whether the memory of ``tensor`` is an arena's: none is."""
+        return False
+
+    def end(self) -> None:
+        """End the recording."""
+        for _, request in self._live:
+            request.until = len(self.plan.requests)
+        self._live.clear()

@@ -1,0 +1,164 @@
+"""The arena in use: where safecomm's buffers come from, and ``empty()``."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from safecomm.arena.arena import OPEN, Arena, _device_of, bytes_of
+from safecomm.arena.plan import Plan, Recorder
+from safecomm.errors import SafecommError
+
+log = logging.getLogger("safecomm")
+
+IN_USE: dict[int, Any] = {}
+"""The arena in use on each device, by the device's index. For all threads, because backward runs in others."""
+
+_order: list[Any] = []  # those in use, the innermost last
+
+VARIABLE = "SAFECOMM_ARENA"
+_wanted: list[int] = []  # bytes that the variable asks for, until it is known that they can be had
+
+
+def read_environment() -> None:
+    """Read ``SAFECOMM_ARENA``: bytes, or text such as ``256MiB``, of an arena that is made where it is first needed."""
+    _wanted.clear()
+    text = os.environ.get(VARIABLE, "")
+    if text:
+        try:
+            _wanted.append(bytes_of(text, VARIABLE))
+        except ValueError as error:
+            log.warning("%s; no arena is used", error)
+
+
+def in_use(index: int) -> Any:
+    """Return the arena in use on the device with ``index``; None if there is none."""
+    arena = IN_USE.get(index)
+    if arena is None and _wanted and index not in OPEN:
+        nbytes = _wanted[0]
+        try:
+            arena = IN_USE[index] = Arena(nbytes, "cpu" if index < 0 else index)
+        except (SafecommError, RuntimeError) as error:
+            _wanted.clear()
+            log.warning("%s=%d: %s; no arena is used", VARIABLE, nbytes, error)
+    return arena
+
+
+class use_arena:  # noqa: N801
+    """Inside of it, safecomm's buffers on one device come from an arena: :func:`empty`, ``functional``, list forms.
+
+    Given an :class:`Arena`, it uses that. Given a size, with the arguments that ``Arena`` takes, it makes one, and
+    closes it at the end. For all threads, because backward runs in others. Nests, the innermost of a device counts.
+    Entering gives the arena.
+
+    Raises
+    ------
+    ArenaError
+        On leaving, if it made the arena and slots of it are in use. It stays open then: let go of them and ``close()``.
+        Also as ``Arena`` does.
+
+    Examples
+    --------
+    >>> with use_arena("1MiB", device="cpu") as arena:
+    ...     arena.owns(empty(16, device="cpu"))
+    True
+    """
+
+    def __init__(
+        self,
+        arena: Arena | int | str,
+        device: torch.device | str | int | None = None,
+        *,
+        full: str = "fallback",
+        buckets: Mapping[str, int | str] | None = None,
+        check: Any = None,
+        register: Any = None,
+    ) -> None:
+        self._made = not isinstance(arena, (Arena, Recorder))
+        self.arena: Any = (
+            Arena(arena, device, full=full, buckets=buckets, check=check, register=register)  # type: ignore[arg-type]
+            if self._made
+            else arena
+        )
+        self._before: list[Any] = []
+
+    def __enter__(self) -> Any:
+        index = self.arena.index
+        self._before.append(IN_USE.get(index))
+        IN_USE[index] = self.arena
+        _order.append(self.arena)
+        return self.arena
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        index = self.arena.index
+        _order.remove(self.arena)
+        before = self._before.pop()
+        if before is None:
+            IN_USE.pop(index, None)
+        else:
+            IN_USE[index] = before
+        if self._made and not self._before:
+            try:
+                self.arena.close()
+            except SafecommError:
+                if kind is None:
+                    raise
+
+
+class record_plan:  # noqa: N801
+    """Inside of it, what would come from an arena on ``device`` is written down, for :meth:`Arena.from_plan`.
+
+    The memory is ordinary. Entering gives the :class:`Plan`, which is complete on leaving. Record one step of the
+    program that is typical, or all kinds of steps that there are, after its first: what the first one keeps for good
+    is then no longer asked for.
+
+    Examples
+    --------
+    >>> with record_plan("cpu") as plan:
+    ...     buffer = empty(1000, dtype=torch.uint8)
+    >>> arena = Arena.from_plan(plan, device="cpu")
+    >>> arena.nbytes
+    1024
+    >>> arena.close()
+    """
+
+    def __init__(self, device: torch.device | str | int | None = None) -> None:
+        self._recorder = Recorder(device)
+        self._use = use_arena(self._recorder)  # type: ignore[arg-type]
+
+    def __enter__(self) -> Plan:
+        self._use.__enter__()
+        return self._recorder.plan
+
+    def __exit__(self, *error: object) -> None:
+        self._use.__exit__(None)
+        self._recorder.end()
+
+
+def empty(*size: Any, dtype: torch.dtype | None = None, device: Any = None, bucket: str = "") -> torch.Tensor:
+    """Return uninitialised memory of the arena in use, and ordinary memory where there is none.
+
+    As :meth:`Arena.empty`. ``device``: by default that of the innermost arena in use, without one torch's default.
+
+    Examples
+    --------
+    >>> empty(2, 3).shape
+    torch.Size([2, 3])
+    """
+    if device is None:
+        if _order:
+            return _order[-1].empty(*size, dtype=dtype, bucket=bucket)  # type: ignore[no-any-return]
+        if not _wanted:
+            return torch.empty(*size, dtype=dtype)
+    _, index = _device_of(device)
+    arena = in_use(index)
+    if arena is None:
+        return torch.empty(*size, dtype=dtype, device=device)
+    return arena.empty(*size, dtype=dtype, bucket=bucket)  # type: ignore[no-any-return]
+
+
+read_environment()

@@ -1,0 +1,511 @@
+"""The arena's single promises, on the CPU: places, lives, limits, plans, and what it says when it is used wrongly."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+
+import pytest
+import torch
+from ranks import on
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import safecomm
+from safecomm import Arena, ArenaError, ArenaFullError, Plan, _torch, record_plan, use_arena
+from safecomm.arena import arena as module
+from safecomm.arena import use
+from safecomm.arena.arena import bytes_of
+
+
+@pytest.fixture
+def arena():
+    arena = Arena(1 << 20, "cpu")
+    yield arena
+    arena.close()
+
+
+# --- places ------------------------------------------------------------------------------------------------
+
+
+def test_a_buffer_is_what_torch_empty_gives(arena):
+    for size in [(3, 5), ((3, 5),), ([3, 5],), (torch.Size([3, 5]),), (15,)]:
+        for dtype in (None, torch.bfloat16, torch.int64, torch.bool):
+            ours, theirs = arena.empty(*size, dtype=dtype), torch.empty(*size, dtype=dtype)
+            assert (ours.shape, ours.dtype, ours.stride(), ours.device) == (
+                theirs.shape, theirs.dtype, theirs.stride(), theirs.device,
+            )  # fmt: skip
+            assert not ours.requires_grad
+            assert ours.is_leaf
+            assert not ours._is_view()
+            assert ours.untyped_storage().nbytes() == theirs.untyped_storage().nbytes()
+            assert arena.owns(ours)
+            assert arena.offset(ours) % 512 == 0
+    scalar = arena.empty((), dtype=torch.float32)
+    assert scalar.shape == ()
+
+
+def test_the_default_type_is_the_one_of_now(arena):
+    assert arena.empty(4).dtype is torch.float32
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert arena.empty(4).dtype is torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_the_same_program_gets_the_same_places_in_every_step_and_run():
+    def step(arena):
+        first = arena.empty(1000)
+        second = arena.empty(3000, dtype=torch.bfloat16)
+        places = [arena.offset(first), arena.offset(second)]
+        del first
+        for _ in range(3):
+            third = arena.empty(1000)
+            places.append(arena.offset(third))
+        held = [arena.empty(500) for _ in range(20)]
+        return places + [arena.offset(one) for one in held]
+
+    runs = []
+    for _ in range(2):
+        arena = Arena(1 << 20, "cpu")
+        runs.append([step(arena) for _ in range(4)])
+        arena.close()
+    assert runs[0] == runs[1]
+    assert runs[0][1] == runs[0][2] == runs[0][3], "each step gets the places of the one before"
+
+
+def test_the_block_is_allocated_once_and_nothing_after(arena):
+    pointer = arena._block.data_ptr()
+    for _ in range(3):
+        kept = [arena.empty(n) for n in (10, 1000, 100_000)]
+        del kept
+    assert arena._block.data_ptr() == pointer
+    assert arena.stats().fallbacks == 0
+    assert arena.stats().high_water <= 512 + 4096 + 400_384
+
+
+# --- lives -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "hold",
+    [
+        lambda t: t[3:],
+        lambda t: t.view(8, 8),
+        lambda t: t.detach(),
+        lambda t: t.data,
+        lambda t: t.untyped_storage(),
+        lambda t: t.numpy(),
+        lambda t: torch.utils.dlpack.to_dlpack(t),
+        lambda t: memoryview(t.numpy()),
+        lambda t: torch.nn.Parameter(t),
+        lambda t: (t.requires_grad_() * t).grad_fn,
+    ],
+    ids=["view", "reshape", "detach", "data", "storage", "numpy", "dlpack", "memoryview", "parameter", "saved"],
+)
+def test_whatever_refers_to_the_storage_keeps_the_slot_and_nothing_else_does(arena, hold):
+    tensor = arena.empty(64)
+    place = arena.offset(tensor)
+    kept = hold(tensor)
+    del tensor
+    assert arena.stats().in_use == 512
+    other = arena.empty(64)
+    assert arena.offset(other) != place
+    del kept, other
+    assert arena.stats().in_use == 0
+    again = [arena.empty(64), arena.empty(64)]
+    assert place in map(arena.offset, again)
+
+
+def test_giving_a_tensor_other_memory_frees_its_slot(arena):
+    tensor = arena.empty(64)
+    tensor.data = torch.empty(1)
+    assert arena.stats().in_use == 0
+
+
+def test_the_python_object_of_a_storage_is_not_its_life(arena):
+    tensor = arena.empty(64)
+    place = arena.offset(tensor)
+    for _ in range(3):
+        tensor.untyped_storage()
+    assert arena.offset(arena.empty(64)) != place
+    del tensor
+    assert arena.stats().in_use == 0
+
+
+def test_a_new_buffer_has_no_history_of_autograd(arena):
+    first = arena.empty(4)
+    first.add_(1)
+    del first
+    second = arena.empty(4)
+    assert second._version == 0
+
+
+def test_threads_never_share_a_buffer(arena):
+    wrong = []
+
+    def run(value):
+        for _ in range(3000):
+            tensor = arena.empty(16, dtype=torch.int64)
+            tensor.fill_(value)
+            other = arena.empty(16, dtype=torch.int64)
+            other.fill_(-value)
+            if not (bool((tensor == value).all()) and bool((other == -value).all())):
+                wrong.append(value)
+
+    threads = [threading.Thread(target=run, args=(value,)) for value in range(1, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    assert arena.stats().in_use == 0
+
+
+@on(2)
+def test_a_running_collective_keeps_its_slot():
+    arena = Arena(1 << 16, "cpu")
+    tensor = arena.empty(64).fill_(1.0)
+    place = arena.offset(tensor)
+    work = safecomm.all_reduce(tensor, async_op=True)
+    del tensor
+    other = arena.empty(64)
+    assert arena.offset(other) != place
+    assert "all_reduce from " in arena.map()
+    work.wait()
+    del work
+    assert arena.stats().in_use == 512
+    del other
+    arena.close()
+
+
+def test_a_slot_counts_as_nobodys_where_the_ledger_asks(arena):
+    """What the arena keeps is nobody who uses it: the ledger gives back what only it still refers to."""
+    tensor = arena.empty(64)
+    storage = tensor.untyped_storage()
+    assert not _torch.only_holder(storage)
+    del tensor
+    assert _torch.only_holder(storage)
+    del storage
+    assert arena.stats().in_use == 0
+
+
+# --- full ----------------------------------------------------------------------------------------------------
+
+
+def test_a_full_arena_falls_back_and_says_once_what_would_have_been_enough(caplog):
+    caplog.set_level(logging.WARNING, "safecomm")
+    arena = Arena(4096, "cpu")
+    kept = [arena.empty(512, dtype=torch.uint8) for _ in range(8)]
+    more = [arena.empty(1000, dtype=torch.uint8) for _ in range(3)]
+    assert not any(map(arena.owns, more))
+    assert len(caplog.records) == 1
+    assert "5120 would be enough" in caplog.text
+    assert "test_arena.py" in caplog.text
+    stats = arena.stats()
+    assert (stats.fallbacks, stats.fallback_bytes, stats.enough) == (3, 3000, 5120)
+    del kept, more
+    arena.close()
+
+
+def test_a_full_arena_raises_where_that_is_asked_for():
+    arena = Arena(4096, "cpu", full="raise")
+    with pytest.raises(ArenaFullError, match=r"Arena\.empty\(\[8192\], torch\.uint8\) at .*test_arena.*8192 would be"):
+        arena.empty(8192, dtype=torch.uint8)
+    kept = arena.empty(4096, dtype=torch.uint8)
+    with pytest.raises(ArenaFullError, match="4608 would be enough"):
+        arena.empty(1)
+    del kept
+    assert arena.owns(arena.empty(4096, dtype=torch.uint8)), "nothing was lost"
+    arena.close()
+
+
+def test_unused_slots_are_taken_apart_before_anything_is_refused():
+    arena = Arena(8192, "cpu", full="raise")
+    for size in (512, 1024, 2048, 8192, 512, 4096):
+        kept = [arena.empty(size, dtype=torch.uint8) for _ in range(8192 // size)]
+        del kept
+    arena.close()
+
+
+def test_buckets_are_parts_of_their_own():
+    arena = Arena(8192, "cpu", full="raise", buckets={"gather": 2048, "scatter": "1KiB"})
+    gathered = arena.empty(2048, dtype=torch.uint8, bucket="gather")
+    assert arena.offset(gathered) == 0
+    with pytest.raises(ArenaFullError, match="bucket 'gather' of 2048 bytes"):
+        arena.empty(1, bucket="gather")
+    assert arena.offset(arena.empty(1024, dtype=torch.uint8, bucket="scatter")) == 2048
+    assert arena.offset(arena.empty(5120, dtype=torch.uint8)) == 3072
+    assert [bucket.name for bucket in arena.stats().buckets] == ["gather", "scatter", ""]
+    assert [bucket.in_use for bucket in arena.stats().buckets] == [2048, 0, 0]
+    assert "bucket gather, 0 to 2048: 2048 bytes in 1 slots" in str(arena)
+    with pytest.raises(ValueError, match=r"bucket='nonsense'.*gather"):
+        arena.empty(1, bucket="nonsense")
+    del gathered
+    arena.close()
+
+
+# --- plans ---------------------------------------------------------------------------------------------------
+
+
+def varied(length):
+    """Buffers of a step with sequences of this length."""
+    gathered = safecomm.empty(length, 7)
+    scattered = safecomm.empty(length, 3, dtype=torch.bfloat16)
+    del gathered
+    kept = [safecomm.empty(length) for _ in range(3)]
+    reduced = safecomm.empty(length, 5, bucket="reduce")
+    del scattered, kept, reduced
+
+
+def test_an_arena_of_a_plan_is_exactly_large_enough(tmp_path):
+    lengths = [100, 300, 200, 500, 50]
+    with record_plan("cpu") as plan:
+        for length in lengths:
+            varied(length)
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    plan = Plan.load(path)
+    assert plan.buckets == {"reduce": 10240}
+    assert plan.peak <= plan.nbytes <= 1.5 * plan.peak
+    arena = Arena.from_plan(plan, "cpu", full="raise")
+    assert arena.nbytes == plan.nbytes
+    with use_arena(arena):
+        for _ in range(3):
+            for length in lengths:
+                varied(length)
+    assert arena.stats().fallbacks == 0
+    arena.close()
+    smaller = Arena(plan.nbytes - 512, "cpu", full="raise", buckets=plan.buckets)
+    with use_arena(smaller), pytest.raises(ArenaFullError):
+        [varied(length) for length in lengths]
+    smaller.close()
+
+
+def test_a_plan_says_when_it_is_none(tmp_path):
+    with pytest.raises(ValueError, match="nothing was asked for"):
+        Arena.from_plan(Plan(), "cpu")
+    path = tmp_path / "plan.json"
+    path.write_text('{"not": "a plan"}')
+    with pytest.raises(ValueError, match=r"plan\.json is not a plan"):
+        Plan.load(path)
+
+
+# --- in use ----------------------------------------------------------------------------------------------------
+
+
+def test_empty_is_of_the_innermost_arena_in_use_and_ordinary_without_one():
+    assert safecomm.empty(4).device.type == "cpu"
+    with use_arena("64KiB", "cpu") as arena:
+        assert arena.owns(safecomm.empty(4))
+        assert arena.owns(safecomm.empty(4, device="cpu"))
+        assert use.in_use(-1) is arena
+        with record_plan("cpu") as plan:
+            assert not arena.owns(safecomm.empty(4))
+        assert len(plan.requests) == 1
+        assert arena.owns(safecomm.empty(4))
+    assert use.in_use(-1) is None
+    with pytest.raises(ArenaError, match="was closed"):
+        arena.empty(4)
+
+
+def test_use_arena_keeps_an_arena_whose_slots_are_in_use():
+    with pytest.raises(ArenaError, match=r"Arena\.close\(\): 1 slots are in use"), use_arena("64KiB", "cpu") as arena:
+        kept = arena.empty(4).fill_(3.0)
+    assert kept.tolist() == [3.0] * 4
+    del kept
+    arena.close()
+
+
+def test_an_exception_is_not_hidden_by_slots_in_use():
+    kept = []
+
+    def program():
+        with use_arena("64KiB", "cpu"):
+            kept.append(safecomm.empty(4))
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        program()
+    kept.clear()
+    module.OPEN[-1].close()
+
+
+def test_the_environment_asks_for_an_arena(monkeypatch, caplog):
+    monkeypatch.setenv("SAFECOMM_ARENA", "128KiB")
+    use.read_environment()
+    try:
+        tensor = safecomm.empty(16, device="cpu")
+        arena = use.in_use(-1)
+        assert arena.nbytes == 128 << 10
+        assert arena.owns(tensor)
+        del tensor
+        use.IN_USE.clear()
+        arena.close()
+        monkeypatch.setenv("SAFECOMM_ARENA", "plenty")
+        use.read_environment()
+        assert "SAFECOMM_ARENA='plenty'" in caplog.text
+        assert use.in_use(-1) is None
+    finally:
+        monkeypatch.undo()
+        use.read_environment()
+
+
+def test_nothing_is_taken_from_an_arena_under_compile_or_in_a_dispatch_mode(arena):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        assert type(arena.empty(4)).__name__ == "FakeTensor"
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def compiled(x):
+        return arena.empty(4).fill_(1.0) + x
+
+    assert compiled(torch.ones(4)).tolist() == [2.0] * 4
+    assert arena.stats().high_water == 0
+
+
+# --- the same on all ranks ---------------------------------------------------------------------------------------
+
+
+@on(2)
+def test_a_check_names_the_first_request_that_differs_between_ranks():
+    import torch.distributed as stock
+
+    arena = Arena(1 << 16, "cpu", check=stock.group.WORLD)
+    for _ in range(3):
+        tensor = arena.empty(100)
+        del tensor
+    arena.check()
+    tensor = arena.empty(100)
+    other = arena.empty(100 + stock.get_rank())
+    third = arena.empty(7)
+    with pytest.raises(ArenaError, match=r"request 1 since.*rank 0: 400 bytes at place 512.*rank 1: 404 bytes.*_arena"):
+        arena.check()
+    arena.check()
+    assert "asked for at " in arena.map()
+    del tensor, other, third
+    if stock.get_rank() == 0:
+        arena.empty(5)
+    with pytest.raises(ArenaError, match=r"request 0 since.*rank 1: no more requests"):
+        arena.check()
+    arena.close()
+
+
+# --- wrong use ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"nbytes": 0}, ValueError, "Arena: nbytes=0"),
+        ({"nbytes": -1}, ValueError, "Arena: nbytes=-1"),
+        ({"nbytes": 1.5}, TypeError, "Arena: nbytes=1.5"),
+        ({"nbytes": True}, TypeError, "Arena: nbytes=True"),
+        ({"nbytes": "lots"}, ValueError, "Arena: nbytes='lots'"),
+        ({"nbytes": "3 apples"}, ValueError, "Arena: nbytes='3 apples'"),
+        ({"device": "meta"}, ValueError, "Arena(device='meta')"),
+        ({"device": "nonsense"}, ValueError, "Arena(device='nonsense')"),
+        ({"full": "shrug"}, ValueError, "Arena(full='shrug')"),
+        ({"buckets": {"a": 1 << 20, "b": 1}}, ValueError, "must fit"),
+        ({"buckets": {"": 1}}, ValueError, "need names"),
+        ({"buckets": {"a": 0}}, ValueError, "bucket 'a'=0"),
+        ({"register": object()}, ValueError, 'Arena(register=...): expected full="raise"'),
+        ({"register": object(), "full": "raise"}, ArenaError, "the group has no backend on cpu"),
+    ],
+)
+def test_an_arena_that_can_not_be_is_refused(arguments, error, message):
+    with pytest.raises(error) as raised:
+        Arena(**{"nbytes": 1 << 20, "device": "cpu", **arguments})
+    assert message in str(raised.value)
+    assert not module.OPEN
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
+def test_a_device_that_is_not_there_is_refused():
+    with pytest.raises(ValueError, match="there is no CUDA device here"):
+        Arena(1 << 20, "cuda")
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype", "error", "message"),
+    [
+        ((0,), None, ValueError, "no elements"),
+        ((3, 0), None, ValueError, "no elements"),
+        ((-1,), None, ValueError, "negative size"),
+        (((2, -3),), None, ValueError, "negative size"),
+        ((1.5,), None, TypeError, "shape of integers"),
+        (("4",), None, TypeError, "shape of integers"),
+        ((4,), "float32", TypeError, "torch.dtype"),
+        ((4,), float, TypeError, "torch.dtype"),
+    ],
+)
+def test_a_request_that_can_not_be_is_refused_and_nothing_is_lost(arena, size, dtype, error, message):
+    for _ in range(2):
+        with pytest.raises(error, match=r"Arena\.empty") as raised:
+            arena.empty(*size, dtype=dtype)
+        assert message in str(raised.value)
+    assert arena.stats().in_use == 0
+    assert arena.owns(arena.empty(4))
+
+
+def test_two_arenas_on_one_device_are_refused(arena):
+    with pytest.raises(ArenaError, match="is open on this device; close"):
+        Arena(1 << 20, "cpu")
+
+
+def test_close_with_slots_in_use_is_refused_and_says_who_has_them(arena):
+    kept = arena.empty(64).fill_(2.0)
+    with pytest.raises(ArenaError, match=r"Arena\.close\(\): 1 slots are in use. Nothing was done.(?s:.*)1 tensors"):
+        arena.close()
+    assert kept.tolist() == [2.0] * 64
+    assert arena.owns(arena.empty(64))
+
+
+@pytest.mark.parametrize("operation", ["empty", "stats", "map", "check"])
+def test_use_after_close_is_refused(operation):
+    arena = Arena(4096, "cpu")
+    arena.empty(4)
+    block = StorageWeakRef(arena._block.untyped_storage())
+    arena.close()
+    arena.close()
+    assert block.expired()
+    assert not _torch.KEPT
+    with pytest.raises(ArenaError, match="was closed"):
+        getattr(arena, operation)(*([4] if operation == "empty" else []))
+    assert str(arena) == "<Arena of 4096 bytes on cpu>"
+
+
+def test_the_child_of_a_fork_has_no_arena(arena):
+    kept = arena.empty(4).fill_(5.0)
+    arena.empty(8)
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            for _ in range(2):
+                with pytest.raises(ArenaError, match=r"Arena\.empty\(\): .* made before the fork"):
+                    arena.empty(8)
+            own = Arena(4096, "cpu")
+            assert own.owns(own.empty(4))
+            assert kept.tolist() == [5.0] * 4
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert arena.owns(arena.empty(8))
+
+
+def test_sizes_are_read_as_people_write_them():
+    assert bytes_of(7) == 7
+    assert bytes_of("7") == 7
+    assert bytes_of("256MiB") == 256 << 20
+    assert bytes_of("1.5 GiB") == 3 << 29
+    assert bytes_of("2kb") == 2000
+
+
+def test_without_the_use_count_there_is_no_arena(monkeypatch):
+    monkeypatch.setattr(_torch, "USE_COUNT", False)
+    with pytest.raises(ArenaError, match="does not tell who uses a storage"):
+        Arena(4096, "cpu")

@@ -1,0 +1,551 @@
+"""The arena's promises, on random programs against a simulated device and a model of which bytes are whose.
+
+The arena, the ledger and the graphs are the real ones, on real memory. After every step the bytes of the block are what
+the model says: the pattern of the tensor that has them, or poison where nobody has any, so that no two tensors ever
+share a byte; and the slots in use are exactly those that something refers to. When memory is handed out again, all that
+touched it must be over, or before whatever comes next on the stream that gets it.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from simulated import INDEX, Block, FakeGraph, FakeGroup, Launched, SimulatedDevice, Violation, call, call_sync
+
+from safecomm import _torch, captures
+from safecomm.arena import Arena
+from safecomm.arena import arena as arena_module
+from safecomm.arena.layout import ALIGNMENT, NOBODY, Layout, Shelf, Slot, Space
+from safecomm.captures import CapturedGraph
+from safecomm.ledger import Ledger
+
+CAPACITY = 5 * ALIGNMENT  # so that it is often full
+SIZES = st.sampled_from([100, 512, 512, 1024, 1500, 2048])
+PICK = st.integers(0, 5)
+STREAM = st.integers(0, 2)
+POISON = 0xDB
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quiet() -> Iterator[None]:
+    """Thousands of programs fill their arena; formatting what is said about it would be half of the time."""
+    log = logging.getLogger("safecomm")
+    before = log.level
+    log.setLevel(logging.ERROR)
+    yield
+    log.setLevel(before)
+
+
+class Tenant(Block):
+    """A range of the arena from when it was handed out."""
+
+    def __init__(self, start: int, end: int, home: int, capture: int) -> None:
+        super().__init__(home, capture, end - start)
+        self.start = start
+        self.end = end
+        self.gone = False  # somebody else has it, who is not of the same capture
+
+
+class ArenaDevice(SimulatedDevice):
+    """A device whose memory is an arena's."""
+
+    def __init__(self) -> None:
+        super().__init__(streams=3)
+        self.tenants: dict[int, Tenant] = {}  # the last at each address
+        self.history: list[Tenant] = []
+        self._home_of: Any = None
+
+    def claim(self, start: int, end: int, home: Any) -> None:
+        self._home_of = home
+
+    def unclaim(self, start: int) -> None:
+        self._home_of = None
+
+    def home(self, pointer: int) -> int | None:
+        tenant = self.tenants.get(pointer)
+        if tenant is None:
+            return super().home(pointer)
+        told = self._home_of(pointer)
+        if told != tenant.home:
+            raise Violation(f"memory of stream {tenant.home} is said to be of {told}")
+        return tenant.home
+
+    def pool(self, pointer: int) -> object:
+        return None if pointer in self.tenants else super().pool(pointer)
+
+    def block(self, tensor: torch.Tensor) -> Block | None:
+        return self.tenants.get(tensor.untyped_storage().data_ptr()) or super().block(tensor)
+
+    def hand_out(self, tensor: torch.Tensor, stream: int) -> None:
+        """Note that ``tensor`` was handed out on ``stream``, and check that it could be (S1, S5, S6)."""
+        start = tensor.untyped_storage().data_ptr()
+        at = self.streams[stream]
+        tenant = Tenant(start, start + tensor.untyped_storage().nbytes(), stream, at.capture)
+        for other in tuple(self.history):
+            if other.start < tenant.end and tenant.start < other.end:
+                unsafe = other.touched[0] & ~self.done
+                if at.capture:
+                    unsafe |= other.touched[at.capture] & ~at.captured
+                else:
+                    unsafe &= ~at.eager
+                if unsafe:
+                    raise Violation(f"memory is handed out on stream {stream} while operations {unsafe:b} may touch it")
+                other.gone |= other.capture != at.capture or not at.capture
+                if tenant.start <= other.start and other.end <= tenant.end and not other.capture:
+                    self.history.remove(other)
+        self.history.append(tenant)
+        self.tenants[start] = tenant
+
+
+class ArenaGraph(FakeGraph):
+    """A graph that owns all that its collectives touch, wherever it comes from."""
+
+    def touch(self, blocks: list[Block]) -> None:
+        self.touches += [(block, block.tenancy) for block in blocks]
+
+    def replay(self) -> None:
+        for block, _ in self.touches:
+            if isinstance(block, Tenant) and block.gone:
+                raise Violation("a replay touches memory that is somebody else's (S6)")
+        self.device.launch(self.device.here(), [block for block, _ in self.touches])
+
+
+class ArenaPrograms(RuleBasedStateMachine):
+    """Programs with three streams, two NCCL groups, captures one at a time, and an arena that is often full."""
+
+    arena_type: type[Arena] = Arena
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.device = ArenaDevice()
+        self.ledger = Ledger(self.device, lag=1, budget=1024, trail_budget=1024)
+        self.groups = [FakeGroup(self.device, "nccl", shelved=True) for _ in range(2)]
+        self.block = torch.full((CAPACITY + ALIGNMENT,), POISON, dtype=torch.uint8)
+        # From an aligned address on, as a block of a device is.
+        self.block = self.block[-self.block.data_ptr() % ALIGNMENT :][:CAPACITY]
+        self.base = self.block.data_ptr()
+        self.image = self.block.clone()  # what the bytes should be
+        self.tensors: list[torch.Tensor] = []
+        self.storages: list[torch.UntypedStorage] = []  # what Python holds without a tensor
+        self.works: list[Launched] = []
+        self.graphs: list[tuple[ArenaGraph, CapturedGraph]] = []
+        self.recording: tuple[ArenaGraph, CapturedGraph] | None = None
+        self.pattern = 0
+        self.make({})
+
+    def make(self, buckets: dict[str, int]) -> None:
+        self.arena = object.__new__(self.arena_type)
+        self.arena._start(self.block, INDEX, self.device, "fallback", buckets, None)
+
+    @initialize(bucket=st.sampled_from([0, 0, 0, 512]))
+    def start(self, bucket: int) -> None:
+        if bucket:
+            self.make({"named": bucket})
+
+    # --- the model ----------------------------------------------------------------------------------------
+
+    def mine(self, pointer: int) -> bool:
+        return self.base <= pointer < self.base + CAPACITY
+
+    def held(self) -> set[int]:
+        """Return the addresses of what anything refers to."""
+        found = [tensor.untyped_storage() for tensor in self.tensors] + self.storages
+        for entry in self.ledger.entries:
+            found += [one for one in entry.storages if isinstance(one, torch.UntypedStorage)]
+        for _, _, storages, _, _ in self.ledger._orphans:
+            found += storages
+        for launched in self.works:
+            found += [tensor.untyped_storage() for tensor in launched.inner.outputs + launched.inner.shelf]
+        for group in self.groups:
+            found += [tensor.untyped_storage() for _, shelf in group.shelves for tensor in shelf]
+        for _, captured in self.graphs + ([self.recording] if self.recording else []):
+            found += [
+                *captured._slots.values(),
+                *(one.storage for one in captured._arguments if one.storage is not None),
+            ]
+        return {pointer for storage in found if self.mine(pointer := storage.data_ptr())}
+
+    def fill(self, storage: torch.UntypedStorage, value: int) -> None:
+        start = storage.data_ptr() - self.base
+        self.block[start : start + storage.nbytes()] = value
+        self.image[start : start + storage.nbytes()] = value
+
+    def let_go(self, storage: torch.UntypedStorage) -> None:
+        """Poison the memory of ``storage``, if the program has it no more."""
+        others = [tensor.untyped_storage() for tensor in self.tensors] + self.storages
+        if all(storage.data_ptr() != other.data_ptr() for other in others):
+            self.fill(storage, POISON)
+
+    @invariant()
+    def every_byte_is_whose_it_should_be(self) -> None:
+        if not torch.equal(self.block, self.image):
+            raise Violation("bytes of a tensor, or of free memory, were written by somebody else")
+
+    @invariant()
+    def what_is_in_use_is_what_is_referred_to(self) -> None:
+        used = {slot.pointer for slot in self.arena._layout.in_use()}
+        if used != self.held():
+            raise Violation(f"in use: {used}, referred to: {self.held()}")
+
+    # --- memory -------------------------------------------------------------------------------------------
+
+    @rule(stream=STREAM, nbytes=SIZES, named=st.sampled_from([False, False, False, True]))
+    def allocate(self, stream: int, nbytes: int, named: bool) -> None:
+        self.go_to(stream)
+        stream = self.device.current(INDEX)
+        before = self.arena._fallbacks
+        bucket = "named" if named and "named" in self.arena._layout.bounds else ""
+        tensor = self.arena.empty(nbytes, dtype=torch.uint8, bucket=bucket)
+        if self.arena._fallbacks > before:
+            if not self.device.capturing:
+                self.check_full(nbytes, bucket)
+            return
+        storage = tensor.untyped_storage()
+        start, end = self.arena._layout.bounds[bucket]
+        place = storage.data_ptr() - self.base
+        assert storage.nbytes() == nbytes
+        assert place % ALIGNMENT == 0
+        assert start <= place <= place + nbytes <= end
+        for other in [*(tensor.untyped_storage() for tensor in self.tensors), *self.storages]:
+            if (
+                other.data_ptr() < storage.data_ptr() + nbytes
+                and storage.data_ptr() < other.data_ptr() + other.nbytes()
+            ):
+                raise Violation("memory that the program has is handed out again")
+        self.device.hand_out(tensor, stream)
+        if self.recording is not None and self.device.here().capture:
+            self.recording[0].touch(self.device.blocks_of([tensor]))
+        self.pattern = (self.pattern + 1) % POISON
+        self.fill(storage, self.pattern)
+        self.tensors.append(tensor)
+
+    def check_full(self, nbytes: int, bucket: str) -> None:
+        """Nothing is refused while there is room."""
+        start, end = self.arena._layout.bounds[bucket]
+        for slot in [*self.arena._layout.in_use(), None]:
+            if slot is not None and slot.bucket != bucket:
+                continue
+            assert (end if slot is None else slot.start) - start < nbytes, "there is room"
+            start = end if slot is None else slot.end
+
+    @rule(streams=st.lists(STREAM, min_size=1, max_size=3), nbytes=SIZES)
+    def use_and_drop(self, streams: list[int], nbytes: int) -> None:
+        """What most programs do: a buffer, a collective on the stream that it is of, and no more of it."""
+        for stream in streams:
+            before = len(self.tensors)
+            self.allocate(stream, nbytes, named=False)
+            if len(self.tensors) > before:
+                here = self.device.current(INDEX)
+                self.launch(here, 0, [before], last=True, keep=False, synchronous=True)
+
+    @rule(pick=PICK, how=st.sampled_from(["drop", "drop", "drop", "view", "alias", "storage"]))
+    def change(self, pick: int, how: str) -> None:
+        if not self.tensors:
+            return
+        place = pick % len(self.tensors)
+        tensor = self.tensors[place]
+        if how == "view":
+            self.tensors[place] = tensor[1:] if tensor.numel() > 1 else tensor
+        elif how == "alias":
+            self.tensors.append(tensor.detach())
+        elif how == "storage":
+            self.storages.append(tensor.untyped_storage())
+            del self.tensors[place]
+        else:
+            del self.tensors[place]
+            self.let_go(tensor.untyped_storage())
+
+    @rule(pick=PICK)
+    def drop_storage(self, pick: int) -> None:
+        if self.storages:
+            self.let_go(self.storages.pop(pick % len(self.storages)))
+
+    # --- the device -----------------------------------------------------------------------------------------
+
+    def go_to(self, stream: int) -> None:
+        """Make ``stream`` the current one; during a capture rather one that takes part in it."""
+        members = [handle for handle in range(3) if self.device.capture(handle)]
+        self.device.switch(members[stream % len(members)] if members and stream != 2 else stream)
+
+    @rule(picks=st.lists(PICK, min_size=1, max_size=4))
+    def run_device(self, picks: list[int]) -> None:
+        for pick in picks:
+            self.device.run(pick)
+
+    @rule(waiting=STREAM, other=STREAM)
+    def wait_stream(self, waiting: int, other: int) -> None:
+        one, two = self.device.streams[waiting], self.device.streams[other]
+        if one.capture == two.capture or (one.capture == 0 and two.capture and waiting):
+            self.device.wait(one, two.past, two.capture)
+
+    # --- calls ----------------------------------------------------------------------------------------------
+
+    def some_tensors(self, picks: list[int], last: bool) -> list[torch.Tensor]:
+        chosen = [self.tensors[place] for place in sorted({pick % len(self.tensors) for pick in picks})]
+        if self.device.capturing and not self.device.here().capture:
+            # What a capture was handed out is not there yet for what runs.
+            absent = self.device.capturing
+            chosen = [t for t in chosen if all(block.capture != absent for block in self.device.blocks_of([t]))]
+        if last:
+            self.tensors = [tensor for tensor in self.tensors if all(tensor is not one for one in chosen)]
+        return chosen
+
+    @rule(stream=STREAM, to=st.integers(0, 1), picks=st.lists(PICK, min_size=1, max_size=2), last=st.booleans(),
+          keep=st.booleans(), synchronous=st.booleans())  # fmt: skip
+    def launch(self, stream: int, to: int, picks: list[int], last: bool, keep: bool, synchronous: bool) -> None:
+        self.go_to(stream)
+        group = self.groups[to]
+        if not self.tensors or not group.can_launch() or not (tensors := self.some_tensors(picks, last)):
+            return
+        storages = [tensor.untyped_storage() for tensor in tensors]
+        if synchronous:
+            call_sync(self.ledger, group, tensors)
+        else:
+            launched = call(self.ledger, group, tensors)
+            if keep:
+                self.works.append(launched)
+            del launched
+        if self.recording is not None and self.device.here().capture:
+            graph, captured = self.recording
+            graph.touch(self.device.blocks_of(tensors))
+            for tensor in tensors:
+                captured.add("a collective", group, tensor, sys._getframe())
+        del tensors
+        for storage in storages:
+            self.let_go(storage)
+
+    @rule(stream=STREAM, pick=PICK)
+    def wait(self, stream: int, pick: int) -> None:
+        self.go_to(stream)
+        for _ in range(len(self.works)):
+            place = pick % len(self.works)
+            if self.works[place].capture == self.device.here().capture:
+                self.works.pop(place).work.wait()
+                return
+            pick += 1
+
+    @rule()
+    def drain(self) -> None:
+        self.ledger.drain()
+
+    # --- graphs ---------------------------------------------------------------------------------------------
+
+    @rule(stream=st.integers(1, 2))
+    def capture(self, stream: int) -> None:
+        if self.device.capturing:
+            self.end_capture()
+            return
+        self.arena.before_capture()
+        self.device.begin_capture(stream)
+        capture = self.device.capturing
+        graph = ArenaGraph(self.device)
+        captured = CapturedGraph(self.ledger, graph, (capture,), [], INDEX, stream, capture, sys._getframe())
+        captures.RECORDING[capture] = captured
+        self.recording = graph, captured
+
+    def end_capture(self) -> None:
+        assert self.recording is not None
+        capture = self.device.capturing
+        captures.RECORDING.pop(capture)
+        self.ledger.sweep()
+        self.ledger.join_unwaited(capture, self.recording[1].stream)
+        self.device.end_capture()
+        self.ledger.end_capture(capture)
+        self.recording[1].seal()
+        self.graphs.append(self.recording)
+        self.recording = None
+        self.works = [launched for launched in self.works if launched.capture != capture]
+
+    @rule(stream=STREAM, pick=PICK)
+    def replay(self, stream: int, pick: int) -> None:
+        if self.graphs and not self.device.capturing:
+            self.device.switch(stream)
+            self.graphs[pick % len(self.graphs)][0].replay()
+
+    @rule(pick=PICK, how=st.sampled_from(["reset", "dies"]))
+    def end_graph(self, pick: int, how: str) -> None:
+        if self.graphs:
+            graph, _ = self.graphs.pop(pick % len(self.graphs))
+            if how == "reset":
+                graph.reset()
+
+    def teardown(self) -> None:
+        try:
+            if sys.exc_info()[0] is None:
+                if self.device.capturing:
+                    self.end_capture()
+                self.graphs.clear()
+                self.works.clear()
+                self.tensors.clear()
+                self.storages.clear()
+                self.device.finish()
+                assert self.ledger.drain(wait=True) == 0
+                assert self.arena.stats().in_use == 0, "slots are in use that nobody refers to"
+                assert self.arena.stats().buckets[-1].largest_free == self.arena.stats().buckets[-1].capacity
+                self.arena.close()
+        finally:
+            if self.recording is not None:
+                captures.RECORDING.pop(self.recording[1].capture, None)
+                self.recording[1].abandon()
+            for group in self.groups:
+                group.forget()
+        if self.device.faults:
+            raise Violation(f"illegal calls: {self.device.faults}")
+
+
+def programs(count: int, **more: Any) -> settings:
+    """Return settings under which the machine runs ``count`` programs, the same on every run."""
+    return settings(
+        max_examples=count,
+        stateful_step_count=20,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        print_blob=False,
+        report_multiple_bugs=False,
+        suppress_health_check=list(HealthCheck),
+        **more,
+    )
+
+
+def test_random_programs_of_the_arena() -> None:
+    """S1, S5, S6 and no leak: in 5,000 programs no byte has two owners, and none is kept for nobody."""
+    run_state_machine_as_test(ArenaPrograms, settings=programs(5000))
+
+
+# --- arenas with one rule broken, each of which the programs have to catch -------------------------------------
+
+
+def counts_only_tensors() -> Any:
+    """Does not see that Python refers to a storage, as the ledger does."""
+    return idle(lambda slot, _: _torch.storage_use_count(slot.cdata) == 2)
+
+
+def counts_only_python() -> Any:
+    """Does not see that tensors refer to a storage."""
+    return idle(lambda slot, _: sys.getrefcount(slot.storage) <= arena_module._UNUSED + 2)
+
+
+def keeps_all() -> Any:
+    """Takes no slot back."""
+    return idle(lambda slot, _: False)
+
+
+def idle(told: Any) -> Any:
+    """An arena that asks ``told`` whether a slot is in use, also on its short way."""
+
+    def start(arena: Arena, *arguments: Any) -> None:
+        original(arena, *arguments)
+        arena._layout._idle = lambda slot, but_for_graph: bool(told(slot, but_for_graph))
+        arena._group = object()  # no short way
+        arena._log = Nothing()
+
+    original = Arena._start
+    return mock.patch.object(Arena, "_start", start)
+
+
+class Nothing(list):
+    def append(self, one: object) -> None:
+        pass
+
+
+def orders_nothing() -> Any:
+    """Hands memory to another stream as it is."""
+
+    def take(layout: Layout, *arguments: Any) -> Any:
+        found = original(layout, *arguments)
+        return None if found is None else (found[0], NOBODY)
+
+    original = Layout.take
+    return mock.patch.object(Layout, "take", take)
+
+
+def forgets_the_streams_of_neighbours() -> Any:
+    """Merges ranges, and remembers the streams of one of them."""
+
+    def give(space: Space, start: int, end: int, after: frozenset[int]) -> None:
+        original(space, start, end, after)
+        space._ranges = [
+            (first, last, after if first <= start < last else streams) for first, last, streams in space._ranges
+        ]
+
+    original = Space.give
+    return mock.patch.object(Space, "give", give)
+
+
+def leases_nothing() -> Any:
+    """Hands out to others what a graph writes at each replay."""
+    return mock.patch.object(CapturedGraph, "lease", return_value=None)
+
+
+def gives_captures_what_runs() -> Any:
+    """Does not wait for the device before a capture."""
+
+    def before_capture(arena: Arena) -> None:
+        arena._layout.harvest()
+        arena._layout.forget_streams()
+
+    return mock.patch.object(Arena, "before_capture", before_capture)
+
+
+def never_merges() -> Any:
+    """Leaves unused slots on their shelves."""
+    return mock.patch.object(Layout, "harvest", return_value=None)
+
+
+def cuts_too_short() -> Any:
+    """Takes the memory behind a slot for free."""
+
+    def take(space: Space, nbytes: int, usable: Any) -> Any:
+        found = original(space, nbytes, usable)
+        if found is not None and nbytes > ALIGNMENT:
+            space.give(found[0] + nbytes - ALIGNMENT, found[0] + nbytes, found[1])
+        return found
+
+    original = Space.take
+    return mock.patch.object(Space, "take", take)
+
+
+def is_at_home_where_the_block_is() -> Any:
+    """Tells the ledger the stream of the block for that of a slot."""
+    return mock.patch.object(Arena, "_home_of", lambda self, pointer: self._home)
+
+
+def takes_from_a_shelf_blindly() -> Any:
+    """Does not look at what it takes from a shelf."""
+
+    def from_shelf(layout: Layout, shelf: Shelf) -> Slot | None:
+        return shelf.slots.pop() if shelf.slots else None
+
+    return mock.patch.object(Layout, "from_shelf", from_shelf)
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        counts_only_tensors,
+        counts_only_python,
+        keeps_all,
+        orders_nothing,
+        forgets_the_streams_of_neighbours,
+        leases_nothing,
+        gives_captures_what_runs,
+        never_merges,
+        cuts_too_short,
+        is_at_home_where_the_block_is,
+        takes_from_a_shelf_blindly,
+    ],
+)
+def test_programs_catch_an_arena_that(broken: Any) -> None:
+    """The promises are really tested: an arena with one rule broken does not get through."""
+    with broken(), pytest.raises(BaseException):  # noqa: B017, PT011
+        run_state_machine_as_test(ArenaPrograms, settings=programs(5000, phases=[Phase.generate]))
