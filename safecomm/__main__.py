@@ -66,6 +66,8 @@ def _run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--avoid-record-streams", action="store_true", help="convert record_stream calls, in captures too"
     )
+    parser.add_argument("--arena", default="", metavar="SIZE", help="communication buffers out of an arena, as 256MiB")
+    parser.add_argument("--record", default="", metavar="DIR", help="record the memory of the run, for report")
     parser.add_argument("-m", dest="module", action="store_true", help="run a module, as python -m does")
     parser.add_argument("target", help="the script or module")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its own arguments")
@@ -75,7 +77,7 @@ def _run(options: argparse.Namespace) -> Callable[[], int]:
     from safecomm.patching.runner import check, run
 
     try:
-        check(options.target, module=options.module)
+        check(options.target, module=options.module, arena=options.arena, record=options.record)
     except (OSError, ImportError) as error:
         raise ValueError(str(error)) from None
 
@@ -85,6 +87,8 @@ def _run(options: argparse.Namespace) -> Callable[[], int]:
             module=options.module,
             strict=options.strict,
             avoid_record_streams=options.avoid_record_streams,
+            arena=options.arena,
+            record=options.record,
         )
         return DONE
 

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as stock
+import torch.distributed._functional_collectives
 import torch.distributed.distributed_c10d as c10d
 from calls import ALL, Setting
 from ranks import on
@@ -238,7 +239,6 @@ def test_what_was_imported_while_patched_is_put_back_too():
 
 
 def test_every_attribute_of_every_module_is_the_original_after_undoing():
-    import torch.distributed._functional_collectives
     import torch.distributed.fsdp
     import torch.distributed.nn
     import torch.distributed.tensor  # noqa: F401
@@ -516,12 +516,16 @@ def test_an_interrupt_ends_it_as_without(tmp_path):
         (["-m", "no.such.module"], "no module named"),
         ([], "target"),
         (["--unknown", "x.py"], "unrecognized"),
+        (["--arena", "much", "runner_target.py"], "--arena='much'"),
+        (["--record", "nowhere", "runner_target.py"], "nowhere is not a directory"),
     ],
 )
 def test_bad_arguments_run_nothing(tmp_path, arguments, said):
+    (tmp_path / "runner_target.py").write_text("print('ran')\n")
     ended = python("-m", "safecomm", "run", *arguments, cwd=tmp_path, status=2)
     assert said in ended.stderr
     assert "Traceback" not in ended.stderr
+    assert ended.stdout == ""
 
 
 def test_a_module_that_fails_to_import_shows_its_own_error(tmp_path):
@@ -562,3 +566,13 @@ def test_the_variables_do_what_the_options_do(tmp_path):
         "-m", "safecomm", "run", "script.py", cwd=tmp_path, SAFECOMM_STRICT="1", SAFECOMM_AVOID_RECORD_STREAMS="1"
     )
     assert options.stdout == variables.stdout == "True True\n"
+
+
+def test_arena_and_record(tmp_path):
+    (tmp_path / "script.py").write_text("import safecomm, torch\nprint(safecomm.empty(100, device='cpu').shape)\n")
+    ended = python(
+        "-m", "safecomm", "run", "--arena", "1MiB", "--record", tmp_path, "script.py", cwd=tmp_path, RANK="0"
+    )
+    assert "torch.Size([100])" in ended.stdout
+    assert "of 1.0 MiB, 0 requests did not fit" in ended.stderr
+    assert list(tmp_path.glob("run.*.jsonl"))

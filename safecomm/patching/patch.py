@@ -15,6 +15,7 @@ from torch.torch_version import TorchVersion
 
 from safecomm.ledger import drain, pending
 from safecomm.patching import aliases
+from safecomm.patching.megatron import Buffers
 from safecomm.patching.strict import Strict
 from safecomm.patching.table import MODULES, ORIGINALS, REPLACEMENTS
 from safecomm.record_stream import avoid_record_streams as _avoid_record_streams
@@ -30,6 +31,7 @@ class _State:
     """What the patch in force has done; None where it has not."""
 
     on = False
+    buffers: Buffers | None = None
     strict: Strict | None = None
     avoided: _avoid_record_streams | None = None
 
@@ -49,6 +51,8 @@ def patch(*, strict: bool | None = None, avoid_record_streams: bool | None = Non
     :func:`past`); it costs some time for each call. ``avoid_record_streams`` also opens ``avoid_record_streams()`` for
     as long as the patch is on. None: the environment variables ``SAFECOMM_STRICT`` and
     ``SAFECOMM_AVOID_RECORD_STREAMS`` decide (1 is yes).
+
+    Megatron's global buffers come from the arena in use, while there is one.
 
     A second call does nothing, or adds what the first did not ask for.
 
@@ -92,7 +96,9 @@ def unpatch() -> None:
             _state.avoided.__exit__(None, None, None)
         if _state.strict is not None:
             _state.strict.remove()
-        _state.avoided = _state.strict = None
+        if _state.buffers is not None:
+            _state.buffers.remove()
+        _state.avoided = _state.strict = _state.buffers = None
         _remove()
 
 
@@ -199,6 +205,7 @@ def _apply() -> None:
         if ORIGINALS[name] in remaps:
             remaps[replacement] = remaps[ORIGINALS[name]]
     _state.on = True
+    _state.buffers = Buffers()
     found = aliases.sweep({ORIGINALS[name]: replacement for name, replacement in REPLACEMENTS.items()}, _KEEP)
     log.info(
         "patched %d functions of torch.distributed, and %d aliases of them: %s",

@@ -13,13 +13,20 @@ from collections.abc import Sequence
 
 import torch
 
+from safecomm.arena.arena import OPEN, bytes_of
+from safecomm.arena.use import VARIABLE as ARENA
+from safecomm.arena.use import read_environment
 from safecomm.collectives.call import counted
 from safecomm.ledger import LEDGER, pending
 from safecomm.patching import patch as patching
 
 
-def check(name: str, *, module: bool = False) -> None:
-    """Raise FileNotFoundError, IsADirectoryError or ModuleNotFoundError if there is nothing to :func:`run`."""
+def check(name: str, *, module: bool = False, arena: str = "", record: str = "") -> None:
+    """Raise what there is to say against :func:`run`: FileNotFoundError, IsADirectoryError, ImportError, ValueError."""
+    if arena:
+        bytes_of(arena, "--arena")
+    if record and not os.path.isdir(record):
+        raise NotADirectoryError(f"--record: {record} is not a directory")
     if module:
         _go_to(os.getcwd())  # as python -m does
         try:
@@ -35,14 +42,28 @@ def check(name: str, *, module: bool = False) -> None:
 
 
 def run(
-    target: Sequence[str], *, module: bool = False, strict: bool = False, avoid_record_streams: bool = False
+    target: Sequence[str],
+    *,
+    module: bool = False,
+    strict: bool = False,
+    avoid_record_streams: bool = False,
+    arena: str = "",
+    record: str = "",
 ) -> None:
     """Run a script, or with ``module`` a module, as ``python`` itself would, with every collective safecomm's.
 
     ``target`` is its path or name, and its arguments. It sees its own ``sys.argv``, ``sys.path`` and ``__main__``, and
     ends as it would without: the same exit status, and the same traceback. When the process ends, rank 0 says on
-    standard error what safecomm did for it. Processes that the script spawns by itself are not patched.
+    standard error what safecomm did for it. Processes that the script spawns by itself are not patched. ``arena`` is as
+    ``SAFECOMM_ARENA``; ``record`` is a directory for the files of ``record_memory()``.
     """
+    if arena:
+        os.environ[ARENA] = arena
+        read_environment()
+    if record:
+        from safecomm.diagnostics.record import record_memory
+
+        record_memory(os.path.join(record, "run.jsonl")).start()
     patching.patch(strict=strict or None, avoid_record_streams=avoid_record_streams or None)
     atexit.register(_summary)
     sys.argv[:] = target
@@ -106,6 +127,12 @@ def _summary() -> None:
         memory = (
             f"; peak {stats.get('allocated_bytes.all.peak', 0) >> 20} MiB allocated, "
             f"{stats.get('reserved_bytes.all.peak', 0) >> 20} MiB reserved"
+        )
+    for arena in tuple(OPEN.values()):
+        used = arena.stats()
+        memory += (
+            f"; arena: at most {used.high_water / 2**20:.1f} of {used.capacity / 2**20:.1f} MiB, "
+            f"{used.fallbacks} requests did not fit"
         )
     lines = [
         f"safecomm: {sum(calls.values())} calls of collectives by it ({by_name or 'none'}); {beside}",

@@ -1,0 +1,88 @@
+"""Megatron's global buffers, out of the arena.
+
+``GlobalMemoryBuffer`` keeps one buffer for each name for the life of the program, as large as the largest request, and
+gives it out again without any ordering. Out of an arena each request has a slot of its own, for as long as somebody
+refers to it, and slots are shared by all names.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import math
+import sys
+import types
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from safecomm.arena.use import empty, in_use
+from safecomm.streams import HOST
+
+MODULE = "megatron.core.utils"
+
+
+class Buffers:
+    """The replacement of ``GlobalMemoryBuffer.get_tensor``, now or when Megatron is imported."""
+
+    def __init__(self) -> None:
+        self._finder = _Finder(self.serve)
+        self._owner: Any = None
+        self._original: Any = None
+        if MODULE in sys.modules:
+            self.serve(sys.modules[MODULE])
+        else:
+            sys.meta_path.insert(0, self._finder)
+
+    def serve(self, module: types.ModuleType) -> None:
+        """Replace the method in ``module``."""
+        owner = getattr(module, "GlobalMemoryBuffer", None)
+        original = getattr(owner, "get_tensor", None)
+        if original is None:
+            return
+        self._owner, self._original = owner, original
+
+        def get_tensor(
+            self: Any, tensor_shape: Sequence[int], dtype: torch.dtype, name: str, *args: Any, **kwargs: Any
+        ) -> torch.Tensor:
+            device = torch.device(torch.cuda.current_device())
+            arena = in_use(HOST if device.type == "cpu" else device.index)
+            if arena is None or args or kwargs or not math.prod(tensor_shape):
+                return original(self, tensor_shape, dtype, name, *args, **kwargs)  # type: ignore[no-any-return]
+            return empty(*tensor_shape, dtype=dtype, device=device)
+
+        get_tensor.__doc__ = original.__doc__
+        owner.get_tensor = get_tensor  # type: ignore[union-attr]
+
+    def remove(self) -> None:
+        """Put Megatron's own method back."""
+        if self._finder in sys.meta_path:
+            sys.meta_path.remove(self._finder)
+        if self._owner is not None:
+            self._owner.get_tensor = self._original
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds Megatron's module as the others do, and tells when it has been run."""
+
+    def __init__(self, then: Any) -> None:
+        self._then = then
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name != MODULE:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            run = spec.loader.exec_module
+
+            def exec_module(module: types.ModuleType) -> None:
+                run(module)
+                self._then(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
