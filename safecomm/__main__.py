@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,19 @@ from typing import Any
 import safecomm
 
 DONE, WRONG, USAGE, INTERRUPTED = 0, 1, 2, 130
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _write_page(path: Path, reports: Sequence[Any]) -> None:
+    from safecomm.diagnostics.page import make_page
+
+    try:
+        path.write_text(make_page(reports), encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"--html: {path} can't be written: {error.strerror}") from None
 
 
 def _demo_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,26 +44,39 @@ def _demo_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--passes", type=int, default=3, metavar="N", help="measured passes of each way (default: 3)")
     parser.add_argument("--limit", type=float, default=120.0, metavar="S", help="seconds a way may take (default: 120)")
     parser.add_argument("--json", type=Path, metavar="PATH", help="also write the results to PATH")
+    parser.add_argument(
+        "--html", type=Path, metavar="PATH",
+        help="also write a page with the memory timelines of record_stream and of safecomm, side by side (GPUs only)",
+    )  # fmt: skip
 
 
 def _demo(options: argparse.Namespace) -> int:
     from safecomm.demo import run_demo
 
     path: Path | None = options.json
-    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-        raise ValueError(f"--json: {path} can't be written to")
-    report = run_demo(
-        device=options.device,
-        world=options.world,
-        layers=options.layers,
-        iterations=options.iterations,
-        rows=options.rows,
-        cols=options.cols,
-        dtype=options.dtype,
-        passes=options.passes,
-        limit=options.limit,
-        progress=lambda line: print(line, file=sys.stderr, flush=True),
-    )
+    for name in ("json", "html"):
+        wanted: Path | None = getattr(options, name)
+        if wanted is not None and (wanted.is_dir() or not wanted.absolute().parent.is_dir()):
+            raise ValueError(f"--{name}: {wanted} can't be written to")
+    with tempfile.TemporaryDirectory(prefix="safecomm-snapshots-") as folder:
+        report = run_demo(
+            device=options.device,
+            world=options.world,
+            layers=options.layers,
+            iterations=options.iterations,
+            rows=options.rows,
+            cols=options.cols,
+            dtype=options.dtype,
+            passes=options.passes,
+            limit=options.limit,
+            progress=_say,
+            snapshots=Path(folder) if options.html is not None else None,
+        )
+        if options.html is not None:
+            from safecomm.diagnostics.report import make_reports
+
+            files = [Path(folder) / f"{library}.pickle" for library in ("torch.distributed", "safecomm")]
+            _write_page(options.html, make_reports(files))
     print(f"\n{report.table()}")
     for message in report.messages:
         print(f"\nsafecomm logged: {message}")
@@ -105,17 +132,13 @@ def _report_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _report(options: argparse.Namespace) -> int:
-    from safecomm.diagnostics.page import make_page
     from safecomm.diagnostics.plot import plot
     from safecomm.diagnostics.report import make_reports
 
-    reports = make_reports(options.files, progress=lambda line: print(line, file=sys.stderr, flush=True))
+    reports = make_reports(options.files, progress=_say)
     print("\n\n\n".join(map(str, reports)))
     if options.html is not None:
-        try:
-            options.html.write_text(make_page(reports), encoding="utf-8")
-        except OSError as error:
-            raise ValueError(f"--html: {options.html} can't be written: {error.strerror}") from None
+        _write_page(options.html, reports)
     if options.png is not None:
         plot(reports, options.png)
     return DONE

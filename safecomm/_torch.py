@@ -5,14 +5,16 @@ Nothing else in the package touches a private name. ``tests/test_private_names.p
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -324,6 +326,28 @@ def swap_capture_mode(mode: int = _CAPTURE_RELAXED) -> int:
     argument.value = mode
     _exchange_capture_mode(ctypes.byref(argument))
     return argument.value
+
+
+# --- the history of the caching allocator --------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def memory_history(path: Path) -> Iterator[None]:
+    """Record what the caching allocator does inside, with the lines of Python, and write the snapshot to ``path``.
+
+    Writes nothing if this torch keeps no history.
+    """
+    record = getattr(torch.cuda.memory, "_record_memory_history", None)
+    dump = getattr(torch.cuda.memory, "_dump_snapshot", None)
+    if record is None or dump is None:
+        yield
+        return
+    record(stacks="python")
+    try:
+        yield
+        dump(str(path))
+    finally:
+        record(enabled=None)
 
 
 # --- what is not there -----------------------------------------------------------------------------

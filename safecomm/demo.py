@@ -31,6 +31,7 @@ import torch
 import torch.distributed
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from safecomm import _torch
 from safecomm.collectives.groups import destroy_process_group
 from safecomm.collectives.reduce import all_reduce
 from safecomm.errors import SafecommError
@@ -417,6 +418,14 @@ class _Rank:
             peaks, unusable if self.cuda else None, held, drained if library == _OURS else None, seconds, numbers
         )
 
+    def snapshot(self, way: _Way, library: str, path: Path | None) -> None:
+        """Run one more pass of ``way``, and write what the allocator did in it to ``path``, if there is one."""
+        self.align()
+        with contextlib.nullcontext() if path is None else _torch.memory_history(path):
+            for _ in range(self.settings.iterations):
+                way(self.program, _LIBRARIES[library])
+        self.settle()
+
     def compare(self, final: torch.Tensor, *, dropped: bool) -> str:
         """Return how ``final`` compares with the reference."""
         reference = self.reference_of_dropped if dropped else self.reference
@@ -496,7 +505,9 @@ def _watch_parent() -> None:
         threading.Thread(target=watch, args=(parent,), daemon=True).start()
 
 
-def _work(rank: int, settings: Settings, given: tuple[bool, bool], rendezvous: str, pipe: Any) -> None:
+def _work(
+    rank: int, settings: Settings, given: tuple[bool, bool], rendezvous: str, pipe: Any, snapshots: Path | None
+) -> None:
     """Run one rank, and send what it measures, in pairs of a kind and what belongs to it."""
     _watch_parent()
     messages: list[str] = []
@@ -521,6 +532,9 @@ def _work(rank: int, settings: Settings, given: tuple[bool, bool], rendezvous: s
         pipe.send(("start", (settings, _device_name(settings), _versions(settings))))
         for _, library, way in _plan(settings.device):
             pipe.send(("row", this.measure(way, library)))
+        if snapshots is not None:
+            this.snapshot(_recorded, _TORCH, snapshots / f"{_TORCH}.pickle" if rank == 0 else None)
+            this.snapshot(_converted, _OURS, snapshots / f"{_OURS}.pickle" if rank == 0 else None)
         destroy_process_group()
         pipe.send(("end", messages))
     except _TooLargeError as error:
@@ -613,6 +627,7 @@ def run_demo(
     passes: int = 3,
     limit: float = 120.0,
     progress: Callable[[str], None] | None = None,
+    snapshots: Path | None = None,
 ) -> Report:
     """Run the demo, and return what it measured.
 
@@ -636,6 +651,9 @@ def run_demo(
         Seconds that one way, or the start, may take before the demo gives up.
     progress
         Called with a line of text as the demo goes along.
+    snapshots
+        A folder into which rank 0 also writes a memory snapshot of a pass on a side stream with ``record_stream``,
+        ``torch.distributed.pickle``, and of the same under safecomm, ``safecomm.pickle``. Needs CUDA.
 
     Raises
     ------
@@ -646,6 +664,8 @@ def run_demo(
 
     """
     settings = _checked(device, world, layers, iterations, rows, cols, dtype, passes, limit)
+    if snapshots is not None and settings.device != "cuda":
+        raise ValueError("memory snapshots need GPUs: on the CPU there is no caching allocator")
     given = (rows is not None, cols is not None)
     processes: list[BaseProcess] = []
     pipes: list[Any] = []
@@ -657,7 +677,7 @@ def run_demo(
                 for rank in range(settings.world):
                     ours, theirs = context.Pipe(duplex=False)
                     process: BaseProcess = context.Process(
-                        target=_work, args=(rank, settings, given, rendezvous, theirs), daemon=True
+                        target=_work, args=(rank, settings, given, rendezvous, theirs, snapshots), daemon=True
                     )
                     pipes.append(ours)
                     processes.append(process)

@@ -98,6 +98,8 @@ def test_demo_shows_progress_a_table_and_writes_json(tmp_path):
         ("demo --limit nan", "time limit must be more than 0"),
         ("demo --dtype int8", "dtype must be one of"),
         ("demo --json /nowhere/at/all.json", "can't be written"),
+        ("demo --html /nowhere/at/all.html", "can't be written"),
+        ("demo --device cpu --html page.html", "need GPUs"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(arguments, said, capsys):

@@ -418,7 +418,7 @@ def test_the_page_needs_no_other_file_and_runs_nothing_of_the_data(tmp_path):
 
 PROBE = """
 <script>
-addEventListener("load", () => requestAnimationFrame(() => {
+addEventListener("load", () => {
   const share = (canvas) => {
     const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
     let red = 0, painted = 0;
@@ -450,7 +450,7 @@ addEventListener("load", () => requestAnimationFrame(() => {
   result.id = "result";
   result.textContent = JSON.stringify(found);
   document.body.append(result);
-}));
+});
 </script>
 """
 

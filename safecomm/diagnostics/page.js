@@ -6,11 +6,12 @@
   const hover = document.getElementById("hover");
   const MARGIN = { left: 64, right: 10, top: 10, bottom: 26 };
   const LINES = { active: ["#000", []], reserved: ["#555", [2, 3]], unusable: ["#700", []], arena: ["#06c", []] };
-  const highest = Math.max(1, ...timelines.flatMap((t) => [
+  // Not Math.max(...values): a call takes only so many arguments.
+  const highest = timelines.flatMap((t) => [
     ...Object.values(t.lines).flatMap((points) => points.map((p) => p[1])),
     ...t.blocks.map((b) => b[3] + b[4]),
-    ...stacked(t).map((band) => Math.max(0, ...band.tops)),
-  ]));
+    ...stacked(t).flatMap((band) => band.tops),
+  ]).reduce((most, value) => Math.max(most, value), 1);
 
   const colour = (number) => `hsl(${(number * 137.5 + 200) % 360 | 0} 55% ${62 + (number % 3) * 6}%)`;
   const bytes = (n) => n >= 1 << 20 ? `${(n / (1 << 20)).toFixed(1)} MiB` : n >= 1024 ? `${(n / 1024).toFixed(1)} KiB` : `${n} B`;

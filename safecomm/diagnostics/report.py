@@ -187,7 +187,8 @@ def _of_recording(recording: Recording) -> Report:
             most[number] = max(most.get(number, 0), site[2])
             bands.setdefault(number, [(0.0, 0)]).append((sample["t"], site[2]))
         for number, points in bands.items():
-            if points[-1][0] != sample["t"]:  # it is as it was, of which the peak no longer tells
+            # Where nothing was written it is as it was, of which the peak no longer tells.
+            if points[-1][0] != sample["t"] and points[-1][1] != last[number][1]:
                 points.append((sample["t"], last[number][1]))
     rows = []
     for number in sorted(last, key=lambda number: -most[number])[:ROWS]:
