@@ -8,6 +8,7 @@ The direction of dependency, top to bottom; nothing imports upwards (``tests/tes
 
     __init__, __main__     the face, and the shell
     demo                   the program that shows what it is for
+    functional             autograd-aware collectives out of the arena
     graphs                 graph(): a capture in which collectives behave
     record_stream          avoid_record_streams(): intercept, convert, verify
     collectives            the wrapped collectives, a file a family
@@ -31,6 +32,7 @@ from torch.distributed import *  # noqa: F403
 from torch.torch_version import TorchVersion
 
 from safecomm import _submodules
+from safecomm import functional as functional
 from safecomm.arena import Arena as Arena
 from safecomm.arena import ArenaStats as ArenaStats
 from safecomm.arena import BucketStats as BucketStats

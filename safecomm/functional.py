@@ -1,0 +1,488 @@
+"""Out-of-place, autograd-aware collectives, and the regions of tensor parallelism that are made of them.
+
+Guarantees, for all of them:
+
+- What they return is new memory, of the arena in use (``use_arena``) where there is one. The argument is not changed.
+- Gradients are those of the sum of all ranks' losses, as ``torch.distributed.nn.functional``'s are; they can be
+  differentiated again. All ranks have to run the backward, in the same order, because it is made of collectives too.
+- Nothing is kept for the backward, which needs no tensor of the forward. What they stage through goes back as soon as
+  the collective is ordered (S1, S2).
+
+Each takes ``group`` (default: the default group). With ``async_op`` a collective returns an :class:`AsyncResult`, whose
+``wait()`` gives the tensor; its backward is not asynchronous. Tensors are held as by the wrapped collectives, and
+ordered against the stream that is current at the call, or at the wait.
+
+Arguments that no collective takes raise what ``torch.distributed`` raises; sizes that can't be divided by the size of
+the group, and dimensions that are none, raise ValueError or IndexError before anything is launched.
+
+    >>> from safecomm import functional
+    >>> h = functional.copy_to_tensor_parallel_region(x, group)
+    >>> y = functional.reduce_from_tensor_parallel_region(h @ w, group)
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, overload
+
+import torch
+import torch.distributed as dist
+
+from safecomm.arena.staging import buffer, contiguous
+from safecomm.collectives import all_to_all as _all_to_all
+from safecomm.collectives import gather as _gather
+from safecomm.collectives import reduce as _reduce
+from safecomm.ledger import LEDGER
+
+_LINEAR = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
+
+# The name that torch 2.13 knows them by, and does not warn of.
+_gather_into = getattr(_gather, "all_gather_single", _gather.all_gather_into_tensor)
+_scatter_into = getattr(_reduce, "reduce_scatter_single", _reduce.reduce_scatter_tensor)
+
+_Finish = Callable[[], None]
+_Launched = tuple[torch.Tensor, Any, _Finish | None]
+"""The output, the work if the call was asynchronous, and what is left to do after the wait."""
+
+
+class AsyncResult:
+    """A running collective and its result.
+
+    Made by the functions of this module. Keeps the result alive, and what the collective uses until it is ordered.
+
+    Examples
+    --------
+    >>> result = functional.all_reduce(tensor, async_op=True)
+    >>> total = result.wait()
+    """
+
+    __slots__ = ("_finish", "_output", "work")
+
+    work: Any
+    """The handle of the collective."""
+
+    def __init__(self, output: torch.Tensor, work: Any, finish: _Finish | None) -> None:
+        self._output = output
+        self.work = work
+        self._finish = finish
+
+    def wait(self) -> torch.Tensor:
+        """Order the current stream after the collective (CUDA), or block until it is over (CPU); return the result.
+
+        May be called again. Raises as :meth:`safecomm.Work.wait` does.
+        """
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
+        if self._finish is not None:
+            self._finish()
+            self._finish = None
+        return self._output
+
+
+# --- what is launched ----------------------------------------------------------------------------------------
+
+
+def _launch_all_reduce(tensor: torch.Tensor, op: Any, group: Any, asynchronous: bool) -> _Launched:
+    output = buffer(tensor.shape, tensor).copy_(tensor)
+    return output, _reduce.all_reduce(output, op, group, asynchronous), None
+
+
+def _launch_all_gather(tensor: torch.Tensor, dim: int, group: Any, asynchronous: bool) -> _Launched:
+    world = dist.get_world_size(group)
+    shape = list(tensor.shape)
+    shape[dim] *= world
+    output = buffer(shape, tensor)
+    source = contiguous(tensor)
+    if dim == 0 or world == 1:
+        return output, _gather_into(output, source, group, asynchronous), None
+    staged = buffer((world * tensor.shape[0], *tensor.shape[1:]), tensor)
+    work = _gather_into(staged, source, group, asynchronous)
+    # Not the output itself, which autograd is about to make part of a graph.
+    inner = output.detach()
+    part = tuple(tensor.shape)
+
+    def finish() -> None:
+        inner.view(*part[:dim], world, *part[dim:]).copy_(staged.view(world, *part).movedim(0, dim))
+        if staged.is_cuda:  # maybe on another stream than they are of
+            storages = (staged.untyped_storage(), inner.untyped_storage())
+            # A frame that was taken outside would be part of a cycle, and keep all of it.
+            LEDGER.trail("functional.all_gather", group, staged.get_device(), storages, sys._getframe())
+
+    if asynchronous:
+        return output, work, finish
+    finish()
+    return output, work, None
+
+
+def _launch_reduce_scatter(tensor: torch.Tensor, dim: int, op: Any, group: Any, asynchronous: bool) -> _Launched:
+    world = dist.get_world_size(group)
+    shape = list(tensor.shape)
+    shape[dim] //= world
+    output = buffer(shape, tensor)
+    if dim == 0 or world == 1:
+        source = contiguous(tensor)
+    else:
+        parts = tensor.unflatten(dim, (world, shape[dim])).movedim(dim, 0)  # type: ignore[no-untyped-call]
+        source = buffer(parts.shape, tensor).copy_(parts).view(world * shape[0], *shape[1:])
+    return output, _scatter_into(output, source, op, group, asynchronous), None
+
+
+def _launch_all_to_all(
+    tensor: torch.Tensor, output_splits: list[int] | None, input_splits: list[int] | None, group: Any,
+    asynchronous: bool,
+) -> _Launched:  # fmt: skip
+    rows = tensor.shape[0] if output_splits is None else sum(output_splits)
+    output = buffer((rows, *tensor.shape[1:]), tensor)
+    source = contiguous(tensor)
+    return output, _all_to_all.all_to_all_single(output, source, output_splits, input_splits, group, asynchronous), None
+
+
+def _part(tensor: torch.Tensor, dim: int, group: Any) -> torch.Tensor:
+    """Return a copy of this rank's part of ``tensor``."""
+    size = tensor.shape[dim] // dist.get_world_size(group)
+    mine = tensor.narrow(dim, dist.get_rank(group) * size, size)
+    return buffer(mine.shape, tensor).copy_(mine)
+
+
+# --- autograd --------------------------------------------------------------------------------------------------
+#
+# Contexts get no tensors and no works, so that no graph keeps memory for them. What the caller of an asynchronous call
+# is to wait for leaves the forward through a list.
+
+
+def _result(launched: _Launched, running: list[Any] | None) -> torch.Tensor:
+    output, work, finish = launched
+    if running is not None:
+        running += [work, finish]
+    return output
+
+
+class _AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, op: Any, group: Any, running: list[Any] | None) -> torch.Tensor:
+        ctx.call = op, group
+        return _result(_launch_all_reduce(tensor, op, group, running is not None), running)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return _AllReduce.apply(gradients[0], *ctx.call, None), None, None, None  # type: ignore[no-untyped-call]
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, dim: int, group: Any, running: list[Any] | None) -> torch.Tensor:
+        ctx.call = dim, group
+        return _result(_launch_all_gather(tensor, dim, group, running is not None), running)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        dim, group = ctx.call
+        scattered = _ReduceScatter.apply(gradients[0], dim, dist.ReduceOp.SUM, group, None)  # type: ignore[no-untyped-call]
+        return scattered, None, None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: torch.Tensor, dim: int, op: Any, group: Any, running: list[Any] | None
+    ) -> torch.Tensor:
+        ctx.call = dim, op, group
+        return _result(_launch_reduce_scatter(tensor, dim, op, group, running is not None), running)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        dim, op, group = ctx.call
+        gathered = _AllGather.apply(gradients[0], dim, group, None)  # type: ignore[no-untyped-call]
+        if op == dist.ReduceOp.AVG:
+            gathered = gathered / dist.get_world_size(group)
+        return gathered, None, None, None, None
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: torch.Tensor, output_splits: Any, input_splits: Any, group: Any, running: list[Any] | None
+    ) -> torch.Tensor:
+        ctx.call = input_splits, output_splits, group  # the other way round
+        return _result(_launch_all_to_all(tensor, output_splits, input_splits, group, running is not None), running)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return _AllToAll.apply(gradients[0], *ctx.call, None), None, None, None, None  # type: ignore[no-untyped-call]
+
+
+class _CopyTo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return _ReduceFrom.apply(gradients[0], ctx.group, None), None  # type: ignore[no-untyped-call]
+
+
+class _ReduceFrom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: Any, running: list[Any] | None) -> torch.Tensor:
+        ctx.group = group
+        return _result(_launch_all_reduce(tensor, dist.ReduceOp.SUM, group, running is not None), running)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return _CopyTo.apply(gradients[0], ctx.group), None, None  # type: ignore[no-untyped-call]
+
+
+class _GatherFrom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, dim: int, group: Any, running: list[Any] | None) -> torch.Tensor:
+        ctx.call = dim, group
+        return _result(_launch_all_gather(tensor, dim, group, running is not None), running)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return _ScatterTo.apply(gradients[0], *ctx.call), None, None, None  # type: ignore[no-untyped-call]
+
+
+class _ScatterTo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, dim: int, group: Any) -> torch.Tensor:
+        ctx.call = dim, group
+        return _part(tensor, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return _GatherFrom.apply(gradients[0], *ctx.call, None), None, None  # type: ignore[no-untyped-call]
+
+
+def _run(function: type[torch.autograd.Function], async_op: bool, *arguments: Any) -> Any:
+    if not async_op:
+        return function.apply(*arguments, None)  # type: ignore[no-untyped-call]
+    running: list[Any] = []
+    output = function.apply(*arguments, running)  # type: ignore[no-untyped-call]
+    return AsyncResult(output, *running)
+
+
+def _check_op(op: Any, tensor: torch.Tensor, name: str) -> None:
+    if op not in _LINEAR and tensor.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"functional.{name}(op={op}): only sums and averages have a gradient; detach() the tensor")
+
+
+def _dim_of(tensor: torch.Tensor, dim: int, name: str, *, parts: int = 1) -> int:
+    """Return ``dim`` counted from the front, and check that it can be cut into ``parts``."""
+    if not -tensor.dim() <= dim < tensor.dim():
+        raise IndexError(f"functional.{name}(dim={dim}): the tensor has {tensor.dim()} dimensions")
+    if tensor.shape[dim] % parts:
+        raise ValueError(
+            f"functional.{name}(dim={dim}): the size {tensor.shape[dim]} can't be divided by the {parts} ranks"
+        )
+    return dim % tensor.dim()
+
+
+# --- collectives -----------------------------------------------------------------------------------------------
+
+
+@overload
+def all_reduce(
+    tensor: torch.Tensor, op: Any = ..., group: Any = ..., *, async_op: Literal[False] = ...
+) -> torch.Tensor: ...
+@overload
+def all_reduce(tensor: torch.Tensor, op: Any = ..., group: Any = ..., *, async_op: Literal[True]) -> AsyncResult: ...
+def all_reduce(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, *, async_op: bool = False) -> Any:
+    """Return the sum of all ranks' ``tensor``, or what ``op`` makes of them. Its gradient is reduced in the same way.
+
+    Raises ValueError for an ``op`` without a gradient on a tensor that requires one.
+
+    Examples
+    --------
+    >>> total = functional.all_reduce(tensor)
+    """
+    _check_op(op, tensor, "all_reduce")
+    return _run(_AllReduce, async_op, tensor, op, group)
+
+
+@overload
+def all_gather(
+    tensor: torch.Tensor, dim: int = ..., group: Any = ..., *, async_op: Literal[False] = ...
+) -> torch.Tensor: ...
+@overload
+def all_gather(tensor: torch.Tensor, dim: int = ..., group: Any = ..., *, async_op: Literal[True]) -> AsyncResult: ...
+def all_gather(tensor: torch.Tensor, dim: int = 0, group: Any = None, *, async_op: bool = False) -> Any:
+    """Return all ranks' ``tensor``, joined along ``dim``. Its gradient is summed, and each rank gets its part.
+
+    Examples
+    --------
+    >>> whole = functional.all_gather(part, dim=-1)
+    """
+    return _run(_AllGather, async_op, tensor, _dim_of(tensor, dim, "all_gather"), group)
+
+
+@overload
+def reduce_scatter(
+    tensor: torch.Tensor, dim: int = ..., op: Any = ..., group: Any = ..., *, async_op: Literal[False] = ...
+) -> torch.Tensor: ...
+@overload
+def reduce_scatter(
+    tensor: torch.Tensor, dim: int = ..., op: Any = ..., group: Any = ..., *, async_op: Literal[True]
+) -> AsyncResult: ...
+def reduce_scatter(
+    tensor: torch.Tensor, dim: int = 0, op: Any = dist.ReduceOp.SUM, group: Any = None, *, async_op: bool = False
+) -> Any:
+    """Return this rank's part, cut along ``dim``, of the sum of all ranks' ``tensor``. Its gradient is gathered.
+
+    Raises ValueError for a size that can't be divided by the size of the group, and for an ``op`` without a gradient
+    on a tensor that requires one.
+
+    Examples
+    --------
+    >>> part = functional.reduce_scatter(whole, dim=-1)
+    """
+    _check_op(op, tensor, "reduce_scatter")
+    dim = _dim_of(tensor, dim, "reduce_scatter", parts=dist.get_world_size(group))
+    return _run(_ReduceScatter, async_op, tensor, dim, op, group)
+
+
+@overload
+def all_to_all(
+    tensor: torch.Tensor, output_splits: Sequence[int] | None = ..., input_splits: Sequence[int] | None = ...,
+    group: Any = ..., *, async_op: Literal[False] = ...,
+) -> torch.Tensor: ...  # fmt: skip
+@overload
+def all_to_all(
+    tensor: torch.Tensor, output_splits: Sequence[int] | None = ..., input_splits: Sequence[int] | None = ...,
+    group: Any = ..., *, async_op: Literal[True],
+) -> AsyncResult: ...  # fmt: skip
+def all_to_all(
+    tensor: torch.Tensor,
+    output_splits: Sequence[int] | None = None,
+    input_splits: Sequence[int] | None = None,
+    group: Any = None,
+    *,
+    async_op: bool = False,
+) -> Any:
+    """Send each rank its rows of ``tensor``, and return what they sent, joined in the order of the ranks.
+
+    ``input_splits`` and ``output_splits`` are numbers of rows, by rank; without them all are the same. The gradient
+    goes back to where its rows came from.
+
+    Examples
+    --------
+    >>> tokens = functional.all_to_all(tokens, output_splits=received, input_splits=sent)
+    """
+    _dim_of(tensor, 0, "all_to_all", parts=1 if input_splits is not None else dist.get_world_size(group))
+    if (output_splits is None) != (input_splits is None):
+        raise ValueError("functional.all_to_all(): give both output_splits and input_splits, or neither")
+    splits = [None if one is None else list(one) for one in (output_splits, input_splits)]
+    return _run(_AllToAll, async_op, tensor, *splits, group)
+
+
+# --- tensor parallelism ------------------------------------------------------------------------------------------
+
+
+def copy_to_tensor_parallel_region(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
+    """Return ``tensor``, which all ranks have, for use in a part of the model that each has a share of.
+
+    The gradients of all ranks' shares are summed. The result is a view of the argument.
+
+    Examples
+    --------
+    >>> h = functional.copy_to_tensor_parallel_region(x, group)
+    """
+    return _CopyTo.apply(tensor, group)  # type: ignore[no-untyped-call, no-any-return]
+
+
+@overload
+def reduce_from_tensor_parallel_region(
+    tensor: torch.Tensor, group: Any = ..., *, async_op: Literal[False] = ...
+) -> torch.Tensor: ...
+@overload
+def reduce_from_tensor_parallel_region(
+    tensor: torch.Tensor, group: Any = ..., *, async_op: Literal[True]
+) -> AsyncResult: ...
+def reduce_from_tensor_parallel_region(tensor: torch.Tensor, group: Any = None, *, async_op: bool = False) -> Any:
+    """Return the sum of all ranks' shares. The gradient, which all ranks have, is passed on as it is.
+
+    Examples
+    --------
+    >>> y = functional.reduce_from_tensor_parallel_region(h @ w, group)
+    """
+    return _run(_ReduceFrom, async_op, tensor, group)
+
+
+@overload
+def gather_from_tensor_parallel_region(
+    tensor: torch.Tensor, group: Any = ..., dim: int = ..., *, async_op: Literal[False] = ...
+) -> torch.Tensor: ...
+@overload
+def gather_from_tensor_parallel_region(
+    tensor: torch.Tensor, group: Any = ..., dim: int = ..., *, async_op: Literal[True]
+) -> AsyncResult: ...
+def gather_from_tensor_parallel_region(
+    tensor: torch.Tensor, group: Any = None, dim: int = -1, *, async_op: bool = False
+) -> Any:
+    """Return all ranks' shares, joined along ``dim``. Of the gradient, which all ranks have, each takes its part.
+
+    Examples
+    --------
+    >>> logits = functional.gather_from_tensor_parallel_region(part, group)
+    """
+    return _run(_GatherFrom, async_op, tensor, _dim_of(tensor, dim, "gather_from_tensor_parallel_region"), group)
+
+
+def scatter_to_tensor_parallel_region(tensor: torch.Tensor, group: Any = None, dim: int = -1) -> torch.Tensor:
+    """Return this rank's part, cut along ``dim``, of what all ranks have. The gradients of the parts are joined.
+
+    Examples
+    --------
+    >>> part = functional.scatter_to_tensor_parallel_region(x, group)
+    """
+    dim = _dim_of(tensor, dim, "scatter_to_tensor_parallel_region", parts=dist.get_world_size(group))
+    return _ScatterTo.apply(tensor, dim, group)  # type: ignore[no-untyped-call, no-any-return]
+
+
+@overload
+def gather_from_sequence_parallel_region(
+    tensor: torch.Tensor, group: Any = ..., dim: int = ..., *, async_op: Literal[False] = ...
+) -> torch.Tensor: ...
+@overload
+def gather_from_sequence_parallel_region(
+    tensor: torch.Tensor, group: Any = ..., dim: int = ..., *, async_op: Literal[True]
+) -> AsyncResult: ...
+def gather_from_sequence_parallel_region(
+    tensor: torch.Tensor, group: Any = None, dim: int = 0, *, async_op: bool = False
+) -> Any:
+    """Return the whole sequence, of which each rank has a part along ``dim``, for use in a tensor-parallel region.
+
+    The gradients of all ranks are summed, and each gets its part.
+
+    Examples
+    --------
+    >>> h = functional.gather_from_sequence_parallel_region(x, group)
+    """
+    return _run(_AllGather, async_op, tensor, _dim_of(tensor, dim, "gather_from_sequence_parallel_region"), group)
+
+
+@overload
+def reduce_scatter_to_sequence_parallel_region(
+    tensor: torch.Tensor, group: Any = ..., dim: int = ..., *, async_op: Literal[False] = ...
+) -> torch.Tensor: ...
+@overload
+def reduce_scatter_to_sequence_parallel_region(
+    tensor: torch.Tensor, group: Any = ..., dim: int = ..., *, async_op: Literal[True]
+) -> AsyncResult: ...
+def reduce_scatter_to_sequence_parallel_region(
+    tensor: torch.Tensor, group: Any = None, dim: int = 0, *, async_op: bool = False
+) -> Any:
+    """Return this rank's part of the sequence, along ``dim``, of the sum of all ranks' shares. Gradients are gathered.
+
+    Raises ValueError for a size that can't be divided by the size of the group.
+
+    Examples
+    --------
+    >>> y = functional.reduce_scatter_to_sequence_parallel_region(h @ w, group)
+    """
+    parts = dist.get_world_size(group)
+    dim = _dim_of(tensor, dim, "reduce_scatter_to_sequence_parallel_region", parts=parts)
+    return _run(_ReduceScatter, async_op, tensor, dim, dist.ReduceOp.SUM, group)
