@@ -39,9 +39,18 @@ NAMES = [
         "_allow_inflight_collective_as_graph_input",
         "nothing: torch has no such calls, as before 2.6",
     ),
-    (torch._C, "_storage_Use_Count", "only_holder() says False, so memory behind the host comes back a bit later"),
+    (
+        torch._C,
+        "_storage_Use_Count",
+        "only_holder() says False, so memory behind the host comes back a bit later; Arena is refused",
+    ),
     (torch.UntypedStorage, "_cdata", "only_holder() fails"),
-    (torch._C, "_construct_storage_from_data_pointer", "unowned() gives the tensor itself, and sends record streams"),
+    (
+        torch._C,
+        "_construct_storage_from_data_pointer",
+        "unowned() gives the tensor itself, and sends record streams; no arena",
+    ),
+    (torch, "_foreach_copy_", "list forms through an arena copy tensor by tensor"),
     (torch.library, "get_kernel", "outside of its thread or mode, record_stream is converted too, and stays so"),
     (torch.library.Library, "_destroy", None),
 ]
