@@ -44,16 +44,17 @@ from safecomm.arena import record_plan as record_plan
 from safecomm.arena import use_arena as use_arena
 from safecomm.captures import CapturedGraph as CapturedGraph
 from safecomm.captures import Lease as Lease
-from safecomm.collectives.all_to_all import all_to_all as all_to_all
 from safecomm.collectives.all_to_all import all_to_all_single as all_to_all_single
 from safecomm.collectives.coalesced import _coalescing_manager as _coalescing_manager
 from safecomm.collectives.gather import _all_gather_base as _all_gather_base
-from safecomm.collectives.gather import all_gather as all_gather
 from safecomm.collectives.gather import all_gather_coalesced as all_gather_coalesced
 from safecomm.collectives.gather import all_gather_into_tensor as all_gather_into_tensor
 from safecomm.collectives.gather import gather as gather
 from safecomm.collectives.groups import barrier as barrier
 from safecomm.collectives.groups import destroy_process_group as destroy_process_group
+from safecomm.collectives.lists import all_gather as all_gather
+from safecomm.collectives.lists import all_to_all as all_to_all
+from safecomm.collectives.lists import reduce_scatter as reduce_scatter
 from safecomm.collectives.point_to_point import P2POp as P2POp
 from safecomm.collectives.point_to_point import batch_isend_irecv as batch_isend_irecv
 from safecomm.collectives.point_to_point import irecv as irecv
@@ -64,7 +65,6 @@ from safecomm.collectives.reduce import _reduce_scatter_base as _reduce_scatter_
 from safecomm.collectives.reduce import all_reduce as all_reduce
 from safecomm.collectives.reduce import all_reduce_coalesced as all_reduce_coalesced
 from safecomm.collectives.reduce import reduce as reduce
-from safecomm.collectives.reduce import reduce_scatter as reduce_scatter
 from safecomm.collectives.reduce import reduce_scatter_tensor as reduce_scatter_tensor
 from safecomm.collectives.scatter import broadcast as broadcast
 from safecomm.collectives.scatter import scatter as scatter

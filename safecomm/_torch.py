@@ -129,8 +129,8 @@ def raw_stream(stream: torch.Stream) -> int:
 _storage_use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
 
 
-USE_COUNT = _storage_use_count is not None
-"""Whether torch tells how many references there are to a storage in C++."""
+USE_COUNT = _storage_use_count is not None and hasattr(torch._C, "_construct_storage_from_data_pointer")
+"""Whether torch makes storages over given memory, and tells how many references there are to them in C++."""
 
 storage_use_count: Callable[[int], int] = _storage_use_count or (lambda _: 0)
 """How many references there are in C++ to the storage at an address; nobody knows without ``USE_COUNT``."""
@@ -210,6 +210,15 @@ def saved_by(node: Any) -> list[tuple[str, torch.Tensor]]:
 
 
 _saved_names: weakref.WeakKeyDictionary[type, tuple[str, ...]] = weakref.WeakKeyDictionary()
+
+
+def _copy_each(to: list[torch.Tensor], source: list[torch.Tensor]) -> None:
+    for one, other in zip(to, source, strict=True):
+        one.copy_(other)
+
+
+foreach_copy: Callable[[list[torch.Tensor], list[torch.Tensor]], Any] = getattr(torch, "_foreach_copy_", _copy_each)
+"""Copies many tensors in one kernel."""
 
 
 # --- the dispatcher --------------------------------------------------------------------------------

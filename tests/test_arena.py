@@ -507,5 +507,5 @@ def test_sizes_are_read_as_people_write_them():
 
 def test_without_the_use_count_there_is_no_arena(monkeypatch):
     monkeypatch.setattr(_torch, "USE_COUNT", False)
-    with pytest.raises(ArenaError, match="does not tell who uses a storage"):
+    with pytest.raises(ArenaError, match="does not tell who uses them"):
         Arena(4096, "cpu")

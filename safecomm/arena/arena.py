@@ -223,7 +223,7 @@ class Arena:
         if "" in sizes or sum(map(rounded, sizes.values())) > capacity:
             raise ValueError(f"Arena: the buckets {sizes} need names, and must fit into {capacity} bytes")
         if not _torch.USE_COUNT:
-            raise ArenaError(f"Arena: torch {torch.__version__} does not tell who uses a storage")
+            raise ArenaError(f"Arena: torch {torch.__version__} can't make slots, or does not tell who uses them")
         if self.index in OPEN:
             raise ArenaError(f"Arena: {OPEN[self.index]!r} is open on this device; close() it first, or use it")
         streams = LEDGER.streams

@@ -35,6 +35,11 @@ def read_environment() -> None:
             log.warning("%s; no arena is used", error)
 
 
+def may_be_used() -> bool:
+    """Return whether an arena is in use on any device, or would be if it were asked for."""
+    return bool(IN_USE or _wanted)
+
+
 def in_use(index: int) -> Any:
     """Return the arena in use on the device with ``index``; None if there is none."""
     arena = IN_USE.get(index)

@@ -1,4 +1,4 @@
-"""all_gather, gather and their relatives."""
+"""all_gather_into_tensor, gather and their relatives."""
 
 from __future__ import annotations
 
@@ -113,6 +113,5 @@ else:
 # --- the rest ------------------------------------------------------------------------------------------
 
 _all_gather_base = forwarded("_all_gather_base", "output_tensor", "input_tensor", coalesced=True)
-all_gather = forwarded("all_gather", "tensor_list", "tensor", staged=True)
 all_gather_coalesced = forwarded("all_gather_coalesced", "output_tensor_lists", "input_tensor_list", staged=True)
 gather = forwarded("gather", "tensor", "gather_list")

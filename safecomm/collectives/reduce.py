@@ -1,4 +1,4 @@
-"""all_reduce, reduce, reduce_scatter and their relatives."""
+"""all_reduce, reduce, reduce_scatter_tensor and their relatives."""
 
 from __future__ import annotations
 
@@ -167,4 +167,3 @@ else:
 _reduce_scatter_base = forwarded("_reduce_scatter_base", "output", "input", coalesced=True, unpolled=True)
 all_reduce_coalesced = forwarded("all_reduce_coalesced", "tensors")
 reduce = forwarded("reduce", "tensor")
-reduce_scatter = forwarded("reduce_scatter", "output", "input_list", staged=True, unpolled=True)

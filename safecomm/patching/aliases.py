@@ -9,21 +9,19 @@ from __future__ import annotations
 
 import functools
 import gc
+import sys
 import types
 from collections.abc import Iterable
 from typing import Any
 
-from safecomm import captures, ledger, record_stream, work
-from safecomm.collectives import all_to_all, call, coalesced, gather, groups, point_to_point, reduce, scatter
 
-
-def _namespaces_of_ours() -> set[int]:
-    # These keep torch's functions on purpose: to call them.
-    modules = (
-        all_to_all, call, captures, coalesced, gather, groups, ledger, point_to_point, record_stream, reduce, scatter,
-        work,
-    )  # fmt: skip
-    return {id(vars(module)) for module in modules}
+def _modules_of_ours() -> list[types.ModuleType]:
+    """Return safecomm's own modules, which keep torch's functions on purpose: to call them."""
+    return [
+        module
+        for name, module in tuple(sys.modules.items())
+        if isinstance(module, types.ModuleType) and name.startswith("safecomm.") and module.__name__ == name
+    ]
 
 
 def sweep(changes: dict[Any, Any], keep: Iterable[Any] = ()) -> list[str]:
@@ -33,7 +31,7 @@ def sweep(changes: dict[Any, Any], keep: Iterable[Any] = ()) -> list[str]:
     of functions that are running, what only ``keep`` holds, and safecomm's own references.
     """
     by_identity = {id(old): new for old, new in changes.items()}
-    ours = {id(container) for container in keep} | _namespaces_of_ours() | {id(changes)}
+    ours = {id(container) for container in keep} | {id(vars(module)) for module in _modules_of_ours()} | {id(changes)}
     # What safecomm's functions close over, and the __wrapped__ of those that stand in for torch's.
     for function in _functions_of_ours(changes):
         ours.add(id(function.__dict__))
@@ -47,8 +45,9 @@ def sweep(changes: dict[Any, Any], keep: Iterable[Any] = ()) -> list[str]:
 
 def _functions_of_ours(changes: dict[Any, Any]) -> list[types.FunctionType]:
     things = [*changes, *changes.values()]
-    for module in (all_to_all, coalesced, gather, groups, point_to_point, reduce, scatter):
-        things += vars(module).values()
+    for module in _modules_of_ours():
+        if module.__name__.startswith("safecomm.collectives"):
+            things += vars(module).values()
     return [thing for thing in things if isinstance(thing, types.FunctionType)]
 
 

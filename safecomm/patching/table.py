@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed
 import torch.distributed.distributed_c10d as c10d
 
-from safecomm.collectives import all_to_all, coalesced, gather, groups, point_to_point, reduce, scatter
+from safecomm.collectives import all_to_all, coalesced, gather, groups, lists, point_to_point, reduce, scatter
 
 MODULES = (torch.distributed, c10d)
 """Where the names are replaced. c10d looks its own up by name, and compares some by identity: both get one object."""
@@ -24,7 +24,7 @@ NAMES = (
 
 
 def _ours(name: str) -> Any:
-    for module in (all_to_all, coalesced, gather, groups, point_to_point, reduce, scatter):
+    for module in (all_to_all, coalesced, gather, groups, lists, point_to_point, reduce, scatter):
         if hasattr(module, name):
             return getattr(module, name)
     return None
