@@ -96,21 +96,20 @@ def _run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--arena", default="", metavar="SIZE", help="communication buffers out of an arena, as 256MiB")
     parser.add_argument("--record", default="", metavar="DIR", help="record the memory of the run, for report")
     parser.add_argument("-m", dest="module", action="store_true", help="run a module, as python -m does")
-    parser.add_argument("target", help="the script or module")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its own arguments")
+    parser.add_argument("target", nargs=argparse.PARSER, help="the script or module, and its arguments")
 
 
 def _run(options: argparse.Namespace) -> Callable[[], int]:
     from safecomm.patching.runner import check, run
 
     try:
-        check(options.target, module=options.module, arena=options.arena, record=options.record)
+        check(options.target[0], module=options.module, arena=options.arena, record=options.record)
     except (OSError, ImportError) as error:
         raise ValueError(str(error)) from None
 
     def begin() -> int:  # outside of what handles our own errors: the script's are the script's
         run(
-            [options.target, *options.arguments],
+            options.target,
             module=options.module,
             strict=options.strict,
             avoid_record_streams=options.avoid_record_streams,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import os
 import sys
 import threading
 import warnings
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed.distributed_c10d as c10d
+import typing_extensions
 
 # --- c10d ------------------------------------------------------------------------------------------
 
@@ -40,6 +42,19 @@ def is_fake(tensor: torch.Tensor) -> bool:
 
 ASYNC_OPTION = hasattr(c10d.AllreduceOptions, "asyncOp")
 """Whether the options say that a call is asynchronous (2.7 and later). Before, each call was, and its caller waited."""
+
+
+_LAYERS = (os.path.dirname(torch.__file__) + os.sep, contextlib.__file__, typing_extensions.__file__)
+
+
+def is_torchs(function: Any) -> bool:
+    """Return whether ``function`` is torch's own, and not what somebody has put in its place before us."""
+    while function is not None:
+        code = getattr(function, "__code__", None)
+        if code is None or not code.co_filename.startswith(_LAYERS):
+            return False
+        function = getattr(function, "__wrapped__", None)
+    return True
 
 
 Backend: Any = torch._C._distributed_c10d.Backend

@@ -3,6 +3,7 @@
 S8 and S9 for programs that import torch.distributed themselves. The real megatron-core is in ``test_frameworks.py``.
 """
 
+import collections
 import functools
 import gc
 import logging
@@ -95,8 +96,8 @@ def test_twice_is_once_and_undone_once():
 
 def test_twice_with_other_options_is_the_union():
     safecomm.patch(strict=True)
-    safecomm.patch(avoid_record_streams=True)
     assert safecomm.past() == {}
+    safecomm.patch(avoid_record_streams=True)
     assert safecomm.patching.patch.strict()
     assert safecomm.patching.patch._state.avoided is not None
     safecomm.unpatch()
@@ -188,6 +189,8 @@ def a_closure():
 
 
 def test_wherever_it_is_kept_it_is_found_and_put_back():
+    slotted, many = Slotted(), collections.deque([1, stock.gather])
+    slotted.kept = stock.scatter
     module = types.ModuleType("aliases")
     module.dist_all_gather_func = getattr(stock, GATHER)
     sys.modules["aliases"] = module
@@ -211,6 +214,8 @@ def test_wherever_it_is_kept_it_is_found_and_put_back():
             "partial": (partial.func, "reduce_scatter"),
             "argument of a partial": (argument.args[0], "irecv"),
             "closure": (inner(), "reduce"),
+            "slot": (slotted.kept, "scatter"),
+            "deque": (many[1], "gather"),
         }
 
     try:
@@ -224,6 +229,43 @@ def test_wherever_it_is_kept_it_is_found_and_put_back():
         assert all(found is ORIGINALS[name] for found, name in places().values())
     finally:
         del sys.modules["aliases"]
+
+
+def test_what_is_frozen_is_found_and_put_back():
+    module = types.ModuleType("frozen")
+    module.kept = stock.all_reduce
+    gc.collect()
+    gc.freeze()
+    try:
+        safecomm.patch()
+        assert module.kept is REPLACEMENTS["all_reduce"]
+        safecomm.unpatch()
+        assert module.kept is ORIGINALS["all_reduce"]
+        assert gc.get_freeze_count()
+    finally:
+        gc.unfreeze()
+
+
+def test_a_container_that_refuses_keeps_no_other_from_being_replaced():
+    class Registry(dict):
+        def __setitem__(self, key, value):
+            raise KeyError(key)
+
+    class Closed(type):
+        def __setattr__(cls, name, value):
+            raise AttributeError(name)
+
+    class Kept(metaclass=Closed):
+        op = stock.all_reduce
+
+    registry = Registry(op=stock.all_reduce)
+    module = types.ModuleType("after")
+    module.kept = stock.all_reduce
+    safecomm.patch()
+    found = REPLACEMENTS["all_reduce"]
+    assert (registry["op"], module.kept, vars(Kept)["op"]) == (found, found, found)
+    safecomm.unpatch()
+    assert (registry["op"], module.kept) == (ORIGINALS["all_reduce"], ORIGINALS["all_reduce"])
 
 
 def test_what_was_imported_while_patched_is_put_back_too():
@@ -332,8 +374,40 @@ def test_strict_tells_what_goes_past_and_from_where():
         assert "allreduce at" in first
         assert "broadcast at" in second
         assert all("test_patching.py" in place for place in (first, second))
-    assert "allreduce" not in str(safecomm.past())
+    assert len(safecomm.past()) == 2
     stock.all_reduce(torch.ones(2))
+
+
+@on(2)
+def test_a_wrapper_over_a_strict_method_survives():
+    group = stock.ProcessGroup
+    own = vars(group)["allreduce"]
+    try:
+        with safecomm.patched(strict=True):
+            inner = group.allreduce
+
+            def theirs(self, *args):
+                return inner(self, *args)
+
+            group.allreduce = theirs
+        assert vars(group)["allreduce"] is theirs
+        stock.all_reduce(torch.ones(2))
+    finally:
+        group.allreduce = own
+
+
+@on(2)
+def test_a_list_of_somebodys_own_kind():
+    class Parts(list):
+        def __init__(self, several, more):
+            super().__init__(several)
+
+    for library in (stock, safecomm):
+        outs = Parts([torch.zeros(2), torch.zeros(2)], "more")
+        library.all_gather(outs, torch.ones(2) * stock.get_rank(), async_op=True).wait()
+        assert [out.tolist() for out in outs] == [[0.0, 0.0], [1.0, 1.0]]
+        with pytest.raises(ValueError, match="Invalid"):
+            library.batch_isend_irecv(iter([]))
 
 
 @on(2)
@@ -446,7 +520,7 @@ def python(*arguments, cwd, status=0, **environment):
 
 SAY = """
 import sys, torch.distributed as dist
-print(__name__, __file__.split("/")[-1], sys.argv, sys.modules["__main__"].__dict__ is globals(), __spec__ is None)
+print(__name__, __file__, sys.argv, sys.modules["__main__"].__dict__ is globals(), __spec__ is None)
 print(dist.all_reduce.__code__.co_filename.split("/")[-3:-1])
 """
 
@@ -455,8 +529,8 @@ def test_a_script_sees_what_it_sees_without(tmp_path):
     (tmp_path / "script.py").write_text(SAY)
     (tmp_path / "beside.py").write_text("")
     (tmp_path / "script.py").write_text(SAY + "import beside\n")
-    alone = python("script.py", "-x", "--flag", cwd=tmp_path).stdout.splitlines()
-    ran = python("-m", "safecomm", "run", "script.py", "-x", "--flag", cwd=tmp_path)
+    alone = python("script.py", "-x", "--", "--flag", "--", cwd=tmp_path).stdout.splitlines()
+    ran = python("-m", "safecomm", "run", "script.py", "-x", "--", "--flag", "--", cwd=tmp_path)
     with_us = ran.stdout.splitlines()
     assert with_us[0] == alone[0]
     assert with_us[1] == "['safecomm', 'collectives']"
@@ -496,7 +570,7 @@ def test_it_ends_as_it_would_without(tmp_path, program):
             env={**os.environ, "PYTHONPATH": ROOT},
         )  # fmt: skip
         said = [line for line in done.stderr.splitlines() if not line.startswith("safecomm: ")]
-        ended.append((done.returncode, done.stdout, [line.replace(f"{tmp_path}/", "") for line in said]))
+        ended.append((done.returncode, done.stdout, said))
     assert ended[1] == ended[0]
 
 
@@ -513,7 +587,7 @@ def test_an_interrupt_ends_it_as_without(tmp_path):
         (["no_such_script.py"], "no such script"),
         (["."], "is a directory"),
         (["-m", "no_such_module"], "no module named 'no_such_module'"),
-        (["-m", "no.such.module"], "no module named"),
+        (["-m", "nothing.of.the.kind"], "no module named"),
         ([], "target"),
         (["--unknown", "x.py"], "unrecognized"),
         (["--arena", "much", "runner_target.py"], "--arena='much'"),
@@ -526,6 +600,46 @@ def test_bad_arguments_run_nothing(tmp_path, arguments, said):
     assert said in ended.stderr
     assert "Traceback" not in ended.stderr
     assert ended.stdout == ""
+
+
+def test_a_package_sees_what_it_sees_without(tmp_path):
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").write_text(
+        "import sys, torch.distributed as dist\nprint(sys.argv, dist.all_reduce.__code__.co_filename.split('/')[-3])\n"
+    )
+    (package / "__main__.py").write_text("print(__package__)\n")
+    alone = python("-m", "package", "x", cwd=tmp_path).stdout.splitlines()
+    with_us = python("-m", "safecomm", "run", "-m", "package", "x", cwd=tmp_path).stdout.splitlines()
+    assert with_us[1:] == alone[1:]
+    assert "safecomm" in with_us[0]
+    assert "run" not in with_us[0]
+
+
+WRAPPED_BEFORE = """
+import functools, torch, torch.distributed as dist
+inner = dist.all_reduce
+calls = []
+{wraps}
+def theirs(*args, **kwargs):
+    calls.append(1)
+    return inner(*args, **kwargs)
+dist.all_reduce = dist.distributed_c10d.all_reduce = theirs
+import safecomm
+safecomm.patch()
+assert dist.all_reduce is theirs
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+for _ in range(5):
+    safecomm.all_reduce(torch.ones(1))
+assert len(calls) == 5, calls
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("wraps", ["@functools.wraps(inner)", ""])
+def test_a_wrapper_that_was_there_before_safecomm_is_always_called(tmp_path, wraps):
+    (tmp_path / "script.py").write_text(WRAPPED_BEFORE.format(wraps=wraps))
+    python("script.py", cwd=tmp_path)
 
 
 def test_a_module_that_fails_to_import_shows_its_own_error(tmp_path):

@@ -12,6 +12,7 @@ import contextlib
 import functools
 import inspect
 import itertools
+import logging
 import sys
 import threading
 import types
@@ -26,6 +27,8 @@ from safecomm import _torch, captures
 from safecomm.ledger import LEDGER
 from safecomm.streams import HOST
 from safecomm.work import MemberWork, Work, handle, member
+
+log = logging.getLogger("safecomm")
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -160,8 +163,10 @@ def host_alias(argument: Any) -> Any:
     gloo's threads look the memory up in the tensor when they come to it, so ``t.data = ...`` after the launch would
     have them use other memory, and gather then takes the process down (torch 2.13). NCCL gets addresses at the launch.
     """
-    if isinstance(argument, (list, tuple)):
-        return type(argument)(map(host_alias, argument))
+    if isinstance(argument, list):
+        return [host_alias(one) for one in argument]
+    if type(argument) is tuple:
+        return tuple(map(host_alias, argument))
     if type(argument) in PLAIN and argument.device.type == "cpu" and argument.layout is torch.strided:
         return argument.detach()
     return argument
@@ -186,7 +191,7 @@ def device_alias(argument: Any) -> Any:
 def caller() -> types.FrameType:
     """Return the innermost frame outside of this package: the call site."""
     frame = sys._getframe(1)
-    while frame.f_globals.get("__name__", "").startswith("safecomm.collectives") and frame.f_back is not None:
+    while str(frame.f_globals.get("__name__")).startswith("safecomm.collectives") and frame.f_back is not None:
         frame = frame.f_back
     return frame
 
@@ -295,6 +300,9 @@ def forwarded(
     """
     original = getattr(c10d, name)
     names = list(inspect.signature(original).parameters)
+    if not {*tensor_arguments, "group"} <= set(names):
+        log.warning("%s was replaced by %r before safecomm was imported, and stays that", name, original)
+        return original
     places = [(names.index(argument), argument) for argument in tensor_arguments]
     group_place = names.index("group")
     async_place = names.index("async_op") if "async_op" in names else None
@@ -382,6 +390,12 @@ def direct_options(kind: Any) -> tuple[dict[int, Any], dict[int, Any]]:
 def stand_in(wrapper: F, original: Callable[..., Any]) -> F:
     """Give ``wrapper`` the name, signature and documentation of ``original``."""
     functools.update_wrapper(wrapper, original)
-    # For pickle, which looks a function up by its module and name.
+    # For pickle, which looks a function up by its module and name, and for Dynamo, which asks the code for it.
     wrapper.__module__ = "safecomm"
+    wrapper.__code__ = wrapper.__code__.replace(co_name=original.__name__)
     return wrapper
+
+
+def direct(wrapper: F, original: Callable[..., Any], otherwise: F) -> F:
+    """Return ``wrapper`` as the stand-in for ``original``; ``otherwise`` if that is somebody's own, to be called."""
+    return stand_in(wrapper, original) if _torch.is_torchs(original) else otherwise

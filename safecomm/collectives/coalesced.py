@@ -66,6 +66,8 @@ def _region(group: Any, device: Any, async_ops: bool, frame: types.FrameType) ->
     REGIONS.pop(to, None)
     for call in _torch.world.pg_coalesce_state.get(to, ()):  # also what was called through torch's own functions
         region.tensors += [tensor for tensor in (call.tensor, call.dst_tensor) if tensor is not None]
+        # c10d tells calls apart by the function that its module has under the name, which a patch may have changed.
+        call.op = getattr(c10d, call.op.__name__, call.op)
     before = len(cm.works)
     manager.__exit__(None, None, None)
     own, cm.works = cm.works[:before], cm.works[before:]  # callers may have put works of their own in

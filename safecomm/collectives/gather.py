@@ -13,7 +13,7 @@ from torch.nn import Parameter as _Parameter
 from torch.overrides import has_torch_function_unary
 
 from safecomm import _torch
-from safecomm.collectives.call import counter, direct_options, forwarded, stand_in, storages_of
+from safecomm.collectives.call import counter, direct, direct_options, forwarded, stand_in, storages_of
 from safecomm.ledger import LEDGER
 from safecomm.work import Work
 
@@ -95,7 +95,7 @@ def _all_gather(output_tensor: Any, input_tensor: Any, group: Any = None, async_
     return None
 
 
-_all_gather = stand_in(_all_gather, _c10d_all_gather)
+_all_gather = direct(_all_gather, _c10d_all_gather, _forward_all_gather)
 
 if _RENAMED:
     all_gather_single = _all_gather

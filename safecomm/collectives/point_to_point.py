@@ -93,7 +93,7 @@ def batch_isend_irecv(p2p_op_list: Any) -> Any:
     group = (operations[0].group if operations else None) or default_group()
     tensors = [op.tensor for op in operations]
     given = p2p_op_list
-    if len(operations) == len(p2p_op_list) and holds_itself(group):
+    if operations and len(operations) == len(p2p_op_list) and holds_itself(group):
         given = [_unowned(op) for op in operations]
     if captures.RECORDING:
         captures.check_group("batch_isend_irecv", group, tensors)

@@ -13,7 +13,7 @@ from torch.nn import Parameter as _Parameter
 from torch.overrides import has_torch_function_unary
 
 from safecomm import _torch
-from safecomm.collectives.call import counter, direct_options, forwarded, stand_in, storages_of
+from safecomm.collectives.call import counter, direct, direct_options, forwarded, stand_in, storages_of
 from safecomm.ledger import LEDGER
 from safecomm.work import Work
 
@@ -81,7 +81,7 @@ def all_reduce(tensor: Any, op: Any = c10d.ReduceOp.SUM, group: Any = None, asyn
     return None
 
 
-all_reduce = stand_in(all_reduce, _c10d_all_reduce)
+all_reduce = direct(all_reduce, _c10d_all_reduce, _forward_all_reduce)
 
 # --- reduce_scatter_tensor, which torch 2.13 calls reduce_scatter_single ------------------------------------
 
@@ -145,7 +145,7 @@ def _reduce_scatter(
     return None
 
 
-_reduce_scatter = stand_in(_reduce_scatter, _c10d_reduce_scatter)
+_reduce_scatter = direct(_reduce_scatter, _c10d_reduce_scatter, _forward_reduce_scatter)
 
 if _RENAMED:
     reduce_scatter_single = _reduce_scatter

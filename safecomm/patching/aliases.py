@@ -7,12 +7,16 @@ dictionaries, closures and partials. The garbage collector knows all of them.
 
 from __future__ import annotations
 
+import collections
 import functools
 import gc
+import logging
 import sys
 import types
 from collections.abc import Iterable
 from typing import Any
+
+log = logging.getLogger("safecomm")
 
 
 def _modules_of_ours() -> list[types.ModuleType]:
@@ -27,8 +31,9 @@ def _modules_of_ours() -> list[types.ModuleType]:
 def sweep(changes: dict[Any, Any], keep: Iterable[Any] = ()) -> list[str]:
     """Put ``changes[x]`` wherever in the process ``x`` is kept; return where, as ``module.name`` or a description.
 
-    Not replaced are keys of dictionaries, elements of sets and of tuples other than default arguments, local variables
-    of functions that are running, what only ``keep`` holds, and safecomm's own references.
+    Not replaced are keys of dictionaries, elements of sets and of tuples other than default arguments, properties,
+    bound methods, weak references, what C++ holds, local variables of functions that are running, what only ``keep``
+    holds, and safecomm's own references.
     """
     by_identity = {id(old): new for old, new in changes.items()}
     ours = {id(container) for container in keep} | {id(vars(module)) for module in _modules_of_ours()} | {id(changes)}
@@ -37,9 +42,19 @@ def sweep(changes: dict[Any, Any], keep: Iterable[Any] = ()) -> list[str]:
         ours.add(id(function.__dict__))
         ours.update(id(cell) for cell in function.__closure__ or ())
     found: list[str] = []
-    for referrer in gc.get_referrers(*changes):
-        if id(referrer) not in ours:
-            _replace_in(referrer, by_identity, found)
+    frozen = gc.get_freeze_count()
+    if frozen:  # the collector does not look into what is frozen
+        gc.unfreeze()
+    try:
+        for referrer in gc.get_referrers(*changes):
+            if id(referrer) not in ours:
+                try:
+                    _replace_in(referrer, by_identity, found)
+                except Exception as error:  # one that refuses must not keep the others
+                    log.warning("an alias in a %s can't be replaced: %r", type(referrer).__qualname__, error)
+    finally:
+        if frozen:
+            gc.freeze()
     return found
 
 
@@ -52,23 +67,27 @@ def _functions_of_ours(changes: dict[Any, Any]) -> list[types.FunctionType]:
 
 
 def _replace_in(referrer: Any, new: dict[int, Any], found: list[str]) -> None:
+    # Each value is read once: other threads run. The methods are the base class's, because others' may refuse.
     if isinstance(referrer, dict):
         _replace_in_dict(referrer, new, found)
-    elif isinstance(referrer, list):
-        for place, value in enumerate(referrer):
+    elif isinstance(referrer, (list, collections.deque)):
+        kind: Any = list if isinstance(referrer, list) else collections.deque
+        for place, value in enumerate(tuple(referrer)):
             if id(value) in new:
-                referrer[place] = new[id(value)]
-                found.append("an element of a list")
+                kind.__setitem__(referrer, place, new[id(value)])
+                found.append(f"an element of a {kind.__name__}")
     elif isinstance(referrer, types.CellType):
-        referrer.cell_contents = new[id(referrer.cell_contents)]
-        found.append("a closure")
+        replacement = new.get(id(referrer.cell_contents))
+        if replacement is not None:
+            referrer.cell_contents = replacement
+            found.append("a closure")
     elif isinstance(referrer, functools.partial):
         _replace_in_partial(referrer, new, found)
     elif isinstance(referrer, (staticmethod, classmethod)):
         for holder in _classes_with(referrer):
             for name, value in tuple(vars(holder).items()):
-                if value is referrer:
-                    setattr(holder, name, type(referrer)(new[id(referrer.__func__)]))
+                if value is referrer and id(referrer.__func__) in new:
+                    type.__setattr__(holder, name, type(referrer)(new[id(referrer.__func__)]))
                     found.append(f"{holder.__module__}.{holder.__qualname__}.{name}")
     elif isinstance(referrer, tuple):
         for owner in gc.get_referrers(referrer):
@@ -77,9 +96,22 @@ def _replace_in(referrer: Any, new: dict[int, Any], found: list[str]) -> None:
                 found.append(f"a default argument of {owner.__module__}.{owner.__qualname__}")
             elif isinstance(owner, functools.partial) and owner.args is referrer:
                 _replace_in_partial(owner, new, found)
-    elif hasattr(referrer, "__dict__") and not isinstance(referrer, (type, types.FunctionType, types.ModuleType)):
-        # An object whose attributes Python keeps in place of a dictionary.
-        _replace_in_dict(vars(referrer), new, found, f"an attribute of a {type(referrer).__qualname__}")
+    elif not isinstance(referrer, (type, types.FunctionType, types.ModuleType)):
+        _replace_in_attributes(referrer, new, found)
+
+
+def _replace_in_attributes(thing: Any, new: dict[int, Any], found: list[str]) -> None:
+    """Replace in the slots of an object, and in attributes that Python keeps in place of a dictionary."""
+    kind = type(thing)
+    for owner in kind.__mro__:
+        for name, slot in tuple(vars(owner).items()):
+            if isinstance(slot, types.MemberDescriptorType):
+                replacement = new.get(id(getattr(thing, name, None)))
+                if replacement is not None:
+                    slot.__set__(thing, replacement)
+                    found.append(f"a slot of a {kind.__qualname__}")
+    if hasattr(thing, "__dict__"):
+        _replace_in_dict(vars(thing), new, found, f"an attribute of a {kind.__qualname__}")
 
 
 def _replace_in_partial(partial: functools.partial[Any], new: dict[int, Any], found: list[str]) -> None:
@@ -91,18 +123,17 @@ def _replace_in_partial(partial: functools.partial[Any], new: dict[int, Any], fo
 
 
 def _replace_in_dict(namespace: dict[Any, Any], new: dict[int, Any], found: list[str], what: str = "") -> None:
-    names = [name for name, value in tuple(namespace.items()) if id(value) in new]
-    if not names:
+    changes = [(name, new[id(value)]) for name, value in tuple(namespace.items()) if id(value) in new]
+    if not changes:
         return
     owners = [owner for owner in gc.get_referrers(namespace) if isinstance(owner, type)]
-    for name in names:
-        value = new[id(namespace[name])]
+    for name, value in changes:
         if owners:  # through the class, which keeps a cache of its attributes
             for owner in owners:
-                setattr(owner, name, value)
+                type.__setattr__(owner, name, value)
                 found.append(f"{owner.__module__}.{owner.__qualname__}.{name}")
         else:
-            namespace[name] = value
+            dict.__setitem__(namespace, name, value)
             module = namespace.get("__name__")
             found.append(what or (f"{module}.{name}" if isinstance(module, str) else f"an entry {name!r} of a dict"))
 

@@ -33,6 +33,7 @@ class _State:
     on = False
     buffers: Buffers | None = None
     strict: Strict | None = None
+    past: Strict | None = None  # the last strict one, also when it is off again
     avoided: _avoid_record_streams | None = None
 
 
@@ -45,7 +46,8 @@ def patch(*, strict: bool | None = None, avoid_record_streams: bool | None = Non
     Guarantees that ``torch.distributed.all_reduce`` and its siblings, also under the names that other modules, classes,
     default arguments, lists, dictionaries, closures and partials keep, run safecomm's, with its promises; and that
     :func:`unpatch` undoes it completely. What somebody else has replaced by a wrapper stays theirs, and its inner call
-    is ours. Call it at the top of a program, or late; before or after groups exist; from any thread.
+    is ours. Call it at the top of a program, or late; before or after groups exist; from any thread, but not while
+    another one is in the middle of a call.
 
     ``strict`` reports each call of a group that did not come by safecomm, with its call site (logger ``safecomm``, and
     :func:`past`); it costs some time for each call. ``avoid_record_streams`` also opens ``avoid_record_streams()`` for
@@ -74,7 +76,7 @@ def patch(*, strict: bool | None = None, avoid_record_streams: bool | None = Non
         if not _state.on:
             _apply()
         if strict and _state.strict is None:
-            _state.strict = Strict()
+            _state.strict = _state.past = Strict()
         if avoid and _state.avoided is None:
             _state.avoided = _avoid_record_streams()
             _state.avoided.__enter__()
@@ -160,19 +162,24 @@ def original(name: str) -> Any:
 
 
 def past() -> dict[str, int]:
-    """Return the calls that went past safecomm while a strict patch is on, by call site; empty without one.
+    """Return the calls that went past safecomm while the last strict patch was on, by call site; empty without one.
 
     Examples
     --------
     >>> past()
     {}
     """
-    return dict(_state.strict.past) if _state.strict is not None else {}
+    return dict(_state.past.past) if _state.past is not None else {}
 
 
 def strict() -> bool:
     """Return whether the patch in force is strict."""
     return _state.strict is not None
+
+
+def was_strict() -> bool:
+    """Return whether any patch of this process was strict."""
+    return _state.past is not None
 
 
 def converted() -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import builtins
+import importlib.machinery
 import importlib.util
 import os
 import runpy
@@ -29,11 +30,7 @@ def check(name: str, *, module: bool = False, arena: str = "", record: str = "")
         raise NotADirectoryError(f"--record: {record} is not a directory")
     if module:
         _go_to(os.getcwd())  # as python -m does
-        try:
-            spec = importlib.util.find_spec(name)
-        except ModuleNotFoundError as error:
-            raise ModuleNotFoundError(f"no module named {name!r}: {error}", name=name) from None
-        if spec is None:
+        if importlib.util.find_spec(name.partition(".")[0]) is None:  # the rest would import the package, too early
             raise ModuleNotFoundError(f"no module named {name!r}", name=name)
     elif os.path.isdir(name):
         raise IsADirectoryError(f"{name} is a directory: expected a script")
@@ -65,7 +62,7 @@ def run(
 
         record_memory(os.path.join(record, "run.jsonl")).start()
     patching.patch(strict=strict or None, avoid_record_streams=avoid_record_streams or None)
-    atexit.register(_summary)
+    atexit.register(_summary, os.getpid())
     sys.argv[:] = target
     try:
         if module:
@@ -86,8 +83,10 @@ def _go_to(directory: str) -> None:
 
 
 def _run_script(path: str) -> None:
+    path = os.path.abspath(path)
     main = types.ModuleType("__main__")
     main.__file__ = path
+    main.__loader__ = importlib.machinery.SourceFileLoader("__main__", path)
     main.__dict__.update(__builtins__=builtins, __cached__=None)
     _go_to(os.path.dirname(os.path.realpath(path)))
     with open(path, "rb") as file:
@@ -110,13 +109,13 @@ def _show_without_us(error: BaseException) -> None:
     sys.excepthook = without_us
 
 
-def _summary() -> None:
+def _summary(process: int) -> None:
     past = patching.past()
-    if os.environ.get("RANK", "0") != "0":
+    if os.environ.get("RANK", "0") != "0" or os.getpid() != process:
         return
     calls = counted()
     by_name = ", ".join(f"{name} {count}" for name, count in sorted(calls.items(), key=lambda item: -item[1]))
-    if patching.strict():
+    if patching.was_strict():
         beside = f"{sum(past.values())} calls went past it" + "".join(f"; {count} x {at}" for at, count in past.items())
     else:
         beside = "--strict counts what went past it"

@@ -33,15 +33,17 @@ class Strict:
     def __init__(self) -> None:
         self.past: Counter[str] = Counter()
         self._originals = {name: vars(ProcessGroup)[name] for name in _METHODS if name in vars(ProcessGroup)}
-        for name, original in self._originals.items():
-            setattr(ProcessGroup, name, self._watched(name, original))
+        self._replacements = {name: self._watched(name) for name in self._originals}
+        for name, replacement in self._replacements.items():
+            setattr(ProcessGroup, name, replacement)
 
     def remove(self) -> None:
-        """Put the group's own methods back."""
+        """Put the group's own methods back. What somebody has put over ours since stays, and goes on to them."""
         for name, original in self._originals.items():
-            setattr(ProcessGroup, name, original)
+            if vars(ProcessGroup).get(name) is self._replacements[name]:
+                setattr(ProcessGroup, name, original)
 
-    def _watched(self, name: str, original: Any) -> Any:
+    def _watched(self, name: str) -> Any:
         bare = getattr(ProcessGroup, name)
 
         @functools.wraps(bare)
@@ -49,7 +51,7 @@ class Strict:
             frame = sys._getframe(1)
             while frame.f_globals.get("__name__") in _BETWEEN and frame.f_back is not None:
                 frame = frame.f_back
-            if not frame.f_globals.get("__name__", "").startswith("safecomm."):
+            if not str(frame.f_globals.get("__name__")).startswith("safecomm."):
                 where = f"{name} at {frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
                 self.past[where] += 1
                 if self.past[where] == 1:

@@ -8,6 +8,7 @@ from typing import Any
 import torch.distributed
 import torch.distributed.distributed_c10d as c10d
 
+from safecomm import _torch
 from safecomm.collectives import all_to_all, coalesced, gather, groups, lists, point_to_point, reduce, scatter
 
 MODULES = (torch.distributed, c10d)
@@ -47,8 +48,12 @@ def _clone(function: types.FunctionType, original: Any) -> types.FunctionType:
     return same
 
 
-ORIGINALS: dict[str, Any] = {name: _ours(name).__wrapped__ for name in NAMES if _ours(name) is not None}
-"""torch's functions, as they were when safecomm was imported."""
+ORIGINALS: dict[str, Any] = {
+    name: ours.__wrapped__
+    for name in NAMES
+    if (ours := _ours(name)) is not None and hasattr(ours, "__wrapped__") and _torch.is_torchs(ours.__wrapped__)
+}
+"""torch's functions. What somebody had replaced when safecomm was imported is left out, and stays theirs."""
 
 REPLACEMENTS: dict[str, Any] = {name: _clone(_ours(name), original) for name, original in ORIGINALS.items()}
 """What stands in their places while the patch is on."""
