@@ -49,10 +49,10 @@ WRAPPED = [
 ]
 CLASSES = ["Work", "P2POp"]
 NEW = [
-    "Arena", "ArenaError", "ArenaFullError", "ArenaStats", "BucketStats", "Plan", "empty", "record_plan", "use_arena",
-    "CaptureBoundaryError", "CapturedGraph", "Lease", "LiveGraphError", "Pending", "PendingWorkError",
-    "RecordStreamError", "SafecommError", "StaleGraphError", "avoid_record_streams", "drain", "graph", "pending",
-    "settle_before_capture",
+    "Arena", "ArenaError", "ArenaFullError", "ArenaStats", "BucketStats", "BucketedWork", "CaptureBoundaryError",
+    "CapturedGraph", "Lease", "LiveGraphError", "Pending", "PendingWorkError", "Plan", "RecordStreamError",
+    "SafecommError", "StaleGraphError", "avoid_record_streams", "bucketed", "drain", "empty", "graph", "pending",
+    "record_plan", "settle_before_capture", "use_arena",
 ]  # fmt: skip
 
 PUBLIC = [name for name in dir(stock) if not name.startswith("_")]

@@ -51,6 +51,7 @@ NAMES = [
         "unowned() gives the tensor itself, and sends record streams; no arena",
     ),
     (torch, "_foreach_copy_", "list forms through an arena copy tensor by tensor"),
+    (torch._utils, "_unflatten_dense_tensors", None),
     (torch.library, "get_kernel", "outside of its thread or mode, record_stream is converted too, and stays so"),
     (torch.library.Library, "_destroy", None),
 ]
