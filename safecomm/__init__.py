@@ -11,6 +11,7 @@ The direction of dependency, top to bottom; nothing imports upwards (``tests/tes
     patching               patch(), unpatch(), and the runner
     diagnostics            where memory goes, and what keeps it; loaded when asked for
     functional             autograd-aware collectives out of the arena
+    bucketing              bucketed(): many small collectives as few large ones
     graphs                 graph(): a capture in which collectives behave
     record_stream          avoid_record_streams(): intercept, convert, verify
     collectives            the wrapped collectives, a file a family
@@ -42,6 +43,8 @@ from safecomm.arena import Plan as Plan
 from safecomm.arena import empty as empty
 from safecomm.arena import record_plan as record_plan
 from safecomm.arena import use_arena as use_arena
+from safecomm.bucketing import BucketedWork as BucketedWork
+from safecomm.bucketing import bucketed as bucketed
 from safecomm.captures import CapturedGraph as CapturedGraph
 from safecomm.captures import Lease as Lease
 from safecomm.collectives.all_to_all import all_to_all_single as all_to_all_single

@@ -236,6 +236,12 @@ foreach_copy: Callable[[list[torch.Tensor], list[torch.Tensor]], Any] = getattr(
 """Copies many tensors in one kernel."""
 
 
+unflatten: Callable[[torch.Tensor, list[torch.Tensor]], tuple[torch.Tensor, ...]] = (
+    torch._utils._unflatten_dense_tensors
+)
+"""Returns views of a flat tensor that have the shapes of the given ones, one after the other."""
+
+
 # --- the dispatcher --------------------------------------------------------------------------------
 
 try:

@@ -50,10 +50,11 @@ WRAPPED = [
 ]
 CLASSES = ["Work", "P2POp"]
 NEW = [
-    "Arena", "ArenaError", "ArenaFullError", "ArenaStats", "BucketStats", "Plan", "empty", "record_plan", "use_arena",
-    "CaptureBoundaryError", "CapturedGraph", "Lease", "LiveGraphError", "Pending", "PendingWorkError",
-    "RecordStreamError", "SafecommError", "StaleGraphError", "avoid_record_streams", "drain", "graph", "is_patched",
-    "original", "past", "patch", "patched", "pending", "settle_before_capture", "unpatch",
+    "Arena", "ArenaError", "ArenaFullError", "ArenaStats", "BucketStats", "BucketedWork", "CaptureBoundaryError",
+    "CapturedGraph", "Lease", "LiveGraphError", "Pending", "PendingWorkError", "Plan", "RecordStreamError",
+    "SafecommError", "StaleGraphError", "avoid_record_streams", "bucketed", "drain", "empty", "graph", "is_patched",
+    "original", "past", "patch", "patched", "pending", "record_plan", "settle_before_capture", "unpatch",
+    "use_arena",
 ]  # fmt: skip
 
 LAZY = ["leaks", "memory_report", "record_memory"]
