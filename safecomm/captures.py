@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import sys
 import types
 import weakref
@@ -22,6 +23,8 @@ from safecomm import _torch
 from safecomm.errors import CaptureBoundaryError, LiveGraphError, StaleGraphError
 from safecomm.ledger import LEDGER, Entry, Ledger
 
+log = logging.getLogger("safecomm")
+
 RECORDING: dict[int, CapturedGraph] = {}
 """The captures that are going on, by their id."""
 
@@ -29,6 +32,7 @@ BEFORE: list[Callable[[int], None]] = []
 """Called with the index of the device, before a capture begins there."""
 
 _live: dict[int, CapturedGraph] = {}
+_reset_instead = False
 
 
 @dataclass(frozen=True)
@@ -308,10 +312,23 @@ def check_group(op: str, group: Any, tensors: list[Any]) -> None:
         )
 
 
+def reset_instead(on: bool) -> None:
+    """Say whether graphs are reset when their group is destroyed, for programs that can't be edited to do it."""
+    global _reset_instead
+    _reset_instead = on
+
+
 def refuse_live(group: Any) -> None:
-    """Raise LiveGraphError if graphs are alive that run collectives of ``group``; None: of any group."""
+    """Raise LiveGraphError if graphs are alive that run collectives of ``group``; None: of any group.
+
+    After ``reset_instead(True)``, reset them.
+    """
     alive = tuple(captured for captured in tuple(_live.values()) if captured.uses(group))
-    if alive:
+    if _reset_instead:
+        for captured in alive:
+            log.warning("the graph captured at %s was reset, because its group is being destroyed", captured.site)
+            captured.reset()
+    elif alive:
         raise LiveGraphError(
             f"{len(alive)} CUDA graphs are alive that run collectives of the group, captured at "
             f"{'; '.join(sorted({captured.site for captured in alive}))}. NCCL would wait for them for ever. Reset "

@@ -574,6 +574,32 @@ def test_a_lease_outlives_the_last_replay_s6(device, ledger, capturing, replayed
     assert not device.live()
 
 
+def test_a_live_graph_of_a_group_is_refused_or_reset_s7(device, ledger, capturing, caplog):
+    group = Anything()
+    for reset in (False, True):
+        graph, captured = capturing()
+        captured.add("all_reduce", group, device.allocate(0, 64), sys._getframe())
+        graph.capture_end()
+        device.switch(0)
+        captures.refuse_live(Anything())
+        captures.reset_instead(reset)
+        try:
+            if reset:
+                captures.refuse_live(group)
+                assert "test_record_stream.py" in caplog.text
+            else:
+                with pytest.raises(safecomm.LiveGraphError, match=r"test_record_stream\.py") as error:
+                    captures.refuse_live(group)
+                (one,) = error.value.graphs
+                one.reset()
+        finally:
+            captures.reset_instead(False)
+        assert graph.events == ["ended", "reset"]
+        captures.refuse_live(None)
+    device.finish()
+    assert ledger.drain(wait=True) == 0
+
+
 def test_dead_graphs_are_taken_over_after_a_capture_and_not_in_it_s6(device, ledger, capturing):
     graph, captured = capturing()
     outside = device.allocate(0, 64)

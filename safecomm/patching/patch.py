@@ -13,6 +13,7 @@ import torch
 import torch.distributed
 from torch.torch_version import TorchVersion
 
+from safecomm import captures
 from safecomm.ledger import drain, pending
 from safecomm.patching import aliases
 from safecomm.patching.megatron import Buffers
@@ -54,7 +55,8 @@ def patch(*, strict: bool | None = None, avoid_record_streams: bool | None = Non
     as long as the patch is on. None: the environment variables ``SAFECOMM_STRICT`` and
     ``SAFECOMM_AVOID_RECORD_STREAMS`` decide (1 is yes).
 
-    Megatron's global buffers come from the arena in use, while there is one.
+    Megatron's global buffers come from the arena in use, while there is one. Where :func:`destroy_process_group` would
+    raise LiveGraphError, the graphs are reset: a program that was not written for it can't do that.
 
     A second call does nothing, or adds what the first did not ask for.
 
@@ -212,6 +214,7 @@ def _apply() -> None:
         if ORIGINALS[name] in remaps:
             remaps[replacement] = remaps[ORIGINALS[name]]
     _state.on = True
+    captures.reset_instead(True)
     _state.buffers = Buffers()
     found = aliases.sweep({ORIGINALS[name]: replacement for name, replacement in REPLACEMENTS.items()}, _KEEP)
     log.info(
@@ -230,6 +233,7 @@ def _remove() -> None:
             if vars(module).get(name) is replacement:
                 setattr(module, name, ORIGINALS[name])
     _state.on = False
+    captures.reset_instead(False)
     aliases.sweep({replacement: ORIGINALS[name] for name, replacement in REPLACEMENTS.items()}, _KEEP)
     drain()
     left = pending()
