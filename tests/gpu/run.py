@@ -39,7 +39,8 @@ def versions():
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", required=True)
-    parser.add_argument("--only", default="")
+    parser.add_argument("--only", default="", help="run the cases with this in their names")
+    parser.add_argument("--skip", nargs="*", default=[], help="leave these cases out")
     arguments = parser.parse_args()
     local = int(os.environ["LOCAL_RANK"])
     torch.cuda.set_device(local)
@@ -48,7 +49,7 @@ def main():
     results = {"command": "torchrun tests/gpu/run.py", **versions(), "cases": {}}
     failures = 0
     for name, (function, limit) in CASES.items():
-        if arguments.only and arguments.only not in name:
+        if arguments.only not in name or name in arguments.skip:
             continue
         faulthandler.dump_traceback_later(limit, exit=True)
         start = time.perf_counter()
