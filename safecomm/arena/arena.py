@@ -135,6 +135,11 @@ class ArenaStats:
     """Each bucket."""
 
 
+def taken() -> int:
+    """Return the bytes in slots of all arenas, in use or cached. Reads plain counters, so any thread may ask."""
+    return sum(sum(tuple(arena._layout.taken.values())) for arena in tuple(OPEN.values()))
+
+
 OPEN: dict[int, Arena] = {}
 """The arenas that are open, by the index of their device. They keep the blocks alive, which slots do not."""
 

@@ -25,6 +25,7 @@ import torch
 import torch.distributed
 
 from safecomm import _torch
+from safecomm.arena.arena import OPEN, taken
 from safecomm.errors import SafecommError
 from safecomm.ledger import LEDGER, Entry, Pending
 from safecomm.work import Work
@@ -350,10 +351,8 @@ class _Allocator:
 
 
 def _arena_in_use() -> int | None:
-    """Return the bytes of arenas that are in use; None where there is no arena."""
-    arena = sys.modules.get("safecomm.arena")
-    in_use = getattr(arena, "in_use", None)
-    return None if in_use is None else int(in_use())
+    """Return the bytes that arenas have in slots; None where there is no arena."""
+    return taken() if OPEN else None
 
 
 def _rank() -> tuple[int | None, int | None]:

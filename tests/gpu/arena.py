@@ -271,7 +271,7 @@ def arena_list_forms_against_stock():
                                 if work is not None:
                                     work.wait()
                             results.append((gathered, part, torch.cat(out)))
-                            del works, out, sent, whole
+                            del works, work, out, sent, whole  # a handle keeps its outputs
                         for ours, theirs in zip(*results, strict=True):
                             require(torch.equal(ours, theirs), dtype, numel, made, asynchronous)
                             checked += 1
