@@ -33,6 +33,8 @@ VARIABLE = "SAFECOMM_BUCKETS"
 _gather_into = getattr(gather, "all_gather_single", gather.all_gather_into_tensor)
 _scatter_into = getattr(reduce, "reduce_scatter_single", reduce.reduce_scatter_tensor)
 
+_thread_id = threading.get_ident
+
 _KINDS = {
     "all_reduce": "all_reduce",
     "all_gather_into_tensor": "all_gather",
@@ -242,13 +244,36 @@ class bucketed(contextlib.ContextDecorator):  # noqa: N801
 
     def take(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Collect a call, if it can be; otherwise launch what was collected, so that the order stays."""
-        if threading.get_ident() != self._thread:
+        if _thread_id() != self._thread:
             return NotImplemented
+        if name == "all_reduce" and len(args) == 1 and self._add(args[0], **kwargs):
+            return None
         kind = _KINDS.get(name)
         taken = NotImplemented if kind is None else self._collect(kind, args, kwargs)
         if taken is NotImplemented and (self._open or self._running):
             self._settle()
         return taken
+
+    def _add(self, tensor: Any, op: Any = None, group: Any = None, async_op: bool = False) -> bool:
+        """Put a plain call into a bucket that is open for its like, as ``_collect`` would, in a third of the time."""
+        if type(tensor) not in PLAIN or async_op or tensor.requires_grad:
+            return False
+        to = _torch.world.default_pg if group is None else group
+        bucket = self._open.get(("all_reduce", id(op), id(to), tensor.dtype, tensor.get_device()))
+        if bucket is None or bucket.done or tensor.layout is not torch.strided or not tensor.is_contiguous():
+            return False
+        nbytes = tensor.nbytes
+        if not 0 < nbytes <= self._limit - bucket.nbytes or _torch.dispatch_modes():
+            return False
+        start = tensor.data_ptr()
+        ranges = self._ranges
+        place = bisect.bisect(ranges, (start,))
+        if (place and ranges[place - 1][1] > start) or (place < len(ranges) and ranges[place][0] < start + nbytes):
+            return False
+        ranges.insert(place, (start, start + nbytes))
+        bucket.outputs.append(tensor)
+        bucket.nbytes += nbytes
+        return True
 
     def _collect(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         op, group, asynchronous = kwargs.get("op"), kwargs.get("group"), kwargs.get("async_op", False)
