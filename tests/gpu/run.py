@@ -14,6 +14,7 @@ import sys
 import time
 import traceback
 
+import arena  # noqa: F401
 import collectives  # noqa: F401
 import graphs  # noqa: F401
 import torch

@@ -1,0 +1,166 @@
+"""Memory lost to fragmentation in 300 steps whose sequence length changes every step: arena against none.
+
+    python benchmarks/arena_fragmentation.py --out FILE [--ranks 2]
+
+Starts one torchrun for each combination of arena or none, and allocator settings, because the settings are read once a
+process. The program is the same: layers with sequence parallelism, of which each gathers its input, multiplies, and
+scatters its output; activations are held to the backward, which goes the same way back. With "arena" the gathered and
+the scattered buffers come from an arena whose size is that of a recorded pass over all lengths. "overhead" is the peak
+of what is reserved, minus the peak of what the program has in use, which is the same for both.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as stock
+
+import safecomm
+
+MIB = 1 << 20
+SETTINGS = {"default": "", "expandable": "expandable_segments:True"}
+LENGTHS = [512 * n for n in range(1, 33)]
+
+
+def step(length, weights, library):
+    """One forward and backward for sequences of ``length``; all buffers of the communication come from empty()."""
+    world = stock.get_world_size()
+    hidden = weights[0][0].shape[0]
+    dtype = torch.bfloat16
+    gather = getattr(library, "all_gather_single", library.all_gather_into_tensor)
+    scatter = getattr(library, "reduce_scatter_single", library.reduce_scatter_tensor)
+
+    def buffer(rows):
+        return safecomm.empty(rows, hidden, dtype=dtype, device="cuda")
+
+    x = torch.ones(length // world, hidden, device="cuda", dtype=dtype)
+    saved = []
+    for first, second in weights:
+        whole = buffer(length)
+        gather(whole, x)
+        inner = torch.nn.functional.gelu(whole @ first)
+        del whole
+        product = inner @ second
+        x = buffer(length // world)
+        scatter(x, product)
+        del product
+        saved.append((x + 1, inner))
+    for (first, second), (kept, inner) in zip(reversed(weights), reversed(saved), strict=True):
+        whole = buffer(length)
+        gather(whole, x)
+        gradient = whole @ second.T
+        gradient *= inner
+        del whole
+        product = gradient @ first.T
+        x = buffer(length // world)
+        scatter(x, product)
+        x = x + kept
+        del product, gradient, inner, kept
+        saved.pop()
+
+
+def run(way, out):
+    local = int(os.environ["LOCAL_RANK"])
+    torch.cuda.set_device(local)
+    stock.init_process_group("nccl", device_id=torch.device("cuda", local))
+    world = stock.get_world_size()
+    hidden, layers = 4096, 6
+    weights = [
+        (
+            torch.zeros(hidden, 4 * hidden // world, device="cuda", dtype=torch.bfloat16),
+            torch.zeros(4 * hidden // world, hidden, device="cuda", dtype=torch.bfloat16),
+        )
+        for _ in range(layers)
+    ]
+    draw = random.Random(5)
+    order = [draw.choice(LENGTHS) for _ in range(300)]
+    step(512, weights, safecomm)
+    arena = None
+    if way == "arena":
+        with safecomm.record_plan() as plan:
+            for length in sorted(set(order)):
+                step(length, weights, safecomm)
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        arena = safecomm.Arena.from_plan(plan)
+        safecomm.use_arena(arena).__enter__()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    start = torch.cuda.memory_stats()
+    library = stock if way == "stock" else safecomm
+    for length in order:
+        step(length, weights, library)
+    torch.cuda.synchronize()
+    end = torch.cuda.memory_stats()
+    if local == 0:
+        figures = {
+            "reserved peak": end["reserved_bytes.all.peak"],
+            "allocated peak": end["allocated_bytes.all.peak"],
+            "arena": 0 if arena is None else arena.nbytes,
+            "fallbacks": 0 if arena is None else arena.stats().fallbacks,
+            "cudaMalloc": end.get("num_device_alloc", 0) - start.get("num_device_alloc", 0),
+            "torch": torch.__version__,
+            "device": torch.cuda.get_device_name(),
+        }
+        Path(out).write_text(json.dumps(figures))
+    stock.destroy_process_group()
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", required=True)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--way", choices=("stock", "arena"), help="used by the script itself")
+    arguments = parser.parse_args()
+    if arguments.way:
+        run(arguments.way, arguments.out)
+        return
+    found = {}
+    for name, setting in SETTINGS.items():
+        for way in ("stock", "arena"):
+            with tempfile.TemporaryDirectory() as folder:
+                path = Path(folder) / "figures.json"
+                # Without what torchrun sets, if this runs under one.
+                theirs = ("TORCHELASTIC", "MASTER_", "GROUP_", "ROLE_", "RANK", "LOCAL_", "WORLD_SIZE", "OMP_")
+                environment = {key: value for key, value in os.environ.items() if not key.startswith(theirs)}
+                environment["PYTORCH_CUDA_ALLOC_CONF"] = setting
+                subprocess.run(
+                    [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
+                     str(arguments.ranks), __file__, "--way", way, "--out", str(path)],
+                    check=True, env=environment,
+                )  # fmt: skip
+                found[f"{way}, {name}"] = json.loads(path.read_text())
+    rows = {}
+    for name, figures in found.items():
+        # The same program has the same in use, whoever hands it out: what stock's allocator counts.
+        in_use = found["stock, default"]["allocated peak"]
+        rows[name] = {
+            "reserved MiB": figures["reserved peak"] // MIB,
+            "in use MiB": in_use // MIB,
+            "overhead MiB": (figures["reserved peak"] - in_use) // MIB,
+            "arena MiB": figures["arena"] // MIB,
+            "fallbacks": figures["fallbacks"],
+            "cudaMalloc": figures["cudaMalloc"],
+        }
+        print(name, rows[name], flush=True)
+    results = {
+        "command": "python benchmarks/arena_fragmentation.py",
+        "torch": found["stock, default"]["torch"],
+        "device": found["stock, default"]["device"],
+        "ranks": arguments.ranks,
+        "date": datetime.date.today().isoformat(),
+        "rows": rows,
+    }
+    Path(arguments.out).write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

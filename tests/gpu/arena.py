@@ -1,0 +1,443 @@
+"""The arena on real GPUs: order between streams, captures, list forms, functional, registration, allocator calls."""
+
+import datetime
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as stock
+from harness import MIB, case, rank, require, settle, slow
+
+import safecomm
+from safecomm import functional
+from safecomm.ledger import LEDGER
+
+ROOT = Path(__file__).parents[2]
+
+
+def streams(count=3):
+    return [torch.cuda.current_stream(), *(torch.cuda.Stream() for _ in range(count - 1))]
+
+
+@case(60)
+def arena_is_one_segment_of_its_own():
+    """One allocation in a pool of its own; no device allocation after it; the block is gone after close()."""
+    settle()
+    before = torch.cuda.memory_stats()
+    arena = safecomm.Arena(256 * MIB)
+    made = torch.cuda.memory_stats()
+    require(made["allocation.all.allocated"] - before["allocation.all.allocated"] == 1, "more than one allocation")
+    base = arena._block.data_ptr()
+    (segment,) = [s for s in torch.cuda.memory_snapshot() if s["address"] <= base < s["address"] + s["total_size"]]
+    require(len([b for b in segment["blocks"] if b["state"] == "active_allocated"]) == 1, segment["blocks"])
+    for _ in range(3):
+        kept = [arena.empty(n * MIB, dtype=torch.uint8) for n in (1, 7, 64)]
+        require([tensor.data_ptr() for tensor in kept] == [base, base + MIB, base + 8 * MIB], "places moved")
+        del kept
+    after = torch.cuda.memory_stats()
+    require(after["allocation.all.allocated"] == made["allocation.all.allocated"], "an allocation on the hot path")
+    arena.close()
+    settle()
+    require(torch.cuda.memory_allocated() < 256 * MIB, torch.cuda.memory_allocated())
+    return {"segment MiB": segment["total_size"] // MIB, "expandable": bool(segment.get("is_expandable"))}
+
+
+@case(60)
+def arena_tells_the_ledger_the_stream_of_a_slot():
+    """The home of a slot is the stream that it was handed out on, also inside of it and after it has moved."""
+    main, side, _ = streams()
+    ledger = LEDGER
+    with safecomm.use_arena(8 * MIB) as arena:
+        asked = {}
+        for stream in (main, side, main, side):
+            with torch.cuda.stream(stream):
+                tensor = arena.empty(6 * MIB, dtype=torch.uint8)  # only one fits
+                for place in (0, MIB, 6 * MIB - 1):
+                    home = ledger.streams.home(tensor.data_ptr() + place)
+                    asked[place] = home
+                    require(home == stream.cuda_stream, home, stream.cuda_stream)
+                    require(ledger.streams.at_home(stream.cuda_stream, tensor.data_ptr() + place), "not at home")
+                other = main if stream is side else side
+                require(not ledger.streams.at_home(other.cuda_stream, tensor.data_ptr()), "at home elsewhere")
+            del tensor
+        outside = torch.empty(1024, device="cuda")
+        require(ledger.streams.home(outside.data_ptr()) == torch.cuda.current_stream().cuda_stream, "the allocator's")
+    return {"pointers": len(asked)}
+
+
+def handed_out_again(arena, allocating, launching, waiting, numel):
+    """Run one trial with a slow peer; return how many elements of later slots the collective has written."""
+    with torch.cuda.stream(allocating):
+        memory = arena.empty(numel).fill_(1.0)
+    launching.wait_stream(allocating)
+    with torch.cuda.stream(launching):
+        if rank() == 0:
+            slow()
+        work = safecomm.all_reduce(memory, async_op=waiting is not None)
+    if waiting is not None:
+        with torch.cuda.stream(waiting):
+            work.wait()
+    del work, memory
+    victims = []
+    for stream in (allocating, launching):
+        with torch.cuda.stream(stream):
+            victims.append(arena.empty(numel).fill_(-7.0))
+    torch.cuda.synchronize()
+    wrong = sum(int((victim != -7.0).sum()) for victim in victims)
+    del victims
+    safecomm.drain(wait=True)
+    return wrong
+
+
+@case(180)
+def arena_s1_every_combination_of_streams():
+    """Each of three streams allocating, launching and waiting, with a slow peer: no slot is handed out too early."""
+    count = bad = reused = 0
+    numel = 4 * MIB
+    with safecomm.use_arena(64 * MIB) as arena:
+        for allocating in (every := streams()):
+            for launching in every:
+                for waiting in (*every, None):
+                    for _ in range(3):
+                        stock.barrier()
+                        bad += handed_out_again(arena, allocating, launching, waiting, numel) > 0
+                        count += 1
+        reused = arena.stats().high_water < count * numel * 4
+        settle()
+    require(bad == 0, bad, "of", count)
+    require(reused, "no slot was ever handed out again: the programs do not bite")
+    return {"programs": count, "corrupted": bad}
+
+
+@case(150)
+def arena_stress_with_a_slow_peer():
+    """60 s of random programs: slots go around between streams while one rank lags; none is written by others."""
+    draw = random.Random(11)  # the same on all ranks
+    every = streams(4)
+    group = stock.group.WORLD
+    other = stock.new_group()
+    world = stock.get_world_size()
+    bad = torch.zeros(1, dtype=torch.int64, device="cuda")
+    marks = []  # what was handed out, its stream, and what it must say
+    works = []
+    programs = steps = 0
+    sizes = [MIB // 4, MIB // 2, MIB, 2 * MIB, 3 * MIB]
+    homes = {stream.cuda_stream: torch.zeros(1, dtype=torch.int64, device="cuda") for stream in every}
+    torch.cuda.synchronize()
+    end = time.monotonic() + 60
+    with safecomm.use_arena(48 * MIB) as arena:
+        while True:
+            # All ranks stop at the same program.
+            go = torch.tensor(int(time.monotonic() < end), device="cuda")
+            stock.all_reduce(go, stock.ReduceOp.MIN)
+            if not int(go):
+                break
+            programs += 1
+            lagging = draw.randrange(world)
+            for _ in range(40):
+                steps += 1
+                home, launching, waiting = (draw.choice(every) for _ in range(3))
+                numel, value = draw.choice(sizes), float(draw.randrange(1, 100))
+                how = draw.choice(["async", "async", "dropped", "sync", "mark"])
+                on, lag = draw.choice([group, other]), draw.random() < 0.15
+                with torch.cuda.stream(home):
+                    tensor = arena.empty(numel)
+                    tensor.fill_(value)
+                if how == "mark":
+                    marks.append((tensor, home, value))
+                    if len(marks) > 4:
+                        kept, stream, mark = marks.pop(draw.randrange(len(marks)))
+                        with torch.cuda.stream(stream):
+                            homes[stream.cuda_stream] += (kept != mark).sum()
+                        del kept
+                    continue
+                launching.wait_stream(home)
+                with torch.cuda.stream(launching):
+                    if lag and rank() == lagging:
+                        slow(0.003)
+                    work = safecomm.all_reduce(tensor, group=on, async_op=how != "sync")
+                if how == "async":
+                    works.append((work, waiting))
+                del work, tensor
+                if len(works) > 3:
+                    work, stream = works.pop(draw.randrange(len(works)))
+                    with torch.cuda.stream(stream):
+                        work.wait()
+                    del work
+            while works:
+                work, stream = works.pop()
+                with torch.cuda.stream(stream):
+                    work.wait()
+                del work
+            while marks:
+                kept, stream, mark = marks.pop()
+                with torch.cuda.stream(stream):
+                    homes[stream.cuda_stream] += (kept != mark).sum()
+                del kept
+            if programs % 20 == 0:
+                torch.cuda.synchronize()
+        torch.cuda.synchronize()
+        for count in homes.values():
+            bad += count
+        settle()
+        stats = arena.stats()
+        require(stats.in_use == 0, arena)
+    safecomm.destroy_process_group(other)
+    require(int(bad) == 0, int(bad), "elements written by others")
+    return {"programs": programs, "steps": steps, "elements written by others": int(bad), "fallbacks": stats.fallbacks,
+            "high water MiB": stats.high_water // MIB}  # fmt: skip
+
+
+@case(120)
+def arena_s6_slots_of_a_graph_are_its_own():
+    """What a capture was handed out is nobody else's until the reset, and comes back after it; replays are right."""
+    world = stock.get_world_size()
+    numel = 2 * MIB
+    x = torch.ones(numel, device="cuda")
+    with safecomm.use_arena(64 * MIB) as arena:
+        held = []
+        for layers in (4, 16):
+            graph = torch.cuda.CUDAGraph()
+            with safecomm.graph(graph, groups=[stock.group.WORLD]) as captured:
+                y = x
+                for _ in range(layers):
+                    h = arena.empty(numel)
+                    torch.mul(y, 1.0 / world, out=h)
+                    y = functional.all_reduce(h)
+                    del h
+            held.append(arena.stats().captured)
+            require(captured.nbytes >= arena.stats().captured > 0, captured.nbytes, arena)
+            own = {y.data_ptr()}
+            out = y
+            del y
+            bad = 0
+            for _ in range(5):
+                graph.replay()
+                victims = [arena.empty(numel).fill_(-7.0) for _ in range(2)]
+                require(not own & {victim.data_ptr() for victim in victims}, "a slot of the graph was handed out")
+                graph.replay()
+                torch.cuda.synchronize()
+                bad += sum(int((victim != -7.0).sum()) for victim in victims)
+                bad += int((out != 1.0).sum())
+                del victims
+            require(bad == 0, bad)
+            graph.reset()
+            del out, graph
+            safecomm.drain(wait=True)
+            require(arena.stats().in_use == 0, arena)
+        require(held[0] == held[1], "the graph grows with its layers", held)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            plain = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(plain):
+                outside = arena.empty(numel)
+            require(not arena.owns(outside), "a capture that safecomm does not see was handed out a slot")
+            del outside, plain
+    return {"MiB of a graph with 4 and 16 layers": [one // MIB for one in held]}
+
+
+@case(120)
+def arena_list_forms_against_stock():
+    """The same bits as stock's list forms, sync and async, in slices and in pieces, eager and captured."""
+    world = stock.get_world_size()
+    checked = 0
+    with safecomm.use_arena(512 * MIB) as arena:
+        for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.complex64):
+            for numel in (5, 1 << 10, (1 << 20) + 3):
+                generator = torch.Generator("cuda").manual_seed(rank() * 7 + numel)
+                given = (torch.rand(world, numel, device="cuda", generator=generator) * 9).to(dtype)
+                for made in ("slices", "pieces", "arena"):
+                    for asynchronous in (False, True):
+                        results = []
+                        for library in (stock, safecomm):
+                            whole = torch.zeros(world, numel, dtype=dtype, device="cuda")
+                            if made == "arena":
+                                whole = arena.empty(world, numel, dtype=dtype).zero_()
+                            out = [one.clone() for one in whole] if made == "pieces" else list(whole.unbind())
+                            sent = [one.clone() for one in given] if made == "pieces" else list(given.unbind())
+                            part = torch.zeros(numel, dtype=dtype, device="cuda")
+                            works = [library.all_gather(out, given[0], async_op=asynchronous)]
+                            if works[0] is not None:
+                                works[0].wait()
+                            gathered = torch.cat(out)
+                            if not dtype.is_complex:
+                                works.append(library.reduce_scatter(part, sent, async_op=asynchronous))
+                            works.append(library.all_to_all(out, sent, async_op=asynchronous))
+                            for work in works:
+                                if work is not None:
+                                    work.wait()
+                            results.append((gathered, part, torch.cat(out)))
+                            del works, out, sent, whole
+                        for ours, theirs in zip(*results, strict=True):
+                            require(torch.equal(ours, theirs), dtype, numel, made, asynchronous)
+                            checked += 1
+                        del results, ours, theirs, part, gathered
+        require(safecomm.pending() == [], safecomm.pending())
+        settle()
+        stats = arena.stats()
+        require(stats.in_use == 0, arena)
+    return {"compared": checked, "fallbacks": stats.fallbacks}
+
+
+class Layer:
+    """The communication of a Megatron layer with sequence parallelism, with products into memory that is there."""
+
+    def __init__(self, rows, hidden):
+        self.world = world = stock.get_world_size()
+        self.part = torch.ones(rows // world, hidden, device="cuda", dtype=torch.bfloat16)
+        self.weight = torch.eye(hidden, device="cuda", dtype=torch.bfloat16)
+        self.product = torch.empty(rows, hidden, device="cuda", dtype=torch.bfloat16)
+        self.norm = torch.ones(hidden, device="cuda")
+
+    def step(self, layers):
+        for _ in range(layers):
+            whole = functional.gather_from_sequence_parallel_region(self.part)
+            torch.mm(whole, self.weight, out=self.product)
+            del whole
+            self.part.copy_(functional.reduce_scatter_to_sequence_parallel_region(self.product))
+            self.part.div_(self.world)
+            self.norm.copy_(functional.all_reduce(self.norm)).div_(self.world)
+
+
+@case(120)
+def arena_allocator_calls_per_step():
+    """After the first step, none: neither cudaMalloc nor allocations for communication buffers."""
+    layer = Layer(4096, 4096)
+    counts = {}
+    for name in ("ordinary memory", "arena"):
+        settle()
+        use = safecomm.use_arena(256 * MIB) if name == "arena" else None
+        if use is not None:
+            use.__enter__()
+        for step in range(6):
+            torch.cuda.synchronize()
+            if step == 1:
+                before = torch.cuda.memory_stats()
+            layer.step(8)
+        torch.cuda.synchronize()
+        after = torch.cuda.memory_stats()
+        counts[name] = {
+            "allocations a step": (after["allocation.all.allocated"] - before["allocation.all.allocated"]) / 5,
+            "cudaMalloc a step": (after.get("num_device_alloc", 0) - before.get("num_device_alloc", 0)) / 5,
+        }
+        if use is not None:
+            require(use.arena.stats().fallbacks == 0, use.arena)
+            use.__exit__(None, None, None)
+    require(bool((layer.part == 1.0).all()), "wrong result")
+    require(counts["arena"] == {"allocations a step": 0, "cudaMalloc a step": 0}, counts)
+    require(counts["ordinary memory"]["allocations a step"] > 0, "the count does not bite", counts)
+    return counts
+
+
+@case(90)
+def arena_same_places_on_all_ranks():
+    """The check of places across ranks passes for a program, and names the call where one rank differs."""
+    arena = safecomm.Arena(256 * MIB, check=stock.group.WORLD)
+    layer = Layer(2048, 1024)
+    with safecomm.use_arena(arena):
+        for _ in range(3):
+            layer.step(4)
+        arena.check()
+        tensor = arena.empty(100 + rank())
+        try:
+            arena.check()
+            message = ""
+        except safecomm.ArenaError as error:
+            message = str(error)
+        require("rank 0: 400 bytes" in message and "rank 1: 404 bytes" in message, message)
+        del tensor
+    arena.close()
+    return {"message": message[:120]}
+
+
+@case(120)
+def arena_registered_with_nccl():
+    """Plain registration: right results, also after other memory; refused where it can corrupt; clean close()."""
+    group = stock.new_group()
+    stock.all_reduce(torch.ones(1, device="cuda"), group=group)
+    arena = safecomm.Arena(64 * MIB, register=group, full="raise")
+    with safecomm.use_arena(arena):
+        for numel in (1000, MIB, 4 * MIB):
+            result = functional.all_reduce(torch.ones(numel, device="cuda"), group=group)
+            require(bool((result == stock.get_world_size()).all()), numel)
+            del result
+        try:
+            arena.empty(100 * MIB)
+            require(False, "nothing was raised")
+        except safecomm.ArenaFullError:
+            pass
+    settle()
+    arena.close()
+    refused = ""
+    if torch.cuda.nccl.version() < (2, 30, 7):
+        try:
+            safecomm.Arena(MIB, register=group, symmetric=True, full="raise")
+        except safecomm.ArenaError as error:
+            refused = str(error)
+        require("2.30.7" in refused, refused)
+    safecomm.destroy_process_group(group)
+    return {"NCCL": ".".join(map(str, torch.cuda.nccl.version())), "symmetric refused": bool(refused)}
+
+
+@case(120)
+def bucketed_gives_the_results_of_one_by_one():
+    """Random small tensors of several types, all three kinds of calls, dropped at once, on two streams."""
+    world = stock.get_world_size()
+    bad = 0
+    with safecomm.use_arena(128 * MIB):
+        for stream in streams(2):
+            with torch.cuda.stream(stream):
+                for size in (0.05, 1, 8):
+                    draw = random.Random(3)
+                    tensors, want = [], []
+                    with safecomm.bucketed(size):
+                        for n in range(100):
+                            dtype = draw.choice([torch.float32, torch.bfloat16, torch.int64])
+                            one = torch.full((draw.randrange(1, 60_000),), rank() + n % 7, device="cuda", dtype=dtype)
+                            safecomm.all_reduce(one)
+                            tensors.append(one)
+                            want.append(sum(range(world)) + world * (n % 7))
+                        part = torch.full((1000,), float(rank()), device="cuda")
+                        whole = torch.empty(1000 * world, device="cuda")
+                        safecomm.all_gather_into_tensor(whole, part)
+                        mine = torch.empty(1000, device="cuda")
+                        full = torch.ones(1000 * world, device="cuda")
+                        safecomm.reduce_scatter_tensor(mine, full)
+                    bad += sum(int((one != value).sum()) for one, value in zip(tensors, want, strict=True))
+                    bad += int((torch.arange(world, device="cuda") != whole.view(world, -1).T).sum())
+                    bad += int((mine != world).sum())
+    require(bad == 0, bad)
+    require(safecomm.pending() == [], safecomm.pending())
+    return {"wrong": bad}
+
+
+@case(540)
+def arena_300_steps_of_32_lengths():
+    """Reserved minus peak in use, in processes of their own for each setting of the allocator."""
+    figures = [None]
+    store = stock.distributed_c10d._get_default_store()
+    settle()
+    if rank() == 0:
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder) / "fragmentation.json"
+            done = subprocess.run(
+                [sys.executable, str(ROOT / "benchmarks/arena_fragmentation.py"), "--out", str(out),
+                 "--ranks", str(stock.get_world_size())],
+                capture_output=True, text=True, check=False,
+            )  # fmt: skip
+            figures[0] = json.loads(out.read_text())["rows"] if out.exists() else done.stdout + done.stderr
+        store.set("fragmentation", "measured")
+    else:  # not in a collective, which would keep this GPU busy
+        store.wait(["fragmentation"], datetime.timedelta(seconds=520))
+    stock.broadcast_object_list(figures)
+    rows = figures[0]
+    require(isinstance(rows, dict), str(rows)[-2000:])
+    arena, plain = rows["arena, default"]["overhead MiB"], rows["stock, default"]["overhead MiB"]
+    expandable, theirs = rows["arena, expandable"]["overhead MiB"], rows["stock, expandable"]["overhead MiB"]
+    require(arena <= 0.25 * plain, rows)
+    require(expandable <= theirs, rows)
+    return rows
