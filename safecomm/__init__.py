@@ -8,6 +8,7 @@ The direction of dependency, top to bottom; nothing imports upwards (``tests/tes
 
     __init__, __main__     the face, and the shell
     demo                   the program that shows what it is for
+    tuning                 which bucket size to use, measured
     functional             autograd-aware collectives out of the arena
     bucketing              bucketed(): many small collectives as few large ones
     graphs                 graph(): a capture in which collectives behave
