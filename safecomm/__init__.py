@@ -10,6 +10,7 @@ The direction of dependency, top to bottom; nothing imports upwards (``tests/tes
     demo                   the program that shows what it is for
     patching               patch(), unpatch(), and the runner
     diagnostics            where memory goes, and what keeps it; loaded when asked for
+    tuning                 which bucket size to use, measured
     functional             autograd-aware collectives out of the arena
     bucketing              bucketed(): many small collectives as few large ones
     graphs                 graph(): a capture in which collectives behave

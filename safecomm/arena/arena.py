@@ -433,7 +433,8 @@ class Arena:
         return torch.empty(shape, dtype=dtype, device=self._device)
 
     def _home_of(self, pointer: int) -> int | None:
-        slot = self._layout.at(pointer - self._base)
+        place = pointer - self._base
+        slot = self._layout.cut.get(place) or self._layout.at(place)  # of most tensors it is the start
         return self._home if slot is None else slot.home
 
     # --- what is where ------------------------------------------------------------------------------------
