@@ -10,9 +10,7 @@ The direction of dependency, top to bottom; nothing imports upwards (``tests/tes
     demo                   the program that shows what it is for
     patching               patch(), unpatch(), and the runner
     diagnostics            where memory goes, and what keeps it; loaded when asked for
-    tuning                 which bucket size to use, measured
     functional             autograd-aware collectives out of the arena
-    bucketing              bucketed(): many small collectives as few large ones
     graphs                 graph(): a capture in which collectives behave
     record_stream          avoid_record_streams(): intercept, convert, verify
     collectives            the wrapped collectives, a file a family
@@ -44,10 +42,9 @@ from safecomm.arena import Plan as Plan
 from safecomm.arena import empty as empty
 from safecomm.arena import record_plan as record_plan
 from safecomm.arena import use_arena as use_arena
-from safecomm.bucketing import BucketedWork as BucketedWork
-from safecomm.bucketing import bucketed as bucketed
 from safecomm.captures import CapturedGraph as CapturedGraph
 from safecomm.captures import Lease as Lease
+from safecomm.collectives.all_to_all import all_to_all as all_to_all
 from safecomm.collectives.all_to_all import all_to_all_single as all_to_all_single
 from safecomm.collectives.coalesced import _coalescing_manager as _coalescing_manager
 from safecomm.collectives.gather import _all_gather_base as _all_gather_base
@@ -57,7 +54,6 @@ from safecomm.collectives.gather import gather as gather
 from safecomm.collectives.groups import barrier as barrier
 from safecomm.collectives.groups import destroy_process_group as destroy_process_group
 from safecomm.collectives.lists import all_gather as all_gather
-from safecomm.collectives.lists import all_to_all as all_to_all
 from safecomm.collectives.lists import reduce_scatter as reduce_scatter
 from safecomm.collectives.point_to_point import P2POp as P2POp
 from safecomm.collectives.point_to_point import batch_isend_irecv as batch_isend_irecv

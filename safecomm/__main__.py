@@ -159,42 +159,6 @@ def _doctor(options: argparse.Namespace) -> int:
     return DONE if found.ok else WRONG
 
 
-def _tune_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: GPUs if there are two"
-    )
-    parser.add_argument("--world", type=int, metavar="N", help="ranks (default: every GPU, or 2 on the CPU)")
-    parser.add_argument("--tensors", type=int, default=200, metavar="N", help="tensors of a pass (default: 200)")
-    parser.add_argument("--tensor-kb", type=float, default=64, metavar="KIB", help="size of each (default: 64)")
-    parser.add_argument(
-        "--passes", type=int, default=10, metavar="N", help="measured passes of each size (default: 10)"
-    )
-    parser.add_argument("--out", type=Path, metavar="PATH", help="write what bucketed() reads to PATH")
-    parser.add_argument("--plot", type=Path, metavar="PATH", help="draw the figures to PATH (takes matplotlib)")
-
-
-def _tune(options: argparse.Namespace) -> int:
-    from safecomm.tuning import run_tune
-
-    for path in (options.out, options.plot):
-        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-            raise ValueError(f"{path} can't be written to")
-    tuning = run_tune(
-        device=options.device,
-        world=options.world,
-        tensors=options.tensors,
-        tensor_kb=options.tensor_kb,
-        passes=options.passes,
-    )
-    print(tuning.table())
-    if options.out is not None:
-        tuning.save(options.out)
-        print(f"\nSAFECOMM_BUCKETS={options.out} makes bucketed() use it")
-    if options.plot is not None:
-        tuning.plot(options.plot)
-    return DONE
-
-
 COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], Callable[[Any], Any], str]] = {
     "demo": (
         _demo_arguments,
@@ -216,7 +180,6 @@ COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], Callable[[A
         _doctor,
         "look at this machine, its versions and its environment; the exit status is 1 if something is red",
     ),
-    "tune": (_tune_arguments, _tune, "measure bucket sizes for bucketed() on this machine, and say which to use"),
 }
 """Each command's arguments, what it does, and a line of help. What it does gives the exit status, or a last step."""
 

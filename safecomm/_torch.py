@@ -82,6 +82,12 @@ inflight_as_graph_input: Callable[[], bool] = getattr(
 """Whether the dispatcher's calls register their works, for graphs that are given tensors still in flight."""
 
 
+def calls_are_compared() -> bool:
+    """Return whether c10d compares what the ranks call (``TORCH_DISTRIBUTED_DEBUG=DETAIL``)."""
+    level = getattr(c10d, "get_debug_level", None)
+    return level is not None and getattr(level(), "name", "") == "DETAIL"
+
+
 def backend_of(group: Any, device_type: str) -> Any:
     """Return the C++ side of ``group``'s backend for ``device_type``; None if it has none."""
     try:
@@ -225,21 +231,6 @@ def saved_by(node: Any) -> list[tuple[str, torch.Tensor]]:
 
 
 _saved_names: weakref.WeakKeyDictionary[type, tuple[str, ...]] = weakref.WeakKeyDictionary()
-
-
-def _copy_each(to: list[torch.Tensor], source: list[torch.Tensor]) -> None:
-    for one, other in zip(to, source, strict=True):
-        one.copy_(other)
-
-
-foreach_copy: Callable[[list[torch.Tensor], list[torch.Tensor]], Any] = getattr(torch, "_foreach_copy_", _copy_each)
-"""Copies many tensors in one kernel."""
-
-
-unflatten: Callable[[torch.Tensor, list[torch.Tensor]], tuple[torch.Tensor, ...]] = (
-    torch._utils._unflatten_dense_tensors
-)
-"""Returns views of a flat tensor that have the shapes of the given ones, one after the other."""
 
 
 # --- the dispatcher --------------------------------------------------------------------------------

@@ -509,3 +509,27 @@ def test_without_the_use_count_there_is_no_arena(monkeypatch):
     monkeypatch.setattr(_torch, "USE_COUNT", False)
     with pytest.raises(ArenaError, match="does not tell who uses them"):
         Arena(4096, "cpu")
+
+
+def test_a_slot_made_in_inference_mode_can_be_saved_for_backward():
+    with use_arena("1MiB", device="cpu"):
+        with torch.inference_mode():
+            safecomm.empty(4, 4, device="cpu")
+        buffer = safecomm.empty(4, 4, device="cpu").fill_(2.0)
+        x = torch.ones(4, 4, requires_grad=True)
+        (x * buffer).sum().backward()
+        assert x.grad.tolist() == [[2.0] * 4] * 4
+
+
+def test_uses_that_overlap_without_nesting_leave_the_right_one():
+    from safecomm.arena.use import in_use
+
+    with use_arena("1MiB", device="cpu") as arena:
+        first, second = use_arena(arena), use_arena(arena)
+        first.__enter__()
+        second.__enter__()
+        first.__exit__(None)
+        assert in_use(-1) is arena
+        second.__exit__(None)
+        assert in_use(-1) is arena
+    assert in_use(-1) is None

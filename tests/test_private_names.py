@@ -50,12 +50,10 @@ NAMES = [
         "_construct_storage_from_data_pointer",
         "unowned() gives the tensor itself, and sends record streams; no arena",
     ),
-    (torch, "_foreach_copy_", "list forms through an arena copy tensor by tensor"),
     (torch.utils._python_dispatch, "TorchDispatchMode", "leaks.watch() says that it can't watch"),
     (torch._C._autograd.SavedTensor, "data", "saved_by() unpacks what is saved, and runs unpack hooks"),
     (torch.cuda.memory, "_record_memory_history", "the demo writes no snapshots, and demo --html says so"),
     (torch.cuda.memory, "_dump_snapshot", "the demo writes no snapshots, and demo --html says so"),
-    (torch._utils, "_unflatten_dense_tensors", None),
     (torch.library, "get_kernel", "outside of its thread or mode, record_stream is converted too, and stays so"),
     (torch.library.Library, "_destroy", None),
 ]

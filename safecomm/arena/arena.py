@@ -390,7 +390,9 @@ class Arena:
     def _furnish(self, slot: Slot, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         slot.pointer = self._base + slot.start
         slot.storage = _torch.storage_over(slot.pointer, self._device, slot.asked)
-        slot.template = torch.empty(0, dtype=dtype, device=self._device).set_(slot.storage, 0, shape)  # type: ignore[call-overload]
+        with torch.inference_mode(False):  # what is made inside of it can never be saved for a backward pass
+            template = torch.empty(0, dtype=dtype, device=self._device)
+            slot.template = template.set_(slot.storage, 0, shape)  # type: ignore[call-overload]
         slot.cdata = slot.storage._cdata
         _torch.KEPT[slot.cdata] = _KEEPING
         weakref.finalize(slot.storage, _torch.KEPT.pop, slot.cdata, None).atexit = False

@@ -89,24 +89,27 @@ class use_arena:  # noqa: N801
             if self._made
             else arena
         )
-        self._before: list[Any] = []
+        self._inside = 0
 
     def __enter__(self) -> Any:
         index = self.arena.index
-        self._before.append(IN_USE.get(index))
+        self._inside += 1
         IN_USE[index] = self.arena
         _order.append(self.arena)
         return self.arena
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         index = self.arena.index
-        _order.remove(self.arena)
-        before = self._before.pop()
-        if before is None:
-            IN_USE.pop(index, None)
+        # The last of them and not the first, and what is then the last in use: others may have entered in between.
+        place = len(_order) - 1 - _order[::-1].index(self.arena)
+        del _order[place]
+        others = [arena for arena in _order if arena.index == index]
+        if others:
+            IN_USE[index] = others[-1]
         else:
-            IN_USE[index] = before
-        if self._made and not self._before:
+            IN_USE.pop(index, None)
+        self._inside -= 1
+        if self._made and not self._inside:
             try:
                 self.arena.close()
             except SafecommError:
@@ -165,5 +168,15 @@ def empty(*size: Any, dtype: torch.dtype | None = None, device: Any = None, buck
         return torch.empty(*size, dtype=dtype, device=device)
     return arena.empty(*size, dtype=dtype, bucket=bucket)  # type: ignore[no-any-return]
 
+
+def _none_in_child() -> None:
+    # The arenas are the parent's; the child has ordinary memory, until it makes its own.
+    IN_USE.clear()
+    _order.clear()
+    _wanted.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_none_in_child)
 
 read_environment()

@@ -90,10 +90,6 @@ REGIONS: dict[Any, Region] = {}
 """The open regions, by group. c10d allows one a group at a time."""
 
 
-COLLECTORS: list[Any] = []
-"""What collects calls to launch many as one: the open ``bucketed()`` regions, the innermost last."""
-
-
 def default_group() -> Any:
     """Return c10d's default group, None before ``init_process_group``."""
     return _torch.world.default_pg
@@ -322,8 +318,6 @@ def forwarded(
         if profiling() and not _SPAN.open:
             with _span(name):
                 return call(*args, **kwargs)
-        if COLLECTORS and (taken := COLLECTORS[-1].take(name, args, kwargs)) is not NotImplemented:
-            return taken
         count()
         if busy:
             LEDGER.sweep()
