@@ -519,6 +519,7 @@ def test_a_slot_made_in_inference_mode_can_be_saved_for_backward():
         x = torch.ones(4, 4, requires_grad=True)
         (x * buffer).sum().backward()
         assert x.grad.tolist() == [[2.0] * 4] * 4
+        del buffer, x
 
 
 def test_uses_that_overlap_without_nesting_leave_the_right_one():
