@@ -24,6 +24,8 @@ from harness import CASES, rank, settle
 
 import safecomm
 
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(safecomm.__file__))) + os.sep
+
 
 def versions():
     return {
@@ -69,8 +71,7 @@ def main():
         if rank() == 0:
             print("passed" if outcome["passed"] else "FAILED", name, json.dumps(outcome), flush=True)
             with open(arguments.out, "w") as file:
-                json.dump(results, file, indent=1)
-                file.write("\n")
+                file.write(json.dumps(results, indent=1).replace(ROOT, "") + "\n")
     safecomm.destroy_process_group()
     if local == 0:
         print(f"{len(results['cases']) - failures} passed, {failures} failed", flush=True)
