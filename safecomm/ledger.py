@@ -401,7 +401,7 @@ class Ledger:
         if lane is None:
             backend = _torch.backend_name(group, "cpu" if index == HOST else "cuda")
             lane = Lane(self, key, index, stream, capture, self._budget)
-            lane.group = weakref.ref(group, lambda _: self._forget(key))
+            lane.group = weakref.ref(group, lambda _: self._group_died(key))
             lane.regions = _torch.world.pg_coalesce_state
             lane.streamed = backend == "nccl"
             lane.ordered = backend == "nccl" and not p2p  # point-to-point may have a communicator for each peer
@@ -434,7 +434,7 @@ class Ledger:
         """Forget a lane that nothing will go to again."""
         self._lanes.pop(lane.key, None)
 
-    def _forget(self, key: tuple[int, int, int, bool]) -> None:
+    def _group_died(self, key: tuple[int, int, int, bool]) -> None:
         # A group has died. What its lane holds stays in busy, and is swept.
         lane = self._lanes.pop(key, None)
         if lane is not None:
@@ -1131,7 +1131,7 @@ class Ledger:
             if lane.group is not None and (group is None or lane.group() is group):
                 for entry in tuple(lane.entries):
                     self.fail(entry, RuntimeError(reason))
-                self._forget(key)
+                self._group_died(key)
 
     def leave(self) -> None:
         """At interpreter exit: release what is over, and keep the rest out of the interpreter's reach for good."""

@@ -205,12 +205,15 @@ def finish(
     *,
     staged: bool = False,
     p2p: bool = False,
+    unpolled: bool = False,
 ) -> Any:
     """Hold what a forwarded call left running, and return what the caller gets for ``result``."""
     if type(result) is _torch.FakeWork:
         return result
     if isinstance(result, Work) or not tensors:  # c10d's function came back through a wrapper, which holds already
         return result
+    index = index_of(tensors[0])
+    p2p = p2p or (unpolled and index == HOST and _torch.backend_name(group, "cpu") == "gloo")
     region = REGIONS.get(group) if REGIONS else None
     if region is not None:
         region.tensors.extend(tensors)
@@ -222,7 +225,6 @@ def finish(
         return result
     if group in _torch.world.pg_coalesce_state:
         return result  # a region of torch's own: c10d has launched nothing yet, and holds what it launches
-    index = index_of(tensors[0])
     if index is None or not isinstance(group, c10d.ProcessGroup) or type(result) is _torch.IllegalWork:
         return result
     if isinstance(result, c10d.Work):
@@ -334,7 +336,7 @@ def forwarded(
         try:
             result = original(*given, **named)
         except torch.distributed.DistBackendError:
-            finish(name, None, *_arguments(args, kwargs), caller(), staged=staged, p2p=p2p)
+            finish(name, None, *_arguments(args, kwargs), caller(), staged=staged, p2p=p2p, unpolled=unpolled)
             raise
         if recording:
             group, tensors = _arguments(args, kwargs)
@@ -346,8 +348,7 @@ def forwarded(
             else:
                 return None  # the ordinary program: nothing to hold
         group, tensors = _arguments(args, kwargs)
-        apart = p2p or (unpolled and _torch.backend_name(group, "cpu") == "gloo")
-        return finish(name, result, group, tensors, caller(), staged=staged, p2p=apart)
+        return finish(name, result, group, tensors, caller(), staged=staged, p2p=p2p, unpolled=unpolled)
 
     def _mapped(
         function: Callable[[Any], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
