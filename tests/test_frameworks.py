@@ -68,8 +68,8 @@ def test_megatron_trains_the_same_patched_early_late_and_by_the_runner_s8(way):
     if "--sp" in WAYS[way]:  # that is what uses Megatron's global buffers
         found, said = trained(way, run=["-m", "safecomm", "run", "--arena", "16MiB"])
         assert found["hashes"] == expected["hashes"]
-        assert "arena: at most 0.0 of" not in said
-        assert "of 16.0 MiB" in said
+        assert "arena: at most 0.00 of" not in said
+        assert "of 16.00 MiB" in said
     said = runs["by the runner"][1]
     assert "0 calls went past it" in said
     assert "0 bytes in 0 entries still held" in said

@@ -289,7 +289,7 @@ def test_every_attribute_of_every_module_is_the_original_after_undoing():
         return {
             (name, key): id(value)  # an object in a dict of ours would be an alias as well
             for name, module in sorted(sys.modules.items())
-            if isinstance(module, types.ModuleType)
+            if isinstance(module, types.ModuleType) and not name.startswith("hypothesis")  # it counts collections
             for key, value in vars(module).items()
         }
 
@@ -688,5 +688,5 @@ def test_arena_and_record(tmp_path):
         "-m", "safecomm", "run", "--arena", "1MiB", "--record", tmp_path, "script.py", cwd=tmp_path, RANK="0"
     )
     assert "torch.Size([100])" in ended.stdout
-    assert "of 1.0 MiB, 0 requests did not fit" in ended.stderr
+    assert "of 1.00 MiB, 0 requests did not fit" in ended.stderr
     assert list(tmp_path.glob("run.*.jsonl"))

@@ -126,7 +126,9 @@ def _replace_in_dict(namespace: dict[Any, Any], new: dict[int, Any], found: list
     changes = [(name, new[id(value)]) for name, value in tuple(namespace.items()) if id(value) in new]
     if not changes:
         return
-    owners = [owner for owner in gc.get_referrers(namespace) if isinstance(owner, type)]
+    # Only a class's looks so, and asking for its owner takes a pass over all objects.
+    of_a_class = "__module__" in namespace and "__name__" not in namespace
+    owners = [owner for owner in gc.get_referrers(namespace) if isinstance(owner, type)] if of_a_class else []
     for name, value in changes:
         if owners:  # through the class, which keeps a cache of its attributes
             for owner in owners:

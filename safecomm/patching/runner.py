@@ -130,7 +130,7 @@ def _summary(process: int) -> None:
     for arena in tuple(OPEN.values()):
         used = arena.stats()
         memory += (
-            f"; arena: at most {used.high_water / 2**20:.1f} of {used.capacity / 2**20:.1f} MiB, "
+            f"; arena: at most {used.high_water / 2**20:.2f} of {used.capacity / 2**20:.2f} MiB, "
             f"{used.fallbacks} requests did not fit"
         )
     lines = [
