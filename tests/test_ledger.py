@@ -195,7 +195,7 @@ class Programs(RuleBasedStateMachine):
     def wait_stream_and_tell(self, waiting: int, other: int) -> None:
         """What torch.cuda.Stream.wait_stream does inside of avoid_record_streams()."""
         one, two = self.device.streams[waiting], self.device.streams[other]
-        if one.capture == two.capture:
+        if one.capture == two.capture or (one.capture == 0 and two.capture and waiting):
             done = self.ledger.only_used_on(INDEX, waiting, other)
             self.device.wait(one, two.past, two.capture)
             self.ledger.release_ordered(done)

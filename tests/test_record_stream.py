@@ -300,6 +300,20 @@ def test_what_another_thread_does_during_the_wait_is_not_ordered_by_it_s1(device
         device.finish()
 
 
+def test_a_wait_that_joins_a_capture_orders_nothing_that_ran_before_s1(device, ledger):
+    with avoid_record_streams():
+        used_on(device, 1, home=2)
+        device.begin_capture(1)
+        done = ledger.only_used_on(INDEX, 2, 1)
+        device.wait(device.streams[2], device.streams[1].past, device.capturing)
+        ledger.release_ordered(done)
+        device.settle()
+        device.end_capture()
+        device.settle()
+        assert states(ledger) == ["recorded"]
+        device.finish()
+
+
 def test_records_from_many_threads(device, ledger):
     failures = []
 
