@@ -561,7 +561,7 @@ def programs(count: int, **more: Any) -> settings:
 
 
 @pytest.mark.parametrize(
-    ("machine", "count"), [(Programs, 900), (CapturingPrograms, 1000), (GraphPrograms, 700), (HostPrograms, 400)]
+    ("machine", "count"), [(Programs, 600), (CapturingPrograms, 700), (GraphPrograms, 600), (HostPrograms, 300)]
 )
 def test_random_programs_s1_s2_s3_s4_s5(machine: type[RuleBasedStateMachine], count: int) -> None:
     """S1 to S5: no random program breaks a promise."""
