@@ -20,7 +20,7 @@ The direction of dependency, top to bottom; nothing imports upwards (``tests/tes
     ledger                 what is held, until when: the only place that decides a release
     streams                where are we: streams, captures, events
     _torch, _submodules    private names of torch and of the driver; torch.distributed's submodules under our name
-    errors                 few, flat
+    errors, sites          few, flat; call sites
 """
 
 import logging

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import sys
 import types
 import weakref
 from collections.abc import Callable
@@ -22,6 +21,7 @@ import torch
 from safecomm import _torch
 from safecomm.errors import CaptureBoundaryError, LiveGraphError, StaleGraphError
 from safecomm.ledger import LEDGER, Entry, Ledger
+from safecomm.sites import outside, place
 
 log = logging.getLogger("safecomm")
 
@@ -78,7 +78,7 @@ class CapturedGraph:
         self.index = index
         self.stream = stream
         self.capture = capture
-        self.site = f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+        self.site = place(frame)
         self._code, self._instruction = frame.f_code, frame.f_lasti
         self._graph = weakref.ref(graph)
         self._pool = tuple(pool)
@@ -344,9 +344,4 @@ def _here(index: int) -> CapturedGraph | None:
 
 def _caller() -> types.FrameType:
     """Return the innermost frame that is neither ours nor of torch's graphs."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(
-        (__name__, "torch.cuda.graphs", "safecomm.graphs", "contextlib")
-    ):
-        frame = frame.f_back
-    return frame
+    return outside((f"{__name__}.", "torch.cuda.graphs.", "safecomm.graphs.", "contextlib."))

@@ -35,7 +35,7 @@ import time
 import types
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from sys import getrefcount
@@ -556,6 +556,11 @@ class Ledger:
         if entry.event is not None and not entry.lane.capture:  # an event of a capture stays the graph's
             self.streams.recycle(entry.lane.index, entry.event)
 
+    def _take_and_release(self, entries: Iterable[Entry]) -> None:
+        for entry in tuple(entries):
+            if entry.lane.take(entry):  # else another thread has
+                self._release(entry)
+
     # --- rule 1: waited ---------------------------------------------------------------------------------
 
     def check_boundary(self, entry: Entry) -> bool:
@@ -653,9 +658,7 @@ class Ledger:
 
     def release_ordered(self, entries: list[Entry]) -> None:
         """Release ``entries``, whose allocation stream was just ordered after their last use."""
-        for entry in entries:
-            if entry.lane.take(entry):
-                self._release(entry)
+        self._take_and_release(entries)
 
     def _wait_here(self, entry: Entry) -> bool:
         """Order the current stream after a work; on failure quarantine it and return False.
@@ -846,9 +849,7 @@ class Ledger:
                     self._take(entry, over=False)
         elif self.streams.capture(lane.stream) != lane.capture:
             # The capture is over. Its works can't be waited for any more, and its memory is the graph's.
-            for entry in tuple(lane.entries):
-                if lane.take(entry):
-                    self._release(entry)
+            self._take_and_release(lane.entries)
 
     def _sweep_records(self, lane: Lane, capturing: int) -> None:
         capture = self._capture_of(lane.stream)
@@ -861,9 +862,7 @@ class Ledger:
                         lane.entries.move_to_end(entry)
         elif lane.capture and capture != lane.capture:
             # The capture is over: what it has recorded runs when the graph does.
-            for entry in tuple(lane.entries):
-                if lane.take(entry):
-                    self._release(entry)
+            self._take_and_release(lane.entries)
 
     def _sweep_record(self, lane: Lane, entry: Entry) -> bool:
         """Give back a record that nobody else refers to, if its turn has come; return whether it had."""
@@ -915,9 +914,7 @@ class Ledger:
     def freed(self, storage: torch.UntypedStorage) -> None:
         """Forget what ``storage`` was recorded for: that memory is gone, after :meth:`freeing`."""
         with self._of_records:
-            for entry in tuple(self.recorded.get(storage._cdata, {}).values()):
-                if entry.lane.take(entry):
-                    self._release(entry)
+            self._take_and_release(self.recorded.get(storage._cdata, {}).values())
 
     def hand_over(self) -> list[tuple[torch.UntypedStorage, int, int]]:
         """Let go of all records but those of captures; return what they held, the device index, and the stream."""
@@ -949,9 +946,7 @@ class Ledger:
         """Release what is held for ``capture``, which is over."""
         for lane in tuple(self.busy):
             if lane.capture == capture:
-                for entry in tuple(lane.entries):
-                    if lane.take(entry):
-                        self._release(entry)
+                self._take_and_release(lane.entries)
 
     def orphan(
         self, index: int, streams: tuple[int, ...], storages: tuple[Any, ...], code: types.CodeType, instruction: int

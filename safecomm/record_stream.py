@@ -12,7 +12,6 @@ import contextlib
 import functools
 import logging
 import math
-import sys
 import threading
 import types
 from collections import Counter
@@ -24,7 +23,8 @@ import torch
 from safecomm import _torch, captures
 from safecomm.errors import RecordStreamError
 from safecomm.ledger import LEDGER, Ledger
-from safecomm.streams import HOST
+from safecomm.sites import outside, place
+from safecomm.streams import HOST, stream_object
 
 log = logging.getLogger("safecomm")
 
@@ -184,7 +184,7 @@ class _Interception:
         self.ledger.sweep()
         if original is not None:
             for storage, index, stream in self.ledger.hand_over():
-                _over(storage).record_stream(_stream(index, stream))
+                _over(storage).record_stream(stream_object(index, stream))
 
     # --- record_stream ----------------------------------------------------------------------------------
 
@@ -200,14 +200,14 @@ class _Interception:
             return
         frame = _caller()
         context.calls += 1
-        context.sites[_place(frame)] += 1
+        context.sites[place(frame)] += 1
         if context.mode == "raise":
             raise RecordStreamError(
-                f"record_stream() called at {_place(frame)}, inside avoid_record_streams(mode='raise'). "
+                f"record_stream() called at {place(frame)}, inside avoid_record_streams(mode='raise'). "
                 "Keep the tensor until the stream that it was allocated on has waited for the other one."
             )
-        if context.mode == "warn" and context.sites[_place(frame)] == 1:
-            log.warning("record_stream() called at %s (reported once for this line)", _place(frame))
+        if context.mode == "warn" and context.sites[place(frame)] == 1:
+            log.warning("record_stream() called at %s (reported once for this line)", place(frame))
         if context.mode == "convert" or original is None:
             self._hold(tensor, stream, frame, context.release, original)
         else:
@@ -243,9 +243,9 @@ class _Interception:
         order = context is None or context.release != "defer"
         for index, stream in self.ledger.freeing(storage, order=order):
             if self._record_stream.original is not None:
-                self._record_stream.original(_over(storage), _stream(index, stream))
+                self._record_stream.original(_over(storage), stream_object(index, stream))
             else:  # the host can wait, if nothing else can
-                _stream(index, stream).synchronize()
+                stream_object(index, stream).synchronize()
 
     def _resized(self, storage: torch.UntypedStorage, resize: Callable[[], Any]) -> Any:
         """Call ``resize``, which may give ``storage`` other memory."""
@@ -305,24 +305,11 @@ def _intercept() -> _Interception:
 
 def _caller() -> types.FrameType:
     """Return the innermost frame that is neither ours nor torch's dispatcher's."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__") in (__name__, "torch._ops", "torch.library"):
-        frame = frame.f_back
-    return frame
-
-
-def _place(frame: types.FrameType) -> str:
-    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+    return outside((f"{__name__}.", "torch._ops.", "torch.library."))
 
 
 def _over(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def _stream(index: int, raw: int) -> torch.cuda.Stream:
-    if raw:
-        return torch.cuda.ExternalStream(raw, device=index)  # type: ignore[no-untyped-call]
-    return torch.cuda.default_stream(index)
 
 
 def _unusable() -> int:

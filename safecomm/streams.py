@@ -89,6 +89,13 @@ class Streams(Protocol):
         """Return the bytes of memory that device ``index`` has."""
 
 
+def stream_object(index: int, stream: int) -> torch.cuda.Stream:
+    """Return torch's object for the raw ``stream`` of device ``index``."""
+    if stream:
+        return torch.cuda.ExternalStream(stream, device=index)  # type: ignore[no-untyped-call]
+    return torch.cuda.default_stream(index)
+
+
 class _Lenient:
     """Relaxes this thread's capture mode for a few queries, and puts it back."""
 
@@ -205,11 +212,7 @@ class CudaStreams:
     def _stream(self, index: int, stream: int) -> Any:
         known = self._streams.get((index, stream))
         if known is None:
-            if stream:
-                known = torch.cuda.ExternalStream(stream, device=index)  # type: ignore[no-untyped-call]
-            else:
-                known = torch.cuda.default_stream(index)
-            self._streams[index, stream] = known
+            known = self._streams[index, stream] = stream_object(index, stream)
         return known
 
     def mark(self, index: int, stream: int) -> Any:

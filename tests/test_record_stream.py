@@ -476,7 +476,7 @@ def test_what_is_still_held_is_handed_over(device, ledger, monkeypatch):
 
     monkeypatch.setattr(record_stream._torch, "Override", with_an_original)
     monkeypatch.setattr(record_stream, "_over", Over)
-    monkeypatch.setattr(record_stream, "_stream", lambda index, raw: (index, raw))
+    monkeypatch.setattr(record_stream, "stream_object", lambda index, raw: (index, raw))
     with avoid_record_streams():
         tensor = used_on(device, 1)
         pointer = tensor.data_ptr()

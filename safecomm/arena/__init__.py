@@ -6,6 +6,5 @@ from safecomm.arena.arena import BucketStats as BucketStats
 from safecomm.arena.plan import Plan as Plan
 from safecomm.arena.plan import Request as Request
 from safecomm.arena.use import empty as empty
-from safecomm.arena.use import in_use as in_use
 from safecomm.arena.use import record_plan as record_plan
 from safecomm.arena.use import use_arena as use_arena

@@ -8,7 +8,6 @@ import logging
 import math
 import os
 import re
-import sys
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from safecomm import _torch, captures
 from safecomm.arena.layout import Layout, Shelf, Slot, rounded
 from safecomm.errors import ArenaError, ArenaFullError
 from safecomm.ledger import LEDGER
+from safecomm.sites import outside, place
 from safecomm.streams import HOST, Streams
 
 if TYPE_CHECKING:
@@ -67,10 +67,7 @@ def bytes_of(size: int | str, what: str = "size") -> int:
 
 def call_site() -> str:
     """Return the innermost line outside of this package, as ``file:line in function``."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("safecomm."):
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+    return place(outside(("safecomm.",)))
 
 
 def shape_of(size: tuple[Any, ...], dtype: Any, operation: str) -> tuple[int, ...]:

@@ -13,7 +13,6 @@ import functools
 import inspect
 import itertools
 import logging
-import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
@@ -25,6 +24,7 @@ from torch.nn import Parameter
 
 from safecomm import _torch, captures
 from safecomm.ledger import LEDGER
+from safecomm.sites import outside
 from safecomm.streams import HOST
 from safecomm.work import MemberWork, Work, handle, member
 
@@ -190,10 +190,7 @@ def device_alias(argument: Any) -> Any:
 
 def caller() -> types.FrameType:
     """Return the innermost frame outside of this package: the call site."""
-    frame = sys._getframe(1)
-    while str(frame.f_globals.get("__name__")).startswith("safecomm.collectives") and frame.f_back is not None:
-        frame = frame.f_back
-    return frame
+    return outside(("safecomm.collectives.",))
 
 
 def finish(

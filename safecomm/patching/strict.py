@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import logging
-import sys
 from collections import Counter
 from typing import Any
 
 from torch.distributed import ProcessGroup
+
+from safecomm.sites import outside, place
 
 log = logging.getLogger("safecomm")
 
@@ -20,7 +21,10 @@ _METHODS = (
 )  # fmt: skip
 """The collectives of a group, which every call from Python ends in."""
 
-_BETWEEN = ("torch.distributed.distributed_c10d", "torch.distributed.c10d_logger", "contextlib", "typing_extensions")
+_BETWEEN = (
+    f"{__name__}.", "torch.distributed.distributed_c10d.", "torch.distributed.c10d_logger.", "contextlib.",
+    "typing_extensions.",
+)  # fmt: skip
 
 
 class Strict:
@@ -48,11 +52,9 @@ class Strict:
 
         @functools.wraps(bare)
         def method(group: Any, *args: Any, **kwargs: Any) -> Any:
-            frame = sys._getframe(1)
-            while frame.f_globals.get("__name__") in _BETWEEN and frame.f_back is not None:
-                frame = frame.f_back
+            frame = outside(_BETWEEN)
             if not str(frame.f_globals.get("__name__")).startswith("safecomm."):
-                where = f"{name} at {frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+                where = f"{name} at {place(frame)}"
                 self.past[where] += 1
                 if self.past[where] == 1:
                     log.warning("a collective went past safecomm: %s (reported once for this line)", where)

@@ -7,7 +7,7 @@ import time
 
 import torch
 import torch.distributed as stock
-from collectives import collectives
+from collectives import collectives, overlapped
 from harness import MIB, case, rank, require, settle, slow
 
 import safecomm
@@ -245,28 +245,6 @@ def s1_a_python_reference_to_the_storage_counts():
     return {"corrupted": bad}
 
 
-def overlapped(steps, size, products, a, b):
-    main, side = torch.cuda.current_stream(), torch.cuda.Stream()
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda.synchronize()
-    stock.barrier()
-    torch.cuda.synchronize()
-    start.record()
-    for _ in range(steps):
-        gradient = torch.ones(size, device="cuda", dtype=torch.bfloat16)
-        side.wait_stream(main)
-        with torch.cuda.stream(side):
-            stock.all_reduce(gradient)
-        gradient.record_stream(side)
-        del gradient
-        for _ in range(products):
-            torch.matmul(a, b)
-    main.wait_stream(side)
-    end.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(end)
-
-
 @case(120)
 def overlap_is_kept_under_conversion():
     """Compute overlapped with a side-stream collective + record_stream: time under the context manager to stock's."""
@@ -278,10 +256,10 @@ def overlap_is_kept_under_conversion():
         for turn in range(12):
             for which in sorted(times, reverse=turn % 2):
                 if which == "stock":
-                    times[which].append(overlapped(48, size, products, a, b))
+                    times[which].append(overlapped(stock, 48, size, products, a, b))
                 else:
                     with safecomm.avoid_record_streams():
-                        times[which].append(overlapped(48, size, products, a, b))
+                        times[which].append(overlapped(stock, 48, size, products, a, b))
         median = {which: statistics.median(values[2:]) for which, values in times.items()}
         ratio = round(median["converted"] / median["stock"], 4)
         result[name] = {"ratio": ratio, "stock ms": round(median["stock"], 3)}

@@ -1,0 +1,20 @@
+"""Call sites: the line of the program that a call came from."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+
+def outside(packages: tuple[str, ...]) -> types.FrameType:
+    """Return the innermost frame of our callers that is in none of ``packages``, which end in a dot."""
+    frame = sys._getframe(1)
+    # A name can be missing, or be anything: globals are the program's.
+    while frame.f_back is not None and f"{frame.f_globals.get('__name__')}.".startswith(packages):
+        frame = frame.f_back
+    return frame
+
+
+def place(frame: types.FrameType) -> str:
+    """Return where ``frame`` is, as ``file:line in function``."""
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
