@@ -1,8 +1,8 @@
 """The real megatron-core on GPUs, patched and not: ``python benchmarks/megatron.py --out FILE [--world 2]``.
 
 Each way of training runs alone, patched early, patched late, by the runner, and by the runner with
-``--avoid-record-streams``: losses, weights and memory are compared, and the time of a step is measured patched and
-unpatched in turns in one process. Needs megatron-core.
+``--avoid-record-streams``, also with ``--arena``: losses, weights and memory are compared, and the time of a step is
+measured patched and unpatched in turns in one process. Needs megatron-core.
 """
 
 import argparse
@@ -28,6 +28,7 @@ HOW = {
     "late": ([], ["--patch", "safecomm", "--patch-late"]),
     "runner": (["-m", "safecomm", "run"], []),
     "runner, avoid": (["-m", "safecomm", "run", "--avoid-record-streams"], []),
+    "runner, arena, avoid": (["-m", "safecomm", "run", "--arena", "64MiB", "--avoid-record-streams"], []),
 }
 SIZE = ["--dtype", "bf16", "--hidden", "1024", "--layers", "4", "--seq", "512", "--steps", "6"]
 
@@ -68,6 +69,9 @@ def main():
     parser.add_argument("--out", required=True)
     parser.add_argument("--world", type=int, default=2)
     parser.add_argument("--ways", nargs="*", default=list(WAYS), choices=list(WAYS), help="which of them to run")
+    parser.add_argument(
+        "--how", nargs="*", default=list(HOW), choices=list(HOW), help="patched how; always unpatched too"
+    )
     parser.add_argument("--times", nargs="*", default=list(WAYS), choices=list(WAYS), help="of which to time the steps")
     parser.add_argument("--graph", choices=("both", "ours", "none"), default="both", help="full-iteration CUDA graphs")
     arguments = parser.parse_args()
@@ -85,6 +89,8 @@ def main():
     for way in arguments.ways:
         options, rows = WAYS[way], {}
         for how, (before, after) in HOW.items():
+            if how != "stock" and how not in arguments.how:
+                continue
             if how != "stock" and rows["stock"]["losses"] is None:
                 sys.exit(f"{way} does not run without a patch: {rows['stock']}")
             found, said = run(arguments.world, before, [*SIZE, *options, *after], strict=how == "early")
@@ -97,14 +103,15 @@ def main():
             row["same"] = all(row[key] == stock[key] for key in ("losses", "grad_norms", "hashes"))
             wrong += not row["same"] or bool(row["past"])
             if row["mem"] and stock["mem"]:
+                row["reserved minus allocated KiB"] = row["mem"]["peak_reserved_kib"] - row["mem"]["peak_alloc_kib"]
                 for key in ("peak_alloc_kib", "peak_reserved_kib"):
                     row[f"{key} ratio"] = round(row["mem"][key] / stock["mem"][key], 4)
-        results["ways"][way] = rows
+        results["ways"].setdefault(way, {}).update(rows)
         shown = {how: [row["ended"], row["same"], row["past"], row["error"]] for how, row in rows.items()}
         print(way, shown, {how: row.get("peak_reserved_kib ratio") for how, row in rows.items()}, flush=True)
         save()
     for way in arguments.times:
-        found, _ = run(arguments.world, [], [*SIZE, *WAYS[way], "--compare", "22"])
+        found, _ = run(arguments.world, [], [*SIZE, *WAYS[way], "--compare", "32"])
         times = results.setdefault("step time", {})
         times[way] = found.get("compare") or found
         print("step time", way, times[way], flush=True)

@@ -25,7 +25,17 @@ import typing_extensions
 # --- c10d ------------------------------------------------------------------------------------------
 
 world: Any = c10d._world
-"""c10d's registry of groups. ``world.default_pg`` and ``world.pg_coalesce_state`` are read on the hot path."""
+"""c10d's registry of groups."""
+
+
+class _Asked(dict[str, Any]):
+    def __missing__(self, _: str) -> Any:
+        return world.default_pg
+
+
+DEFAULT = "_default_pg"
+groups: dict[str, Any] = vars(world) if DEFAULT in vars(world) else _Asked()
+"""``groups[DEFAULT]`` is c10d's default group, None before ``init_process_group``. A property is a call of Python."""
 
 IllegalWork: type = c10d._IllegalWork
 """What a collective returns inside a coalescing region: any use of it raises ValueError."""
@@ -68,8 +78,17 @@ def _perhaps() -> bool:
 dispatch_modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", _perhaps)
 """How many ``TorchDispatchMode``s are active. They see the dispatcher's calls and no others."""
 
-profiling: Callable[[], bool] = getattr(torch.autograd, "_profiler_enabled", _perhaps)
-"""Whether a profiler is on. It shows the dispatcher's calls too."""
+
+class _Unknown:
+    _is_profiler_enabled = True
+
+
+profiler: Any = torch.autograd.profiler if hasattr(torch.autograd.profiler, "_is_profiler_enabled") else _Unknown
+"""``profiler._is_profiler_enabled`` says whether one is on, which shows the dispatcher's calls too.
+
+Torch keeps it "for fast python checks": asking C++ takes a tenth of a microsecond more of each call. One that was not
+started from Python sees the kernels of a direct call and not its name.
+"""
 
 
 def _never() -> bool:

@@ -193,7 +193,7 @@ class Launched(Entry):
             if (
                 rare
                 or len(entries) != 1
-                or not (index < 0 or lane.at_home(stream, *self.pointers))
+                or not (index < 0 or lane.at_home(stream, self.pointers[0], self.pointers[-1]))
                 or entries.pop(self, lane) is lane
             ):
                 lane.ledger.waited(self)

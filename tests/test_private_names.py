@@ -20,6 +20,7 @@ from safecomm import _torch
 NAMES = [
     (c10d, "_world", None),
     (c10d._world, "default_pg", None),
+    (c10d._world, "_default_pg", "each call asks the property, which is a call of Python"),
     (c10d._world, "pg_coalesce_state", None),
     (c10d._world, "pg_backend_config", "backend_name() says '', so nothing is known to end in order"),
     (c10d._world, "pg_names", "group_name() says '', so pending() shows no group"),
@@ -33,7 +34,7 @@ NAMES = [
     (torch._C._distributed_c10d.Backend, "_allgather_base", None),
     (torch._C._distributed_c10d.Backend, "_reduce_scatter_base", None),
     (torch._C, "_len_torch_dispatch_stack", "no call takes the direct way"),
-    (torch.autograd, "_profiler_enabled", "no call takes the direct way"),
+    (torch.autograd.profiler, "_is_profiler_enabled", "no call takes the direct way"),
     (
         torch._C._distributed_c10d,
         "_allow_inflight_collective_as_graph_input",
@@ -130,10 +131,19 @@ def test_without_asyncop_every_call_counts_as_asynchronous(monkeypatch):
 
 def test_without_a_word_on_who_watches_the_dispatcher_no_call_goes_past_it(monkeypatch):
     monkeypatch.delattr(torch._C, "_len_torch_dispatch_stack")
-    monkeypatch.delattr(torch.autograd, "_profiler_enabled")
+    monkeypatch.delattr(torch.autograd.profiler, "_is_profiler_enabled")
     copy = a_fresh_copy()
     assert copy.dispatch_modes()
-    assert copy.profiling()
+    assert copy.profiler._is_profiler_enabled
+
+
+def test_without_the_attribute_of_the_default_group_its_property_is_asked(monkeypatch):
+    class World:
+        default_pg = object()
+
+    monkeypatch.setattr(c10d, "_world", World())
+    copy = a_fresh_copy()
+    assert copy.groups[copy.DEFAULT] is World.default_pg
 
 
 def test_without_a_driver_there_are_no_buffers_and_no_captures(monkeypatch):

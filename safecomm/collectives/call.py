@@ -35,6 +35,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 PLAIN = frozenset({torch.Tensor, Parameter})
 """Tensor types that behave like tensors; a subclass may do anything, so it goes through c10d's own function."""
 
+COMPLEX = frozenset({torch.complex32, torch.complex64, torch.complex128})
+"""What c10d passes on as pairs of real numbers."""
+
 
 class Region:
     """A coalescing region that is open: what its end has to hold."""
@@ -92,7 +95,7 @@ REGIONS: dict[Any, Region] = {}
 
 def default_group() -> Any:
     """Return c10d's default group, None before ``init_process_group``."""
-    return _torch.world.default_pg
+    return _torch.groups[_torch.DEFAULT]
 
 
 def index_of(tensor: Any) -> int | None:
@@ -309,12 +312,12 @@ def forwarded(
     busy = LEDGER.busy
     recording = captures.RECORDING
     count = counter(name)
-    profiling = _torch.profiling
+    profiler = _torch.profiler
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if compiling() or (p2p and inside.batch):
             return original(*args, **kwargs)
-        if profiling() and not _SPAN.open:
+        if profiler._is_profiler_enabled and not _SPAN.open:
             with _span(name):
                 return call(*args, **kwargs)
         count()

@@ -13,7 +13,7 @@ from torch.nn import Parameter as _Parameter
 from torch.overrides import has_torch_function_unary
 
 from safecomm import _torch
-from safecomm.collectives.call import counter, direct, direct_options, forwarded, stand_in, storages_of
+from safecomm.collectives.call import COMPLEX, counter, direct, direct_options, forwarded, stand_in, storages_of
 from safecomm.ledger import LEDGER
 from safecomm.work import Work
 
@@ -25,11 +25,12 @@ _at_home = LEDGER.streams.at_home
 _trail = LEDGER.trail
 _getframe = sys._getframe
 _HERE = globals()
-_world = _torch.world
+_groups = _torch.groups
+_DEFAULT = _torch.DEFAULT
 _direct = LEDGER.direct
 _Tensor = torch.Tensor
 _modes = _torch.dispatch_modes
-_profiling = _torch.profiling
+_profiler = _torch.profiler
 _inflight = _torch.inflight_as_graph_input
 
 # --- all_gather_into_tensor, which torch 2.13 calls all_gather_single -----------------------------------------
@@ -54,7 +55,7 @@ def _all_gather(output_tensor: Any, input_tensor: Any, group: Any = None, async_
         return _c10d_all_gather(output_tensor, input_tensor, group, async_op)
     if _busy:
         LEDGER.sweep()
-    to = _world.default_pg if group is None else group
+    to = _groups[_DEFAULT] if group is None else group
     lane = _direct.get(id(to))
     if (
         lane is None
@@ -64,14 +65,14 @@ def _all_gather(output_tensor: Any, input_tensor: Any, group: Any = None, async_
         or input_tensor.get_device() != (index := lane.index)  # that the output is there too, the backend checks
         or (index < 0 and not (input_tensor.is_cpu and output_tensor.is_cpu))
         or (dtype := input_tensor.dtype) is not output_tensor.dtype
-        or dtype.is_complex
+        or dtype in COMPLEX
         or (lane.regions and to in lane.regions)
         or input_tensor.requires_grad
         or input_tensor.is_neg()  # a view that the dispatcher would write out first
         or output_tensor.is_neg()
         or _modes()
-        or _profiling()
-        or _inflight()
+        or _profiler._is_profiler_enabled
+        or (async_op and _inflight())
     ):
         return _forward_all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
     try:

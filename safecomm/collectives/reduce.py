@@ -13,7 +13,7 @@ from torch.nn import Parameter as _Parameter
 from torch.overrides import has_torch_function_unary
 
 from safecomm import _torch
-from safecomm.collectives.call import counter, direct, direct_options, forwarded, stand_in, storages_of
+from safecomm.collectives.call import COMPLEX, counter, direct, direct_options, forwarded, stand_in, storages_of
 from safecomm.ledger import LEDGER
 from safecomm.work import Work
 
@@ -25,11 +25,12 @@ _at_home = LEDGER.streams.at_home
 _trail = LEDGER.trail
 _getframe = sys._getframe
 _HERE = globals()
-_world = _torch.world
+_groups = _torch.groups
+_DEFAULT = _torch.DEFAULT
 _direct = LEDGER.direct
 _Tensor = torch.Tensor
 _modes = _torch.dispatch_modes
-_profiling = _torch.profiling
+_profiler = _torch.profiler
 _inflight = _torch.inflight_as_graph_input
 
 # --- all_reduce ------------------------------------------------------------------------------------------
@@ -46,7 +47,7 @@ def all_reduce(tensor: Any, op: Any = c10d.ReduceOp.SUM, group: Any = None, asyn
         return _c10d_all_reduce(tensor, op, group, async_op)
     if _busy:
         LEDGER.sweep()
-    to = _world.default_pg if group is None else group
+    to = _groups[_DEFAULT] if group is None else group
     lane = _direct.get(id(to))
     if (
         lane is None
@@ -54,14 +55,14 @@ def all_reduce(tensor: Any, op: Any = c10d.ReduceOp.SUM, group: Any = None, asyn
         or has_torch_function_unary(tensor)  # a TorchFunctionMode is active
         or tensor.get_device() != (index := lane.index)
         or (index < 0 and not tensor.is_cpu)
-        or tensor.dtype.is_complex
+        or tensor.dtype in COMPLEX
         or (options := (_async_all_reduce if async_op else _sync_all_reduce).get(id(op))) is None
         or (lane.regions and to in lane.regions)
         or tensor.requires_grad
         or tensor.is_neg()  # a view that the dispatcher would write out first
         or _modes()
-        or _profiling()
-        or _inflight()
+        or _profiler._is_profiler_enabled
+        or (async_op and _inflight())
     ):
         return _forward_all_reduce(tensor, op=op, group=group, async_op=async_op)
     try:
@@ -106,7 +107,7 @@ def _reduce_scatter(
         return _c10d_reduce_scatter(output, input, op, group, async_op)
     if _busy:
         LEDGER.sweep()
-    to = _world.default_pg if group is None else group
+    to = _groups[_DEFAULT] if group is None else group
     lane = _direct.get(id(to))
     if (
         lane is None
@@ -122,8 +123,8 @@ def _reduce_scatter(
         or input.is_neg()  # a view that the dispatcher would write out first
         or output.is_neg()
         or _modes()
-        or _profiling()
-        or _inflight()
+        or _profiler._is_profiler_enabled
+        or (async_op and _inflight())
     ):
         return _forward_reduce_scatter(output, input, op=op, group=group, async_op=async_op)
     try:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as stock
-from harness import MIB, case, rank, require, settle
+from harness import MIB, case, rank, require, settle, slow
 
 import safecomm
 from safecomm import leaks
@@ -20,6 +20,7 @@ from safecomm.diagnostics.snapshot import Stacks, read_snapshot
 def layers(library, x, count, side):
     main = torch.cuda.current_stream()
     y = x
+    slow(0.2)  # so that the device is behind the host for all layers, however fast it is
     for _ in range(count):
         y = y * 0.5  # the line that the report names
         side.wait_stream(main)
@@ -30,7 +31,7 @@ def layers(library, x, count, side):
     return y
 
 
-LINE = layers.__code__.co_firstlineno + 4
+LINE = layers.__code__.co_firstlineno + 5
 
 
 @case(120)
@@ -42,6 +43,8 @@ def diagnostics_snapshots_of_a_program_with_stripes():
     for name in ("stock", "safecomm"):
         settle()
         avoided = safecomm.avoid_record_streams() if name == "safecomm" else torch.no_grad()
+        cached = [torch.empty_like(x) for _ in range(42)]  # cudaMalloc would let the device catch up
+        del cached
         with tempfile.TemporaryDirectory() as folder, avoided:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
