@@ -91,6 +91,30 @@ started from Python sees the kernels of a direct call and not its name.
 """
 
 
+_TensorGuards: Any = getattr(getattr(torch._C._dynamo, "guards", None), "TensorGuards", None)
+
+
+def unlike(*_: Any) -> bool:
+    """Say that no tensors are like any."""
+    return False
+
+
+def look_alike(*tensors: torch.Tensor) -> Callable[..., bool]:
+    """Return a function that says whether as many other tensors are like ``tensors``, in one call of C++.
+
+    It compares the types, dtypes, devices, numbers of dimensions, ``requires_grad`` and the keys by which the
+    dispatcher would go, those of active modes included: what Dynamo guards its graphs with. Two arguments that are one
+    tensor are like nothing.
+    """
+    if _TensorGuards is None:
+        return unlike
+    anything = [[None] * tensor.dim() for tensor in tensors]
+    check: Callable[..., bool] = _TensorGuards(
+        *tensors, dynamic_dims_sizes=anything, dynamic_dims_strides=anything
+    ).check
+    return check
+
+
 def _never() -> bool:
     return False
 

@@ -227,7 +227,7 @@ class Lane:
 
     __slots__ = (
         "at_home", "backend", "blind", "budget", "busy", "capture", "current", "entries", "group", "index", "key",
-        "ledger", "ordered", "records", "regions", "stream", "streamed",
+        "ledger", "like_one", "like_two", "likes", "ordered", "records", "regions", "stream", "streamed",
     )  # fmt: skip
 
     def __init__(self, ledger: Ledger, key: Any, index: int, stream: int, capture: int, budget: int) -> None:
@@ -245,6 +245,10 @@ class Lane:
         self.group: weakref.ref[Any] | None = None
         self.backend: Any = None  # of an ordinary lane: the C++ side of the group's backend, which direct calls go to
         self.regions: dict[Any, Any] = {}  # c10d's open coalescing regions, by group
+        # Whether one tensor, or two, are like those of an earlier direct call; see look_alike().
+        self.like_one: Callable[..., bool] = _torch.unlike
+        self.like_two: Callable[..., bool] = _torch.unlike
+        self.likes: dict[Any, Callable[..., bool]] = {}
         self.streamed = False  # waiting for a work orders a stream; with other backends than NCCL it blocks the host
         self.ordered = True  # entries end in the order in which they were made
         self.blind = False  # the backend does not tell when a work is over
@@ -313,6 +317,18 @@ class Lane:
         self.entries[work] = None
         self.busy[self] = None
         return work
+
+    def learn(self, tensors: tuple[torch.Tensor, ...]) -> None:
+        """Remember what ``tensors`` of a direct call are like, because those of the next one will be like them."""
+        now = self.like_one if len(tensors) == 1 else self.like_two
+        key = tuple((type(tensor), tensor.dtype, tensor.dim()) for tensor in tensors)
+        like = self.likes.get(key)
+        if like is None or like is now:  # or it has just said no: inside a mode, tensors are like others
+            like = self.likes[key] = _torch.look_alike(*tensors)
+        if len(tensors) == 1:
+            self.like_one = like
+        else:
+            self.like_two = like
 
     def nbytes(self) -> int:
         """Return about how many bytes the entries hold: from the oldest ones, so that it takes constant time."""

@@ -6,12 +6,14 @@ Every test here calls torch.distributed and safecomm with equal data in the same
 import contextlib
 import itertools
 import re
+import sys
 import warnings
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as stock
+import torch.distributed.distributed_c10d as c10d
 from calls import ALL, COALESCED, DTYPES, LAYOUTS, MOVES, OPS, POINT_TO_POINT, REDUCTIONS, Setting, bits, finish, shapes
 from ranks import launch, on, subgroup
 
@@ -372,6 +374,84 @@ def _direct_calls():
 
 GATHER = "all_gather_single" if hasattr(stock, "all_gather_single") else "all_gather_into_tensor"
 SCATTER = "reduce_scatter_single" if hasattr(stock, "reduce_scatter_single") else "reduce_scatter_tensor"
+
+
+def _c10ds_own(call):
+    """Return the functions of c10d's Python that ``call`` goes through."""
+    names = set()
+
+    def see(frame, event, _):
+        if event == "call" and frame.f_code.co_filename == c10d.__file__:
+            names.add(frame.f_code.co_name)
+
+    sys.setprofile(see)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return names
+
+
+@on(2)
+def test_s8_tensors_that_are_not_like_those_of_the_last_call_are_told_from_them():
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from safecomm.ledger import LEDGER
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    plain, whole = torch.ones(2), torch.ones(4)
+    for _ in range(2):
+        safecomm.all_reduce(plain)
+        getattr(safecomm, GATHER)(whole, plain)
+    lane = LEDGER.direct[id(stock.group.WORLD)]
+    assert lane.like_one(torch.zeros(5))
+    assert lane.like_two(torch.zeros(6), torch.zeros(3))
+    others = {
+        "subclass": torch.ones(2).as_subclass(type("Mine", (torch.Tensor,), {})),
+        "parameter": torch.nn.Parameter(torch.ones(2)),
+        "leaf": torch.ones(2, requires_grad=True),
+        "graph": torch.ones(2, requires_grad=True) * 1,
+        "dtype": torch.ones(2, dtype=torch.bfloat16),
+        "complex": torch.ones(2, dtype=torch.complex64),
+        "negative": torch.ones(2, dtype=torch.complex64).conj().imag,
+        "sparse": torch.ones(2).to_sparse(),
+        "meta": torch.ones(2, device="meta"),
+        "batched": None,
+        "no tensor": [plain],
+    }
+    torch.vmap(lambda one: others.update(batched=one) or one)(torch.ones(2, 2))
+    for name, other in others.items():
+        assert not lane.like_one(other), name
+        assert not lane.like_two(whole, other), name
+        assert not lane.like_two(other, plain), name
+    with Watch():
+        assert not lane.like_one(plain)
+    assert lane.like_one(plain)
+
+
+@on(2)
+def test_s10_a_tensor_that_requires_grad_takes_the_direct_way_where_no_gradient_is_recorded():
+    leaf, plain = torch.ones(2, requires_grad=True), torch.ones(2)
+    safecomm.all_reduce(plain)
+    assert "all_reduce" not in _c10ds_own(lambda: safecomm.all_reduce(plain))
+    assert "all_reduce" in _c10ds_own(lambda: safecomm.all_reduce(leaf * 1))
+
+    class Region(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, tensor):  # as in Megatron: the tensor still says that it requires a gradient
+            assert tensor.requires_grad
+            return tensor, _c10ds_own(lambda: safecomm.all_reduce(tensor))
+
+        @staticmethod
+        def backward(ctx, gradient, _):
+            return gradient
+
+    result, names = Region.apply(leaf * 1)
+    assert "all_reduce" not in names
+    assert result.tolist() == [2, 2]
 
 
 @on(2)

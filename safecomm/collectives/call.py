@@ -23,7 +23,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch.nn import Parameter
 
 from safecomm import _torch, captures
-from safecomm.ledger import LEDGER
+from safecomm.ledger import LEDGER, Lane
 from safecomm.sites import outside
 from safecomm.streams import HOST
 from safecomm.work import MemberWork, Work, handle, member
@@ -367,6 +367,37 @@ def forwarded(
         return group or default_group(), list(flatten(given))
 
     return stand_in(call, original)
+
+
+def plain(lane: Lane, *tensors: Any) -> bool:
+    """Return whether the direct call of ``lane``'s backend does with ``tensors`` what the dispatcher's would.
+
+    Asked where ``lane.like_one`` and ``lane.like_two`` say no. The dispatcher does more to tensors that record a
+    gradient, and to views that it writes out first; c10d does to complex ones.
+    """
+    index = lane.index
+    learnable = True
+    for tensor in tensors:
+        if (
+            type(tensor) not in PLAIN
+            or tensor.get_device() != index
+            or (index == HOST and not tensor.is_cpu)
+            or tensor.dtype in COMPLEX
+            or tensor.dtype is not tensors[0].dtype
+            or tensor.is_neg()
+            or (tensor.requires_grad and torch.is_grad_enabled())
+        ):
+            return False
+        learnable &= not tensor.requires_grad
+        try:
+            tensor.data_ptr()
+        except RuntimeError:  # sparse, or a wrapper of functorch
+            return False
+    if _torch.dispatch_modes():
+        return False
+    if learnable:
+        lane.learn(tensors)
+    return True
 
 
 def direct_options(kind: Any) -> tuple[dict[int, Any], dict[int, Any]]:

@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 import torch.distributed.distributed_c10d as c10d
-from torch.nn import Parameter as _Parameter
 from torch.overrides import has_torch_function_unary
 
 from safecomm import _torch
-from safecomm.collectives.call import COMPLEX, counter, direct, direct_options, forwarded, stand_in, storages_of
+from safecomm.collectives.call import counter, direct, direct_options, forwarded, plain, stand_in, storages_of
 from safecomm.ledger import LEDGER
 from safecomm.work import Work
 
@@ -28,8 +27,6 @@ _HERE = globals()
 _groups = _torch.groups
 _DEFAULT = _torch.DEFAULT
 _direct = LEDGER.direct
-_Tensor = torch.Tensor
-_modes = _torch.dispatch_modes
 _profiler = _torch.profiler
 _inflight = _torch.inflight_as_graph_input
 
@@ -59,26 +56,14 @@ def _all_gather(output_tensor: Any, input_tensor: Any, group: Any = None, async_
     lane = _direct.get(id(to))
     if (
         lane is None
-        or (type(output_tensor) is not _Tensor and type(output_tensor) is not _Parameter)
-        or (type(input_tensor) is not _Tensor and type(input_tensor) is not _Parameter)
         or has_torch_function_unary(input_tensor)  # a TorchFunctionMode is active
-        or input_tensor.get_device() != (index := lane.index)  # that the output is there too, the backend checks
-        or (index < 0 and not (input_tensor.is_cpu and output_tensor.is_cpu))
-        or (dtype := input_tensor.dtype) is not output_tensor.dtype
-        or dtype in COMPLEX
+        or not (lane.like_two(output_tensor, input_tensor) or plain(lane, output_tensor, input_tensor))
         or (lane.regions and to in lane.regions)
-        or input_tensor.requires_grad
-        or input_tensor.is_neg()  # a view that the dispatcher would write out first
-        or output_tensor.is_neg()
-        or _modes()
         or _profiler._is_profiler_enabled
         or (async_op and _inflight())
     ):
         return _forward_all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
-    try:
-        output_pointer, input_pointer = output_tensor.data_ptr(), input_tensor.data_ptr()
-    except RuntimeError:  # sparse, or a wrapper of functorch
-        return _forward_all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
+    output_pointer, input_pointer = output_tensor.data_ptr(), input_tensor.data_ptr()
     _count()
     if async_op:
         storages = (output_tensor.untyped_storage(), input_tensor.untyped_storage())
@@ -90,6 +75,7 @@ def _all_gather(output_tensor: Any, input_tensor: Any, group: Any = None, async_
     inner = _launch(lane.backend, output_tensor, input_tensor, _sync_options)
     if inner is not None:
         inner.wait()
+    index = lane.index
     if index >= 0 and not _at_home(_current(index), output_pointer, input_pointer):
         frame = _caller(_getframe(1)) if _RENAMED else _getframe(1)
         _trail(_NAME, to, index, storages_of([output_tensor, input_tensor]), frame)

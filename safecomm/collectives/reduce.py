@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 import torch.distributed.distributed_c10d as c10d
-from torch.nn import Parameter as _Parameter
 from torch.overrides import has_torch_function_unary
 
 from safecomm import _torch
-from safecomm.collectives.call import COMPLEX, counter, direct, direct_options, forwarded, stand_in, storages_of
+from safecomm.collectives.call import counter, direct, direct_options, forwarded, plain, stand_in, storages_of
 from safecomm.ledger import LEDGER
 from safecomm.work import Work
 
@@ -28,8 +27,6 @@ _HERE = globals()
 _groups = _torch.groups
 _DEFAULT = _torch.DEFAULT
 _direct = LEDGER.direct
-_Tensor = torch.Tensor
-_modes = _torch.dispatch_modes
 _profiler = _torch.profiler
 _inflight = _torch.inflight_as_graph_input
 
@@ -51,24 +48,15 @@ def all_reduce(tensor: Any, op: Any = c10d.ReduceOp.SUM, group: Any = None, asyn
     lane = _direct.get(id(to))
     if (
         lane is None
-        or (type(tensor) is not _Tensor and type(tensor) is not _Parameter)
         or has_torch_function_unary(tensor)  # a TorchFunctionMode is active
-        or tensor.get_device() != (index := lane.index)
-        or (index < 0 and not tensor.is_cpu)
-        or tensor.dtype in COMPLEX
+        or not (lane.like_one(tensor) or plain(lane, tensor))
         or (options := (_async_all_reduce if async_op else _sync_all_reduce).get(id(op))) is None
         or (lane.regions and to in lane.regions)
-        or tensor.requires_grad
-        or tensor.is_neg()  # a view that the dispatcher would write out first
-        or _modes()
         or _profiler._is_profiler_enabled
         or (async_op and _inflight())
     ):
         return _forward_all_reduce(tensor, op=op, group=group, async_op=async_op)
-    try:
-        pointer = tensor.data_ptr()
-    except RuntimeError:  # sparse, or a wrapper of functorch
-        return _forward_all_reduce(tensor, op=op, group=group, async_op=async_op)
+    pointer = tensor.data_ptr()
     _count_all_reduce()
     if async_op:
         storages = (tensor.untyped_storage(),)
@@ -77,6 +65,7 @@ def all_reduce(tensor: Any, op: Any = c10d.ReduceOp.SUM, group: Any = None, asyn
     inner = _launch_all_reduce(lane.backend, [tensor], options)
     if inner is not None:  # None where the backend ran it on the current stream (NCCL since torch 2.8)
         inner.wait()
+    index = lane.index
     if index >= 0 and not _at_home(_current(index), pointer):
         _trail("all_reduce", to, index, storages_of([tensor]), _getframe(1))
     return None
@@ -111,26 +100,16 @@ def _reduce_scatter(
     lane = _direct.get(id(to))
     if (
         lane is None
-        or (type(output) is not _Tensor and type(output) is not _Parameter)
-        or (type(input) is not _Tensor and type(input) is not _Parameter)
         or has_torch_function_unary(input)
-        or input.get_device() != (index := lane.index)  # that the output is there too, the backend checks
-        or (index < 0 and not (input.is_cpu and output.is_cpu))
+        or not (lane.like_two(output, input) or plain(lane, output, input))
         or (options := (_async_reduce_scatter if async_op else _sync_reduce_scatter).get(id(op))) is None
         or (lane.regions and to in lane.regions)
         or (async_op and not lane.streamed)  # gloo's can't be polled
-        or input.requires_grad
-        or input.is_neg()  # a view that the dispatcher would write out first
-        or output.is_neg()
-        or _modes()
         or _profiler._is_profiler_enabled
         or (async_op and _inflight())
     ):
         return _forward_reduce_scatter(output, input, op=op, group=group, async_op=async_op)
-    try:
-        output_pointer, input_pointer = output.data_ptr(), input.data_ptr()
-    except RuntimeError:  # sparse, or a wrapper of functorch
-        return _forward_reduce_scatter(output, input, op=op, group=group, async_op=async_op)
+    output_pointer, input_pointer = output.data_ptr(), input.data_ptr()
     _count_reduce_scatter()
     if async_op:
         storages = (output.untyped_storage(), input.untyped_storage())
@@ -140,6 +119,7 @@ def _reduce_scatter(
     inner = _launch_reduce_scatter(lane.backend, output, input, options)
     if inner is not None:
         inner.wait()
+    index = lane.index
     if index >= 0 and not _at_home(_current(index), output_pointer, input_pointer):
         frame = _caller(_getframe(1)) if _RENAMED else _getframe(1)
         _trail(_NAME, to, index, storages_of([output, input]), frame)
