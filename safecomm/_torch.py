@@ -40,6 +40,9 @@ groups: dict[str, Any] = vars(world) if DEFAULT in vars(world) else _Asked()
 IllegalWork: type = c10d._IllegalWork
 """What a collective returns inside a coalescing region: any use of it raises ValueError."""
 
+CollOp: Any = c10d._CollOp
+"""A call that a coalescing region has collected, and launches at its end."""
+
 FakeWork: type | None = getattr(torch._C._distributed_c10d, "FakeWork", None)
 """What the fake backend and meta tensors are answered with: it stands for no work, and is never complete."""
 

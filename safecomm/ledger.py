@@ -219,6 +219,19 @@ class Record(Entry):
     homeless: bool  # where it was allocated does not matter: it is deferred
 
 
+_EMPTY: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+
+
+def leave_empty(alias: torch.Tensor) -> None:
+    """Take its memory from ``alias``, which c10d may keep until the group's next collective."""
+    key = alias.dtype, alias.device
+    empty = _EMPTY.get(key)
+    if empty is None:
+        with torch.inference_mode(False):
+            empty = _EMPTY[key] = torch.empty(0, dtype=alias.dtype, device=alias.device)
+    alias.data = empty
+
+
 W = TypeVar("W", bound=Entry)
 
 
@@ -557,8 +570,7 @@ class Ledger:
     def _release(self, entry: Entry) -> None:
         if entry.aliases:
             for alias in entry.aliases:
-                # c10d may keep this tensor until the group's next collective: leave it one without memory.
-                alias.data = torch.empty(0, dtype=alias.dtype, device=alias.device)
+                leave_empty(alias)
             entry.aliases = ()
         if entry.lane.records and entry.storages:
             with self._of_records:

@@ -25,6 +25,7 @@ NAMES = [
     (c10d._world, "pg_backend_config", "backend_name() says '', so nothing is known to end in order"),
     (c10d._world, "pg_names", "group_name() says '', so pending() shows no group"),
     (c10d, "_IllegalWork", None),
+    (c10d, "_CollOp", None),
     (c10d, "_coalescing_manager", None),
     (c10d, "_CoalescingManager", None),
     (c10d.AllreduceOptions, "asyncOp", "every call counts as asynchronous, as before torch 2.7"),

@@ -62,6 +62,15 @@ class Region:
         self.aliases.append(alias)
         return alias
 
+    def collect(
+        self, group: Any, function: Any, tensor: torch.Tensor, other: torch.Tensor | None, op: Any, async_op: bool
+    ) -> Any:
+        """Do what c10d's ``function`` does here: note the call, which the end of the region launches and holds."""
+        if other is not None:
+            other = self.alias(other)
+        _torch.world.pg_coalesce_state[group].append(_torch.CollOp(function, self.alias(tensor), other, op, None))
+        return _torch.IllegalWork() if async_op else None
+
 
 _current = LEDGER.streams.current
 _at_home = LEDGER.streams.at_home

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -14,7 +15,6 @@ from safecomm import _torch
 from safecomm.collectives.call import (
     REGIONS,
     Region,
-    caller,
     counter,
     default_group,
     index_of,
@@ -22,7 +22,7 @@ from safecomm.collectives.call import (
     stand_in,
     storages_of,
 )
-from safecomm.ledger import LEDGER
+from safecomm.ledger import LEDGER, leave_empty
 from safecomm.streams import HOST
 from safecomm.work import Work
 
@@ -37,7 +37,7 @@ def _coalescing_manager(group: Any = None, device: Any = None, async_ops: bool =
     _count()
     if LEDGER.busy:
         LEDGER.sweep()
-    return _region(group, device, async_ops, caller())
+    return _region(group, device, async_ops, sys._getframe(1))
 
 
 _coalescing_manager = stand_in(_coalescing_manager, _original)
@@ -94,7 +94,7 @@ def _close(cm: Any, group: Any, region: Region, frame: types.FrameType) -> None:
             call._region = work
         return
     for alias in region.aliases:
-        alias.data = alias.new_empty(0)
+        leave_empty(alias)
     if index != HOST:
         LEDGER.trail("_coalescing_manager", group, index, storages, frame)
 

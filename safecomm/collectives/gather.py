@@ -12,7 +12,16 @@ import torch.distributed.distributed_c10d as c10d
 from torch.overrides import has_torch_function_unary
 
 from safecomm import _torch
-from safecomm.collectives.call import counter, direct, direct_options, forwarded, plain, stand_in, storages_of
+from safecomm.collectives.call import (
+    REGIONS,
+    counter,
+    direct,
+    direct_options,
+    forwarded,
+    plain,
+    stand_in,
+    storages_of,
+)
 from safecomm.ledger import LEDGER
 from safecomm.work import Work
 
@@ -58,11 +67,13 @@ def _all_gather(output_tensor: Any, input_tensor: Any, group: Any = None, async_
         lane is None
         or has_torch_function_unary(input_tensor)  # a TorchFunctionMode is active
         or not (lane.like_two(output_tensor, input_tensor) or plain(lane, output_tensor, input_tensor))
-        or (lane.regions and to in lane.regions)
+        or (lane.regions and to in lane.regions and to not in REGIONS)  # a region of torch's own
         or _profiler._is_profiler_enabled
         or (async_op and _inflight())
     ):
         return _forward_all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
+    if lane.regions and to in REGIONS:
+        return REGIONS[to].collect(to, _c10d_all_gather, input_tensor, output_tensor, None, async_op)
     output_pointer, input_pointer = output_tensor.data_ptr(), input_tensor.data_ptr()
     _count()
     if async_op:

@@ -12,7 +12,16 @@ import torch.distributed.distributed_c10d as c10d
 from torch.overrides import has_torch_function_unary
 
 from safecomm import _torch
-from safecomm.collectives.call import counter, direct, direct_options, forwarded, plain, stand_in, storages_of
+from safecomm.collectives.call import (
+    REGIONS,
+    counter,
+    direct,
+    direct_options,
+    forwarded,
+    plain,
+    stand_in,
+    storages_of,
+)
 from safecomm.ledger import LEDGER
 from safecomm.work import Work
 
@@ -51,11 +60,13 @@ def all_reduce(tensor: Any, op: Any = c10d.ReduceOp.SUM, group: Any = None, asyn
         or has_torch_function_unary(tensor)  # a TorchFunctionMode is active
         or not (lane.like_one(tensor) or plain(lane, tensor))
         or (options := (_async_all_reduce if async_op else _sync_all_reduce).get(id(op))) is None
-        or (lane.regions and to in lane.regions)
+        or (lane.regions and to in lane.regions and to not in REGIONS)  # a region of torch's own
         or _profiler._is_profiler_enabled
         or (async_op and _inflight())
     ):
         return _forward_all_reduce(tensor, op=op, group=group, async_op=async_op)
+    if lane.regions and to in REGIONS:
+        return REGIONS[to].collect(to, _c10d_all_reduce, tensor, None, op, async_op)
     pointer = tensor.data_ptr()
     _count_all_reduce()
     if async_op:
@@ -103,12 +114,14 @@ def _reduce_scatter(
         or has_torch_function_unary(input)
         or not (lane.like_two(output, input) or plain(lane, output, input))
         or (options := (_async_reduce_scatter if async_op else _sync_reduce_scatter).get(id(op))) is None
-        or (lane.regions and to in lane.regions)
+        or (lane.regions and to in lane.regions and to not in REGIONS)  # a region of torch's own
         or (async_op and not lane.streamed)  # gloo's can't be polled
         or _profiler._is_profiler_enabled
         or (async_op and _inflight())
     ):
         return _forward_reduce_scatter(output, input, op=op, group=group, async_op=async_op)
+    if lane.regions and to in REGIONS:
+        return REGIONS[to].collect(to, _c10d_reduce_scatter, input, output, op, async_op)
     output_pointer, input_pointer = output.data_ptr(), input.data_ptr()
     _count_reduce_scatter()
     if async_op:
