@@ -1,12 +1,14 @@
 """Memory lost to fragmentation in 300 steps whose sequence length changes every step: arena against none.
 
-    python benchmarks/arena_fragmentation.py --out FILE [--ranks 2]
+    python benchmarks/arena_fragmentation.py --out FILE [--ranks 2] [--programs recompute keep]
 
 Starts one torchrun for each combination of arena or none, and allocator settings, because the settings are read once a
 process. The program is the same: layers with sequence parallelism, of which each gathers its input, multiplies, and
-scatters its output; activations are held to the backward, which goes the same way back. With "arena" the gathered and
-the scattered buffers come from an arena whose size is that of a recorded pass over all lengths. "overhead" is the peak
-of what is reserved, minus the peak of what the program has in use, which is the same for both.
+scatters its output, and a backward that goes the same way back. "recompute" holds only the inputs of the layers, which
+were scattered, and computes the rest again (full activation recomputation); "keep" holds the activations, which are not
+buffers of the communication. With "arena" the gathered and the scattered buffers come from an arena whose size is that
+of a recorded pass over all lengths. "overhead" is the peak of what is reserved, minus the peak of what the program has
+in use without an arena. An existing FILE keeps the programs that are not run again.
 """
 
 import argparse
@@ -29,7 +31,7 @@ SETTINGS = {"default": "", "expandable": "expandable_segments:True"}
 LENGTHS = [512 * n for n in range(1, 33)]
 
 
-def step(length, weights, library):
+def step(length, weights, library, program):
     """One forward and backward for sequences of ``length``; all buffers of the communication come from empty()."""
     world = stock.get_world_size()
     hidden = weights[0][0].shape[0]
@@ -37,56 +39,54 @@ def step(length, weights, library):
     gather = getattr(library, "all_gather_single", library.all_gather_into_tensor)
     scatter = getattr(library, "reduce_scatter_single", library.reduce_scatter_tensor)
 
-    def buffer(rows):
-        return safecomm.empty(rows, hidden, dtype=dtype, device="cuda")
+    def gathered(x):
+        whole = safecomm.empty(length, hidden, dtype=dtype, device="cuda")
+        gather(whole, x)
+        return whole
 
-    x = torch.ones(length // world, hidden, device="cuda", dtype=dtype)
+    def scattered(product):
+        x = safecomm.empty(length // world, hidden, dtype=dtype, device="cuda")
+        scatter(x, product)
+        return x
+
+    x = safecomm.empty(length // world, hidden, dtype=dtype, device="cuda").fill_(1)
     saved = []
     for first, second in weights:
-        whole = buffer(length)
-        gather(whole, x)
-        inner = torch.nn.functional.gelu(whole @ first)
-        del whole
-        product = inner @ second
-        x = buffer(length // world)
-        scatter(x, product)
-        del product
-        saved.append((x + 1, inner))
-    for (first, second), (kept, inner) in zip(reversed(weights), reversed(saved), strict=True):
-        whole = buffer(length)
-        gather(whole, x)
-        gradient = whole @ second.T
+        inner = torch.nn.functional.gelu(gathered(x) @ first)
+        saved.append((x, None if program == "recompute" else inner))
+        x = scattered(inner @ second)
+        del inner
+    for first, second in reversed(weights):
+        kept, inner = saved.pop()
+        if inner is None:
+            inner = torch.nn.functional.gelu(gathered(kept) @ first)
+        gradient = gathered(x) @ second.T
         gradient *= inner
-        del whole
-        product = gradient @ first.T
-        x = buffer(length // world)
-        scatter(x, product)
-        x = x + kept
-        del product, gradient, inner, kept
-        saved.pop()
+        x = scattered(gradient @ first.T)
+        del inner, gradient, kept
 
 
-def run(way, out):
+def run(way, program, out):
     local = int(os.environ["LOCAL_RANK"])
     torch.cuda.set_device(local)
     stock.init_process_group("nccl", device_id=torch.device("cuda", local))
     world = stock.get_world_size()
-    hidden, layers = 4096, 6
+    hidden, layers = 2048, 24
     weights = [
         (
             torch.zeros(hidden, 4 * hidden // world, device="cuda", dtype=torch.bfloat16),
             torch.zeros(4 * hidden // world, hidden, device="cuda", dtype=torch.bfloat16),
         )
-        for _ in range(layers)
-    ]
+        for _ in range(2)
+    ] * (layers // 2)  # what the weights take is no matter here
     draw = random.Random(5)
     order = [draw.choice(LENGTHS) for _ in range(300)]
-    step(512, weights, safecomm)
+    step(512, weights, safecomm, program)
     arena = None
     if way == "arena":
         with safecomm.record_plan() as plan:
             for length in sorted(set(order)):
-                step(length, weights, safecomm)
+                step(length, weights, safecomm, program)
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         arena = safecomm.Arena.from_plan(plan)
@@ -97,7 +97,7 @@ def run(way, out):
     start = torch.cuda.memory_stats()
     library = stock if way == "stock" else safecomm
     for length in order:
-        step(length, weights, library)
+        step(length, weights, library, program)
     torch.cuda.synchronize()
     end = torch.cuda.memory_stats()
     if local == 0:
@@ -118,11 +118,42 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", required=True)
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--programs", nargs="*", default=["recompute", "keep"], choices=["recompute", "keep"])
     parser.add_argument("--way", choices=("stock", "arena"), help="used by the script itself")
     arguments = parser.parse_args()
     if arguments.way:
-        run(arguments.way, arguments.out)
+        run(arguments.way, *arguments.programs, arguments.out)
         return
+    out = Path(arguments.out)
+    results = json.loads(out.read_text()) if out.exists() else {"programs": {}}
+    for program in arguments.programs:
+        found = measure(program, arguments.ranks)
+        rows = {}
+        for name, figures in found.items():
+            # The same program has the same in use, whoever hands it out: what stock's allocator counts.
+            in_use = found["stock, default"]["allocated peak"]
+            rows[name] = {
+                "reserved MiB": figures["reserved peak"] // MIB,
+                "in use MiB": in_use // MIB,
+                "overhead MiB": (figures["reserved peak"] - in_use) // MIB,
+                "arena MiB": figures["arena"] // MIB,
+                "fallbacks": figures["fallbacks"],
+                "cudaMalloc": figures["cudaMalloc"],
+            }
+            print(program, name, rows[name], flush=True)
+        results |= {
+            "command": "python benchmarks/arena_fragmentation.py",
+            "torch": found["stock, default"]["torch"],
+            "device": found["stock, default"]["device"],
+            "ranks": arguments.ranks,
+            "date": datetime.date.today().isoformat(),
+        }
+        results["programs"][program] = rows
+    out.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def measure(program, ranks):
+    """Run ``program`` in each way, in processes of their own."""
     found = {}
     for name, setting in SETTINGS.items():
         for way in ("stock", "arena"):
@@ -133,33 +164,12 @@ def main():
                 environment = {key: value for key, value in os.environ.items() if not key.startswith(theirs)}
                 environment["PYTORCH_CUDA_ALLOC_CONF"] = setting
                 subprocess.run(
-                    [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
-                     str(arguments.ranks), __file__, "--way", way, "--out", str(path)],
+                    [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks),
+                     __file__, "--way", way, "--programs", program, "--out", str(path)],
                     check=True, env=environment,
                 )  # fmt: skip
                 found[f"{way}, {name}"] = json.loads(path.read_text())
-    rows = {}
-    for name, figures in found.items():
-        # The same program has the same in use, whoever hands it out: what stock's allocator counts.
-        in_use = found["stock, default"]["allocated peak"]
-        rows[name] = {
-            "reserved MiB": figures["reserved peak"] // MIB,
-            "in use MiB": in_use // MIB,
-            "overhead MiB": (figures["reserved peak"] - in_use) // MIB,
-            "arena MiB": figures["arena"] // MIB,
-            "fallbacks": figures["fallbacks"],
-            "cudaMalloc": figures["cudaMalloc"],
-        }
-        print(name, rows[name], flush=True)
-    results = {
-        "command": "python benchmarks/arena_fragmentation.py",
-        "torch": found["stock, default"]["torch"],
-        "device": found["stock, default"]["device"],
-        "ranks": arguments.ranks,
-        "date": datetime.date.today().isoformat(),
-        "rows": rows,
-    }
-    Path(arguments.out).write_text(json.dumps(results, indent=1) + "\n")
+    return found
 
 
 if __name__ == "__main__":
