@@ -7,7 +7,7 @@ what is not wrapped is the very same object.
 The direction of dependency, top to bottom; nothing imports upwards (``tests/test_structure.py`` keeps it):
 
     __init__, __main__     the face, and the shell
-    demo                   the program that shows what it is for
+    demo, tune             the program that shows what it is for; the best size of a bucket
     patching               patch(), unpatch(), and the runner
     diagnostics            where memory goes, and what keeps it; loaded when asked for
     functional             autograd-aware collectives out of the arena
@@ -46,6 +46,7 @@ from safecomm.captures import CapturedGraph as CapturedGraph
 from safecomm.captures import Lease as Lease
 from safecomm.collectives.all_to_all import all_to_all as all_to_all
 from safecomm.collectives.all_to_all import all_to_all_single as all_to_all_single
+from safecomm.collectives.bucketed import bucketed as bucketed
 from safecomm.collectives.coalesced import _coalescing_manager as _coalescing_manager
 from safecomm.collectives.gather import _all_gather_base as _all_gather_base
 from safecomm.collectives.gather import all_gather_coalesced as all_gather_coalesced

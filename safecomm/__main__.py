@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -143,6 +144,38 @@ def _report(options: argparse.Namespace) -> int:
     return DONE
 
 
+def _tune_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--world", type=int, help="ranks; by default all GPUs of this machine, or 2 on the CPU")
+    parser.add_argument("--mib", type=float, nargs="+", help="sizes of a bucket to try, in MiB")
+    parser.add_argument("--rounds", type=int, default=30, help="how often each is run")
+    parser.add_argument(
+        "--out", type=Path, default=Path("safecomm-tuned.json"), metavar="PATH", help="the file to write"
+    )
+    parser.add_argument("--png", type=Path, metavar="PATH", help="also write a plot (needs matplotlib)")
+
+
+def _tune(options: argparse.Namespace) -> Callable[[], int]:
+    from safecomm import tune
+
+    sizes = options.mib or tune.SIZES
+    if not all(size > 0 for size in sizes) or options.rounds < 1 or (options.world or 1) < 1:
+        raise ValueError("sizes, rounds and ranks have to be larger than 0")
+    for path in (options.out, options.png):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ValueError(f"{path} can't be written to")
+
+    def begin() -> int:
+        if "LOCAL_RANK" in os.environ:  # under torchrun
+            tune.tune(sizes, options.out, options.png, options.rounds, _say)
+            return DONE
+        arguments = ["--mib", *map(str, sizes), "--rounds", str(options.rounds), "--out", str(options.out)]
+        if options.png is not None:
+            arguments += ["--png", str(options.png)]
+        return tune.launch(options.world, arguments)
+
+    return begin
+
+
 def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -174,6 +207,11 @@ COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], Callable[[A
         _report_arguments,
         _report,
         "tell where communication memory went, from a recording or a memory snapshot of torch",
+    ),
+    "tune": (
+        _tune_arguments,
+        _tune,
+        "measure which size of a bucket is the best for bucketed(), on the ranks of this machine or of torchrun",
     ),
     "doctor": (
         _doctor_arguments,

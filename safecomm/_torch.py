@@ -13,7 +13,7 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -318,6 +318,28 @@ class Override:
         """Put torch's own kernel back."""
         if self._library is not None:
             self._library._destroy()
+
+
+# --- many tensors in one call ------------------------------------------------------------------------------
+
+
+def _unflatten(flat: torch.Tensor, like: list[torch.Tensor]) -> list[torch.Tensor]:
+    parts = torch.split(flat, [tensor.numel() for tensor in like])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
+
+
+def _copy_all(to: list[torch.Tensor], source: list[torch.Tensor]) -> None:
+    for one, other in zip(to, source, strict=True):
+        one.copy_(other)
+
+
+unflatten: Callable[[torch.Tensor, list[torch.Tensor]], Sequence[torch.Tensor]] = getattr(
+    torch._C._nn, "unflatten_dense_tensors", _unflatten
+)
+"""Return consecutive parts of a flat tensor, shaped like those of a list."""
+
+copy_all: Callable[[Any, Any], None] = getattr(torch, "_foreach_copy_", _copy_all)
+"""Copy a list of tensors into another: a few kernels in place of one for each."""
 
 
 # --- the CUDA driver -------------------------------------------------------------------------------

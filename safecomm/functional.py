@@ -33,6 +33,7 @@ from safecomm.arena.staging import buffer, contiguous
 from safecomm.collectives import all_to_all as _all_to_all
 from safecomm.collectives import gather as _gather
 from safecomm.collectives import reduce as _reduce
+from safecomm.collectives.call import at_once
 from safecomm.ledger import LEDGER
 
 _LINEAR = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
@@ -82,11 +83,14 @@ class AsyncResult:
 
 
 # --- what is launched ----------------------------------------------------------------------------------------
+#
+# At once, also inside of bucketed(): the caller has the result when it returns.
 
 
 def _launch_all_reduce(tensor: torch.Tensor, op: Any, group: Any, asynchronous: bool) -> _Launched:
     output = buffer(tensor.shape, tensor).copy_(tensor)
-    return output, _reduce.all_reduce(output, op, group, asynchronous), None
+    with at_once(group):
+        return output, _reduce.all_reduce(output, op, group, asynchronous), None
 
 
 def _launch_all_gather(tensor: torch.Tensor, dim: int, group: Any, asynchronous: bool) -> _Launched:
@@ -96,9 +100,11 @@ def _launch_all_gather(tensor: torch.Tensor, dim: int, group: Any, asynchronous:
     output = buffer(shape, tensor)
     source = contiguous(tensor)
     if dim == 0 or world == 1:
-        return output, _gather_into(output, source, group, asynchronous), None
+        with at_once(group):
+            return output, _gather_into(output, source, group, asynchronous), None
     staged = buffer((world * tensor.shape[0], *tensor.shape[1:]), tensor)
-    work = _gather_into(staged, source, group, asynchronous)
+    with at_once(group):
+        work = _gather_into(staged, source, group, asynchronous)
     # Not the output itself, which autograd is about to make part of a graph.
     inner = output.detach()
     part = tuple(tensor.shape)
@@ -126,7 +132,8 @@ def _launch_reduce_scatter(tensor: torch.Tensor, dim: int, op: Any, group: Any, 
     else:
         parts = tensor.unflatten(dim, (world, shape[dim])).movedim(dim, 0)  # type: ignore[no-untyped-call]
         source = buffer(parts.shape, tensor).copy_(parts).view(world * shape[0], *shape[1:])
-    return output, _scatter_into(output, source, op, group, asynchronous), None
+    with at_once(group):
+        return output, _scatter_into(output, source, op, group, asynchronous), None
 
 
 def _launch_all_to_all(

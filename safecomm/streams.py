@@ -46,6 +46,9 @@ class Streams(Protocol):
     def at_home(self, stream: int, pointer: int, other: int | None = None, /) -> bool:
         """Return whether the memory at one or two pointers was surely allocated on ``stream``."""
 
+    def all_at_home(self, stream: int, pointers: list[int], /) -> bool:
+        """Return whether the memory at all of ``pointers``, in ascending order, was surely allocated on ``stream``."""
+
     def claim(self, start: int, end: int, home: Callable[[int], int | None], /) -> None:
         """From now on ask ``home`` where the memory from address ``start`` to ``end`` was allocated."""
 
@@ -168,6 +171,16 @@ class CudaStreams:
         if home == _CLAIMED and self._claimed_home(pointer) == stream:
             return other is None or self.home(other) == stream
         return False
+
+    def all_at_home(self, stream: int, pointers: list[int]) -> bool:
+        known = 0
+        for pointer in pointers:
+            if pointer < known:  # in the segment of one before it, which the driver has just confirmed
+                continue
+            home, _, known, _ = self._segment(pointer)
+            if home != stream and not (home == _CLAIMED and self._claimed_home(pointer) == stream):
+                return False
+        return True
 
     def _segment(self, pointer: int) -> Segment:
         if pointer_attribute is None:

@@ -130,6 +130,9 @@ class SimulatedDevice:
         assert 1 <= len(pointers) <= 2
         return all(pointer and self.home(pointer) == stream for pointer in pointers)
 
+    def all_at_home(self, stream: int, pointers: list[int]) -> bool:
+        return all(pointer and self.home(pointer) == stream for pointer in pointers)
+
     def capture(self, stream: int) -> int:
         return self.streams[stream].capture
 

@@ -52,7 +52,7 @@ CLASSES = ["Work", "P2POp"]
 NEW = [
     "Arena", "ArenaError", "ArenaFullError", "ArenaStats", "BucketStats", "CaptureBoundaryError",
     "CapturedGraph", "Lease", "LiveGraphError", "Pending", "PendingWorkError", "Plan", "RecordStreamError",
-    "SafecommError", "StaleGraphError", "avoid_record_streams", "drain", "empty", "graph", "is_patched",
+    "SafecommError", "StaleGraphError", "avoid_record_streams", "bucketed", "drain", "empty", "graph", "is_patched",
     "original", "past", "patch", "patched", "pending", "record_plan", "settle_before_capture", "unpatch",
     "use_arena",
 ]  # fmt: skip

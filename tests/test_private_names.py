@@ -57,6 +57,8 @@ NAMES = [
     (torch._C._autograd.SavedTensor, "data", "saved_by() unpacks what is saved, and runs unpack hooks"),
     (torch.cuda.memory, "_record_memory_history", "the demo writes no snapshots, and demo --html says so"),
     (torch.cuda.memory, "_dump_snapshot", "the demo writes no snapshots, and demo --html says so"),
+    (torch._C._nn, "unflatten_dense_tensors", "unflatten() splits and views, 2 us a tensor"),
+    (torch, "_foreach_copy_", "copy_all() copies one by one, a kernel each"),
     (torch.library, "get_kernel", "outside of its thread or mode, record_stream is converted too, and stays so"),
     (torch.library.Library, "_destroy", None),
 ]
@@ -137,6 +139,19 @@ def test_without_a_word_on_who_watches_the_dispatcher_no_call_goes_past_it(monke
     copy = a_fresh_copy()
     assert copy.dispatch_modes()
     assert copy.profiler._is_profiler_enabled
+
+
+def test_without_what_works_on_lists_tensors_are_copied_one_by_one(monkeypatch):
+    like = [torch.ones(2, 3), torch.ones(4)]
+    monkeypatch.delattr(torch._C._nn, "unflatten_dense_tensors")
+    monkeypatch.delattr(torch, "_foreach_copy_")
+    copy = a_fresh_copy()
+    for module in (_torch, copy):
+        flat = torch.zeros(10)
+        parts = module.unflatten(flat, like)
+        module.copy_all(parts, like)
+        assert [part.shape for part in parts] == [(2, 3), (4,)]
+        assert flat.tolist() == [1] * 10
 
 
 def test_without_dynamos_guards_no_tensors_are_like_others(monkeypatch):

@@ -42,6 +42,8 @@ COMPLEX = frozenset({torch.complex32, torch.complex64, torch.complex128})
 class Region:
     """A coalescing region that is open: what its end has to hold."""
 
+    bucketed = False
+
     def __init__(self) -> None:
         self.tensors: list[Any] = []
         self.aliases: list[torch.Tensor] = []
@@ -100,6 +102,12 @@ inside = _Inside()
 
 REGIONS: dict[Any, Region] = {}
 """The open regions, by group. c10d allows one a group at a time."""
+
+
+def at_once(group: Any) -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which calls on ``group`` are not put off, also inside of :func:`safecomm.bucketed`."""
+    region: Any = REGIONS.get(group or default_group()) if REGIONS else None
+    return region.closed() if region is not None and region.bucketed else contextlib.nullcontext()
 
 
 def default_group() -> Any:
@@ -333,10 +341,16 @@ def forwarded(
         if busy:
             LEDGER.sweep()
         given, named = args, kwargs
-        region = REGIONS.get(_arguments(args, kwargs)[0]) if coalesced and REGIONS else None
-        if region is not None:
+        asynchronous = async_place is not None and (
+            args[async_place] if async_place < len(args) else kwargs.get("async_op")
+        )
+        region = REGIONS.get(_arguments(args, kwargs)[0]) if REGIONS else None
+        if region is not None and region.bucketed and (asynchronous or not coalesced):
+            with at_once(_arguments(args, kwargs)[0]):
+                return call(*args, **kwargs)
+        if region is not None and coalesced:
             given, named = _mapped(region.alias, args, kwargs)
-        elif async_place is not None and (args[async_place] if async_place < len(args) else kwargs.get("async_op")):
+        elif asynchronous:
             given, named = _mapped(host_alias, args, kwargs)
         if p2p and holds_itself(_arguments(args, kwargs)[0]):
             given, named = _mapped(device_alias, given, named)

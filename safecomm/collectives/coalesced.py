@@ -15,6 +15,7 @@ from safecomm import _torch
 from safecomm.collectives.call import (
     REGIONS,
     Region,
+    at_once,
     counter,
     default_group,
     index_of,
@@ -37,17 +38,21 @@ def _coalescing_manager(group: Any = None, device: Any = None, async_ops: bool =
     _count()
     if LEDGER.busy:
         LEDGER.sweep()
-    return _region(group, device, async_ops, sys._getframe(1))
+    return _region(group or default_group(), device, async_ops, sys._getframe(1))
 
 
 _coalescing_manager = stand_in(_coalescing_manager, _original)
 
 
 @contextlib.contextmanager
-def _region(group: Any, device: Any, async_ops: bool, frame: types.FrameType) -> Iterator[Any]:
-    to = group or default_group()
+def _region(to: Any, device: Any, async_ops: bool, frame: types.FrameType) -> Iterator[Any]:
+    with at_once(to):
+        yield from _inside_of(to, device, async_ops, frame)
+
+
+def _inside_of(to: Any, device: Any, async_ops: bool, frame: types.FrameType) -> Iterator[Any]:
     region = Region()
-    manager = _original(group, device, async_ops)
+    manager = _original(to, device, async_ops)
     was_open = to in _torch.world.pg_coalesce_state
     try:
         cm = manager.__enter__()

@@ -15,6 +15,7 @@ import torch.distributed.distributed_c10d as c10d
 
 from safecomm import captures
 from safecomm.collectives.call import (
+    at_once,
     caller,
     counter,
     default_group,
@@ -99,7 +100,8 @@ def batch_isend_irecv(p2p_op_list: Any) -> Any:
         captures.check_group("batch_isend_irecv", group, tensors)
     inside.batch = True
     try:
-        works = _c10d_batch(given)
+        with at_once(group):
+            works = _c10d_batch(given)
     except torch.distributed.DistBackendError:
         finish("batch_isend_irecv", None, group, tensors, caller(), p2p=True)
         raise

@@ -65,8 +65,10 @@ def all_reduce(tensor: Any, op: Any = c10d.ReduceOp.SUM, group: Any = None, asyn
         or (async_op and _inflight())
     ):
         return _forward_all_reduce(tensor, op=op, group=group, async_op=async_op)
-    if lane.regions and to in REGIONS:
-        return REGIONS[to].collect(to, _c10d_all_reduce, tensor, None, op, async_op)
+    if lane.regions and (region := REGIONS.get(to)) is not None:
+        if async_op and region.bucketed:
+            return _forward_all_reduce(tensor, op, group, async_op)
+        return region.collect(to, _c10d_all_reduce, tensor, None, op, async_op)
     pointer = tensor.data_ptr()
     _count_all_reduce()
     if async_op:
@@ -120,8 +122,10 @@ def _reduce_scatter(
         or (async_op and _inflight())
     ):
         return _forward_reduce_scatter(output, input, op=op, group=group, async_op=async_op)
-    if lane.regions and to in REGIONS:
-        return REGIONS[to].collect(to, _c10d_reduce_scatter, input, output, op, async_op)
+    if lane.regions and (region := REGIONS.get(to)) is not None:
+        if async_op and region.bucketed:
+            return _forward_reduce_scatter(output, input, op, group, async_op)
+        return region.collect(to, _c10d_reduce_scatter, input, output, op, async_op)
     output_pointer, input_pointer = output.data_ptr(), input.data_ptr()
     _count_reduce_scatter()
     if async_op:

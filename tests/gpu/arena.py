@@ -397,7 +397,9 @@ def arena_300_steps_of_32_lengths():
                  "--ranks", str(stock.get_world_size()), "--programs", "recompute"],
                 capture_output=True, text=True, check=False,
             )  # fmt: skip
-            figures[0] = json.loads(out.read_text())["programs"]["recompute"] if out.exists() else done.stdout + done.stderr
+            figures[0] = (
+                json.loads(out.read_text())["programs"]["recompute"] if out.exists() else done.stdout + done.stderr
+            )
         store.set("fragmentation", "measured")
     else:  # not in a collective, which would keep this GPU busy
         store.wait(["fragmentation"], datetime.timedelta(seconds=520))

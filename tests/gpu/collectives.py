@@ -65,7 +65,7 @@ def trials(library, op, allocating, launching, waiting, count):
 
 @case(120)
 def s1_corruption_programs():
-    """The three programs of measured.md, roles exchanged, and three streams: 10 trials each with a slow peer."""
+    """The three programs that stock corrupts, roles exchanged, and three streams: 10 trials each with a slow peer."""
     main, side, third = torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()
     programs = {
         "wait on a side stream": ("all_gather", main, main, side),
@@ -743,3 +743,80 @@ def s8_same_bits():
     safecomm.drain(wait=True)
     require(safecomm.pending() == [], safecomm.pending())
     return {"compared": compared, "refused alike": refused}
+
+
+# --- bucketed() -------------------------------------------------------------------------------------------------------
+
+
+def put_off_and_dropped(allocating, calling, ending, numel):
+    """Return how many elements of later tensors the buckets wrote: allocated, called and ended on three streams."""
+    with torch.cuda.stream(allocating):
+        tensors = [torch.full((numel,), 1.0, device="cuda") for _ in range(12)]
+    calling.wait_stream(allocating)
+    block = safecomm.bucketed(4)
+    with torch.cuda.stream(calling):
+        slow()
+        block.__enter__()
+        for tensor in tensors:
+            safecomm.all_reduce(tensor)
+    with torch.cuda.stream(ending):
+        block.__exit__(None, None, None)
+    with torch.cuda.stream(calling):
+        right = sum((tensor == stock.get_world_size()).all().int() for tensor in tensors)
+        right.record_stream(allocating)
+    del tensor
+    tensors.clear()
+    with torch.cuda.stream(allocating):
+        victims = [torch.full((numel,), -7.0, device="cuda") for _ in range(14)]
+    torch.cuda.synchronize()
+    require(int(right) == 12, int(right))
+    return sum(int((victim != -7.0).sum()) for victim in victims)
+
+
+@case(120)
+def bucketed_on_every_combination_of_streams():
+    """S1: elements of later tensors that buckets wrote; results on the stream of the calls."""
+    streams = [torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()]
+    corrupted = programs = 0
+    with safecomm.use_arena(256 * MIB):
+        for allocating in streams:
+            for calling in streams:
+                for ending in streams:
+                    for numel in (1000, MIB // 8):
+                        corrupted += put_off_and_dropped(allocating, calling, ending, numel) > 0
+                        programs += 1
+        safecomm.drain(wait=True)
+    require(corrupted == 0, corrupted, "of", programs)
+    require(safecomm.pending() == [], safecomm.pending())
+    return {"programs": programs, "corrupted": corrupted}
+
+
+@case(60)
+def bucketed_in_a_capture():
+    """Replays of a graph with buckets against one by one: wrong ones."""
+    tensors = [torch.ones(1000 + 10 * n, device="cuda") for n in range(30)]
+    whole, part = torch.zeros(2000 * stock.get_world_size(), device="cuda"), torch.ones(2000, device="cuda")
+
+    def step():
+        with safecomm.bucketed():
+            for tensor in tensors:
+                safecomm.all_reduce(tensor, op=stock.ReduceOp.AVG)
+            for start in range(0, 2000, 500):
+                world = stock.get_world_size()
+                safecomm.all_gather_into_tensor(whole[start * world : (start + 500) * world], part[start : start + 500])
+
+    step()
+    with safecomm.graph(torch.cuda.CUDAGraph()) as captured:
+        step()
+    wrong = 0
+    for turn in range(50):
+        for tensor in tensors:
+            tensor.fill_(float(turn + rank()))
+        part.fill_(float(turn))
+        captured.replay()
+        mean = turn + (stock.get_world_size() - 1) / 2
+        right = all(bool((tensor == mean).all()) for tensor in tensors) and bool((whole == turn).all())
+        wrong += not right
+    captured.reset()
+    require(wrong == 0, wrong)
+    return {"replays": 50, "wrong": wrong}

@@ -1,0 +1,273 @@
+"""bucketed(): the same results as one by one, in the same order, whatever comes in between."""
+
+import contextlib
+import gc
+import random
+import weakref
+
+import pytest
+import torch
+import torch.distributed as stock
+import torch.distributed.distributed_c10d as c10d
+from ranks import on, until
+
+import safecomm
+from safecomm import functional
+from safecomm.collectives.call import REGIONS
+
+GATHER = "all_gather_single" if hasattr(stock, "all_gather_single") else "all_gather_into_tensor"
+SCATTER = "reduce_scatter_single" if hasattr(stock, "reduce_scatter_single") else "reduce_scatter_tensor"
+MIB = 1 << 20
+KINDS = ["gather", "scatter", "broadcast", "asynchronous", "strided", "leaf", "max"]
+
+
+def put_off():
+    """Return how many calls of the default group are put off just now."""
+    return len(c10d._world.pg_coalesce_state.get(stock.group.WORLD, ()))
+
+
+class Launches:
+    """Counts the collectives that c10d is asked for."""
+
+    def __enter__(self):
+        from safecomm.collectives.call import counted
+
+        self._counted, self._before = counted, counted()
+        return self
+
+    def __exit__(self, *_):
+        after = self._counted()
+        self.calls = {name: count - self._before.get(name, 0) for name, count in after.items()}
+
+
+# --- programs ---------------------------------------------------------------------------------------------------
+
+
+def program(dice, library, whole):
+    """Call what the dice say on parts of ``whole``, which may overlap, and yield what callers get on the spot."""
+    for _ in range(dice.randrange(1, 12)):
+        kind = dice.choice(
+            ["reduce"] * 5 + ["gather", "scatter", "broadcast", "asynchronous", "strided", "leaf", "max"]
+        )
+        start, size = dice.randrange(0, 64), dice.randrange(0, 32)
+        part = whole[start : start + size]
+        other = whole[96 + start : 96 + start + 2 * size]
+        if kind == "reduce":
+            library.all_reduce(part)
+        elif kind == "max":
+            library.all_reduce(part, op=stock.ReduceOp.MAX)
+        elif kind == "gather":
+            getattr(library, GATHER)(other, part)
+        elif kind == "scatter":
+            getattr(library, SCATTER)(part, other)
+        elif kind == "broadcast":
+            library.broadcast(part, dice.randrange(2))
+            yield part.clone()
+        elif kind == "asynchronous":
+            library.all_reduce(part, async_op=True).wait()
+            yield part.clone()
+        elif kind == "strided":
+            library.reduce(whole[start : start + size * 2].view(-1, 2)[:, 0].contiguous(), 0)
+        elif whole.is_floating_point():
+            with torch.no_grad():
+                library.all_reduce(part.detach().requires_grad_())
+
+
+@on(2)
+@pytest.mark.parametrize("seed", range(6))
+def test_s8_programs_give_what_they_give_one_by_one(seed):
+    for number in range(120):
+        outcomes = []
+        for library in (stock, safecomm):
+            dice = random.Random(f"{seed} {number}")
+            dtype = dice.choice([torch.float32, torch.int64, torch.bfloat16])
+            whole = (torch.arange(256) % 3 + stock.get_rank()).to(dtype)
+            size = dice.choice([32, 1e-4, 1e-5])
+            with safecomm.bucketed(size) if library is safecomm else contextlib.nullcontext():
+                seen = list(program(dice, library, whole))
+            outcomes.append([*seen, whole])
+        for one, other in zip(*outcomes, strict=True):
+            assert torch.equal(one, other), (seed, number)
+    assert not REGIONS
+    assert put_off() == 0
+
+
+# --- what is put off ----------------------------------------------------------------------------------------------
+
+
+@on(2)
+def test_many_calls_become_few():
+    tensors = [torch.full((size,), 1.0) for size in range(1, 101)]
+    safecomm.all_reduce(tensors[0])
+    with safecomm.bucketed(), Launches() as launched:
+        for tensor in tensors[1:]:
+            safecomm.all_reduce(tensor)
+        assert put_off() == 99
+        assert tensors[5][0] == 1
+    assert put_off() == 0
+    assert launched.calls.get("all_reduce", 0) <= 1
+    assert all((tensor == 2).all() for tensor in tensors)
+
+
+@on(2)
+def test_a_bucket_holds_what_was_asked_for():
+    tensors = [torch.ones(1024) for _ in range(20)]
+    safecomm.all_reduce(tensors[0])
+    block = safecomm.bucketed(4 * 4096 / MIB)
+    block.__enter__()
+    for tensor in tensors:
+        safecomm.all_reduce(tensor)
+    with Launches() as launched:
+        block.__exit__(None, None, None)
+    assert launched.calls["all_reduce"] == 5
+
+
+@on(2)
+def test_other_calls_run_at_once_and_after_what_was_put_off():
+    for name, other in {
+        "broadcast": lambda t: safecomm.broadcast(t, 0),
+        "asynchronous": lambda t: safecomm.all_reduce(t * 0, async_op=True).wait(),
+        "list": lambda t: safecomm.all_gather([torch.empty_like(t) for _ in range(2)], t),
+        "barrier": lambda t: safecomm.barrier(),
+        "object": lambda t: safecomm.all_gather_object([None, None], 1),
+        "batch": lambda t: [
+            work.wait()
+            for work in safecomm.batch_isend_irecv(
+                [
+                    safecomm.P2POp(safecomm.isend, t, 1 - stock.get_rank()),
+                    safecomm.P2POp(safecomm.irecv, torch.empty_like(t), 1 - stock.get_rank()),
+                ]
+            )
+        ],
+        "functional": lambda t: functional.all_reduce(t),
+        "functional, dim 1": lambda t: functional.all_gather(t.view(2, -1), dim=1),
+        "manager": lambda t: _managed(t.clone()),
+    }.items():
+        tensor = torch.ones(4)
+        with safecomm.bucketed():
+            safecomm.all_reduce(tensor)
+            assert put_off() == 1, name
+            other(tensor)
+            if name not in ("object",):  # of torch, which safecomm does not see
+                assert tensor.tolist() == [2] * 4, name
+            safecomm.all_reduce(tensor)
+            assert put_off() >= 1, name
+        assert tensor.tolist() == [4] * 4, name
+
+
+def _managed(tensor):
+    with safecomm._coalescing_manager(async_ops=True) as manager:
+        safecomm.all_reduce(tensor)
+    manager.wait()
+    assert tensor.tolist() == [2] * 4
+
+
+@on(2)
+def test_results_of_functional_are_there_when_it_returns():
+    with safecomm.bucketed():
+        assert functional.all_reduce(torch.ones(2)).tolist() == [2, 2]
+        assert functional.all_gather(torch.ones(2)).tolist() == [1] * 4
+        assert functional.reduce_scatter(torch.ones(4)).tolist() == [2, 2]
+        assert put_off() == 0
+
+
+@on(2)
+def test_two_calls_on_one_tensor_both_count():
+    tensor, alias = torch.ones(8), None
+    alias = tensor[2:6]
+    with safecomm.bucketed():
+        safecomm.all_reduce(tensor)
+        safecomm.all_reduce(alias)
+        safecomm.all_reduce(tensor)
+    assert tensor.tolist() == [4, 4, 8, 8, 8, 8, 4, 4]
+
+
+@on(2)
+def test_another_group_is_not_touched():
+    group = stock.new_group()
+    tensor, other = torch.ones(2), torch.ones(2)
+    with safecomm.bucketed(group=group):
+        safecomm.all_reduce(tensor)
+        safecomm.all_reduce(other, group=group)
+        assert tensor.tolist() == [2, 2]
+        assert other.tolist() == [1, 1]
+        with safecomm.bucketed():
+            safecomm.all_reduce(tensor)
+        assert tensor.tolist() == [4, 4]
+    assert other.tolist() == [2, 2]
+    safecomm.destroy_process_group(group)
+
+
+@on(2)
+def test_a_rank_outside_of_the_group_calls_nothing():
+    group = stock.new_group([0])
+    tensor = torch.ones(2)
+    if stock.get_rank() == 1:  # torch says that it does nothing, as without buckets
+        with safecomm.bucketed(group=group), pytest.warns(UserWarning, match="does not belong"):
+            safecomm.all_reduce(tensor, group=group)
+    assert tensor.tolist() == [1, 1]
+
+
+# --- errors -------------------------------------------------------------------------------------------------------
+
+
+@on(2)
+def test_bad_input_is_refused_before_anything_is_put_off():
+    for size in (0, -1, float("nan")):
+        with pytest.raises(ValueError, match="larger than 0"):
+            safecomm.bucketed(size)
+    with safecomm.bucketed(), pytest.raises(ValueError, match="already collecting"), safecomm.bucketed():
+        pass
+    with stock._coalescing_manager(), pytest.raises(ValueError, match="already collecting"), safecomm.bucketed():
+        safecomm.all_reduce(torch.ones(1))
+    assert not REGIONS
+    assert put_off() == 0
+
+
+def _fail_inside(tensor):
+    with safecomm.bucketed():
+        safecomm.all_reduce(tensor)
+        raise KeyError("mine")
+
+
+@on(2)
+def test_s7_an_exception_goes_on_and_nothing_is_launched_or_held():
+    tensor = torch.ones(1000)
+    reference = weakref.ref(tensor.untyped_storage())
+    with pytest.raises(KeyError, match="mine"):
+        _fail_inside(tensor)
+    assert tensor[0] == 1
+    del tensor
+    gc.collect()
+    assert reference() is None
+    assert not REGIONS
+    assert put_off() == 0
+    again = torch.ones(2)
+    safecomm.all_reduce(again)
+    assert again.tolist() == [2, 2]
+
+
+@on(2)
+def test_s2_nothing_is_kept_after_the_end():
+    storages = []
+    with safecomm.bucketed():
+        for _ in range(5):
+            tensor = torch.ones(1000)
+            storages.append(weakref.ref(tensor.untyped_storage()))
+            safecomm.all_reduce(tensor)
+        del tensor
+    gc.collect()
+    assert [storage() for storage in storages] == [None] * 5
+    assert safecomm.pending() == []
+
+
+@on(2)
+def test_the_buckets_come_from_the_arena():
+    tensors = [torch.ones(1000) for _ in range(5)]
+    with safecomm.use_arena("1MiB", device="cpu") as arena:
+        with safecomm.bucketed():
+            for tensor in tensors:
+                safecomm.all_reduce(tensor)
+        assert arena.stats().high_water >= 20000
+        until(lambda: arena.stats().in_use == 0)  # gloo's thread lets go of it a moment later
+    assert all((tensor == 2).all() for tensor in tensors)

@@ -1,0 +1,69 @@
+"""python -m safecomm tune: a real run on two ranks, the file that bucketed() reads, and bad input."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from ranks import on
+
+import safecomm
+from safecomm.__main__ import main
+from safecomm.tune import best
+
+
+def test_the_smallest_size_that_is_about_as_fast_is_the_best():
+    assert best({4.0: 900.0, 16.0: 500.0, 32.0: 495.0}) == 16.0
+    assert best({4.0: 900.0, 16.0: 530.0, 32.0: 495.0}) == 32.0
+    assert best({8.0: 1.0}) == 8.0
+
+
+def test_it_measures_says_and_writes(tmp_path):
+    out, png = tmp_path / "tuned.json", tmp_path / "tuned.png"
+    command = ["tune", "--world", "2", "--rounds", "1", "--mib", "1", "32", "--out", str(out), "--png", str(png)]
+    done = subprocess.run(
+        [sys.executable, "-m", "safecomm", *command],
+        capture_output=True, text=True, check=False, timeout=120, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(out.read_text())
+    assert found["bucket_mb"] in (1.0, 32.0)
+    assert set(found["us"]) == {"one by one", "torch's _coalescing_manager", "bucketed(1)", "bucketed(32)"}
+    assert f"bucketed({found['bucket_mb']:g})" in next(
+        line for line in done.stdout.splitlines() if line.endswith("use this")
+    )
+    assert "round 1 of" in done.stdout + done.stderr
+    assert png.stat().st_size > 1000
+
+
+@on(2)
+def test_bucketed_reads_the_file():
+    import tempfile
+    from pathlib import Path
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "tuned.json"
+        path.write_text('{"bucket_mb": 4}')
+        tensor = torch.ones(3)
+        with safecomm.bucketed(path):
+            safecomm.all_reduce(tensor)
+        assert tensor.tolist() == [2] * 3
+        with pytest.raises(FileNotFoundError):
+            safecomm.bucketed(Path(folder) / "none.json")
+        for text in ("{", "{}", "[1]", '{"bucket_mb": "x"}'):
+            path = Path(folder) / f"{len(text)}.json"
+            path.write_text(text)
+            with pytest.raises(ValueError, match="not a file of"):
+                safecomm.bucketed(path)
+        path = Path(folder) / "zero.json"
+        path.write_text('{"bucket_mb": 0}')
+        with pytest.raises(ValueError, match="larger than 0"):
+            safecomm.bucketed(path)
+
+
+def test_bad_input_is_refused_with_status_2(capsys, tmp_path):
+    for arguments in (["--mib", "0"], ["--rounds", "0"], ["--world", "-1"], ["--out", str(tmp_path / "no" / "x.json")]):
+        assert main(["tune", *arguments]) == 2
+        assert "python -m safecomm tune" in capsys.readouterr().err
