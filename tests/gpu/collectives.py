@@ -806,17 +806,18 @@ def bucketed_in_a_capture():
                 safecomm.all_gather_into_tensor(whole[start * world : (start + 500) * world], part[start : start + 500])
 
     step()
-    with safecomm.graph(torch.cuda.CUDAGraph()) as captured:
+    graph = torch.cuda.CUDAGraph()
+    with safecomm.graph(graph):
         step()
     wrong = 0
     for turn in range(50):
         for tensor in tensors:
             tensor.fill_(float(turn + rank()))
         part.fill_(float(turn))
-        captured.replay()
+        graph.replay()
         mean = turn + (stock.get_world_size() - 1) / 2
         right = all(bool((tensor == mean).all()) for tensor in tensors) and bool((whole == turn).all())
         wrong += not right
-    captured.reset()
+    graph.reset()
     require(wrong == 0, wrong)
     return {"replays": 50, "wrong": wrong}
