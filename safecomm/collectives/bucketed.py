@@ -7,7 +7,7 @@ import functools
 import itertools
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ import torch.distributed.distributed_c10d as c10d
 from safecomm import _torch
 from safecomm.arena.use import empty
 from safecomm.collectives import gather, reduce
-from safecomm.collectives.call import COMPLEX, PLAIN, REGIONS, Region, default_group, storages_of
+from safecomm.collectives.call import REGIONS, Region, default_group, storages_of
 from safecomm.ledger import LEDGER
 from safecomm.sites import outside
 from safecomm.streams import HOST
@@ -25,8 +25,12 @@ BUCKET_MB = 32
 """Size of a bucket, in MiB, where the caller says none: on 2 x H200 the time of 200 small all_reduces changes by less
 than a tenth from 16 on."""
 
-_ELEMENTWISE = frozenset({"SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"})
-_OPS = frozenset(id(getattr(c10d.ReduceOp, name)) for name in _ELEMENTWISE)
+_ELEMENTWISE = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
+_OPS = frozenset({id(None), *(id(getattr(c10d.ReduceOp, name)) for name in _ELEMENTWISE)})
+_current = LEDGER.current
+
+_Call = tuple[Any, torch.Tensor, "torch.Tensor | None", Any]
+"""c10d's function, input, output if there is another, and the reduce operation; the ledger's guards found it plain."""
 
 _gather_into = getattr(gather, "all_gather_single", gather.all_gather_into_tensor)
 _scatter_into = getattr(reduce, "reduce_scatter_single", reduce.reduce_scatter_tensor)
@@ -41,6 +45,7 @@ class Buckets(Region):
         super().__init__()
         self.group = group
         self.nbytes = nbytes
+        self.calls: list[Any] = []  # ours are of _Call; c10d's own functions note theirs here too
         self.index: int | None = None  # device and stream of the calls that are put off
         self.stream = HOST
 
@@ -48,26 +53,28 @@ class Buckets(Region):
         self, group: Any, function: Any, tensor: torch.Tensor, other: torch.Tensor | None, op: Any, async_op: bool
     ) -> None:
         index = tensor.get_device()
-        stream = HOST if index < 0 else LEDGER.current(index)
-        calls = _torch.world.pg_coalesce_state[group]
-        if calls and (index != self.index or stream != self.stream):
-            self.flush()  # on the stream where they were called, which the caller has left
-        self.index, self.stream = index, stream
-        _torch.world.pg_coalesce_state[group].append(_torch.CollOp(function, tensor, other, op, None))
+        stream = HOST if index < 0 else _current(index)
+        if stream != self.stream or index != self.index:
+            if self.calls:
+                self.flush()  # on the stream where they were called, which the caller has left
+            self.index, self.stream = index, stream
+        self.calls.append((function, tensor, other, op))
 
     def alias(self, tensor: Any) -> Any:
         return tensor  # c10d is given none of them
 
     def open(self) -> None:
         """Put off what is called from now on."""
-        _torch.world.pg_coalesce_state[self.group] = []
+        self.calls = _torch.world.pg_coalesce_state[self.group] = []
         REGIONS[self.group] = self
 
     def close(self) -> list[Any]:
         """Put off nothing any more, and return what was."""
         REGIONS.pop(self.group, None)
+        _torch.world.pg_coalesce_state.pop(self.group, None)
         self.tensors.clear()
-        return _torch.world.pg_coalesce_state.pop(self.group, [])  # type: ignore[no-any-return]
+        calls, self.calls = self.calls, []
+        return calls
 
     def flush(self) -> None:
         """Launch what was put off."""
@@ -87,13 +94,17 @@ class Buckets(Region):
         """Launch ``calls`` in their order, on the stream that they were made on."""
         if not calls:
             return
-        index = calls[0].tensor.get_device()
         there: Any = contextlib.nullcontext()
-        if index >= 0 and self.index == index and LEDGER.current(index) != self.stream:
-            there = LEDGER.streams.using(index, self.stream)
+        if self.stream != HOST and self.index is not None and _current(self.index) != self.stream:
+            there = LEDGER.streams.using(self.index, self.stream)
         with there, torch.no_grad():
-            for bucket in _buckets(calls, self.nbytes, self.group.size()):
-                _launch(bucket, self.group)
+            for kind, run in itertools.groupby(calls, _kind):
+                if kind is None:
+                    for call in run:
+                        _launch_one(call, self.group)
+                    continue
+                for bucket in _buckets(run, self.nbytes):
+                    _launch(bucket, self.group)
 
 
 def bucketed(
@@ -109,7 +120,8 @@ def bucketed(
 
     Whatever else is called on the group through safecomm, asynchronous calls and :mod:`safecomm.functional` among it,
     runs when it is called, after what was put off before it. Tensors that are not contiguous, that overlap with others
-    of their bucket, or that are as large as a bucket, go on their own.
+    of their bucket, or that are as large as a bucket, go on their own, and so do calls of ``torch.distributed``'s own
+    functions.
 
     ``bucket_mb``: the size of a bucket in MiB, 32 by default, or the file that ``python -m safecomm tune`` wrote, the
     same on all ranks. ``group``: by default the default group. Runs on the
@@ -175,115 +187,121 @@ def _bucketed(group: Any, nbytes: int) -> Iterator[None]:
 # --- what is launched -----------------------------------------------------------------------------------------
 
 
-def _kind(call: Any, world: int) -> Any:
-    """Return what calls have in common that can share a bucket; None for one that goes on its own."""
-    tensor, other, op = call.tensor, call.dst_tensor, call.redop
-    name = call.op.__name__
-    if (
-        type(tensor) not in PLAIN
-        or tensor.layout is not torch.strided
-        or tensor.dtype in COMPLEX
-        or not tensor.is_contiguous()
-        or not tensor.numel()
-        or tensor.is_inference()
-        or (op is not None and id(op) not in _OPS)
-    ):
+def _kind(call: Any) -> Any:
+    """Return what calls have in common that can share a bucket; None for those that go on their own."""
+    if type(call) is not tuple:  # of c10d's: what it notes may be anything
         return None
-    if name == "all_reduce":
-        return name, id(op), tensor.dtype, tensor.get_device()
-    if (
-        type(other) not in PLAIN
-        or other.dtype is not tensor.dtype
-        or other.device != tensor.device
-        or not other.is_contiguous()
-        or other.is_inference()
-    ):
+    function, tensor, other, op = call
+    if not tensor.is_contiguous() or not tensor.numel() or tensor.is_inference() or id(op) not in _OPS:
         return None
-    small, large = (tensor, other) if op is None else (other, tensor)
-    return (name, id(op), tensor.dtype, tensor.get_device()) if large.numel() == world * small.numel() else None
+    if other is not None and (not other.is_contiguous() or not other.numel() or other.is_inference()):
+        return None
+    return function, id(op), tensor.dtype, tensor.get_device()
 
 
-def _buckets(calls: list[Any], nbytes: int, world: int) -> Iterator[list[Any]]:
-    """Yield ``calls`` in their order, those that share a bucket of at most ``nbytes`` bytes together."""
-    bucket: list[Any] = []
-    kind, size = None, 0
+def _buckets(calls: Iterable[_Call], nbytes: int) -> Iterator[list[_Call]]:
+    """Yield ``calls`` in their order, at most ``nbytes`` bytes together."""
+    bucket: list[_Call] = []
+    size = 0
     for call in calls:
-        its = _kind(call, world)
-        its_size = max(call.tensor.nbytes, 0 if call.dst_tensor is None else call.dst_tensor.nbytes)
-        if bucket and (its is None or its != kind or size + its_size > nbytes):
+        its = call[1].nbytes if call[2] is None else max(call[1].nbytes, call[2].nbytes)
+        if bucket and size + its > nbytes:
             yield bucket
             bucket, size = [], 0
         bucket.append(call)
-        kind, size = its, size + its_size
-    if bucket:
-        yield bucket
+        size += its
+    yield bucket
 
 
-def _launch(bucket: list[Any], group: Any) -> None:
-    tensors = [call.tensor for call in bucket]
-    tensors += [call.dst_tensor for call in bucket if call.dst_tensor is not None]
-    places = sorted((tensor.data_ptr(), tensor.nbytes) for tensor in tensors) if len(bucket) > 1 else []
+def _launch(bucket: list[_Call], group: Any) -> None:
+    tensors = [call[1] for call in bucket]
+    others = [call[2] for call in bucket if call[2] is not None]
+    world = group.size()
+    places = sorted([(tensor.data_ptr(), tensor.nbytes) for tensor in tensors + others])
     apart = all(start + nbytes <= after for (start, nbytes), (after, _) in itertools.pairwise(places))
-    name = bucket[0].op.__name__
-    if len(bucket) == 1 or not apart:
+    name, op = bucket[0][0].__name__, bucket[0][3]
+    if name == "all_reduce":
+        fit = True
+    else:
+        small, large = (tensors, others) if op is None else (others, tensors)
+        fit = all(one.numel() * world == other.numel() for one, other in zip(small, large, strict=True))
+    if len(bucket) == 1 or not apart or not fit:
         for call in bucket:
-            _ONE[name](call, group)
+            _launch_one(call, group)
         return
-    _MANY[name](bucket, group, bucket[0].redop)
+    if name == "all_reduce":
+        _all_reduce(tensors, group, op)
+    elif op is None:
+        _all_gather(tensors, others, group)
+    else:
+        _reduce_scatter(tensors, others, group, op)
     index = tensors[0].get_device()
-    if index >= 0:
-        stream = LEDGER.current(index)
-        if not LEDGER.streams.all_at_home(stream, [start for start, _ in places]):
-            frame = outside(("safecomm.collectives.", "contextlib."))
-            LEDGER.trail("bucketed", group, index, storages_of(tensors), frame)
+    if index >= 0 and not LEDGER.streams.all_at_home(_current(index), [start for start, _ in places]):
+        frame = outside(("safecomm.collectives.", "contextlib."))
+        LEDGER.trail("bucketed", group, index, storages_of(tensors + others), frame)
 
 
-def _all_reduce(bucket: list[Any], group: Any, op: Any) -> None:
-    tensors = [call.tensor for call in bucket]
-    flat = _flat(tensors[0], sum(tensor.numel() for tensor in tensors))
-    parts = _torch.unflatten(flat, tensors)
+def _launch_one(call: Any, group: Any) -> None:
+    if type(call) is not tuple:
+        call = call.op, call.tensor, call.dst_tensor, call.redop
+    function, tensor, other, op = call
+    if function.__name__ == "all_reduce":
+        reduce.all_reduce(tensor, op, group)
+    elif op is None:
+        _gather_into(other, tensor, group)
+    else:
+        _scatter_into(other, tensor, op, group)
+
+
+def _all_reduce(tensors: list[torch.Tensor], group: Any, op: Any) -> None:
+    flat = _flat(tensors[0], sum(map(torch.Tensor.numel, tensors)))
+    parts = _parts(flat, tensors)
     _torch.copy_all(parts, tensors)
     reduce.all_reduce(flat, op, group)
     _torch.copy_all(tensors, parts)
 
 
-def _all_gather(bucket: list[Any], group: Any, _: Any) -> None:
-    inputs = [call.tensor for call in bucket]
+def _all_gather(inputs: list[torch.Tensor], outputs: list[torch.Tensor], group: Any) -> None:
     sizes = [tensor.numel() for tensor in inputs]
     source = _flat(inputs[0], sum(sizes))
-    _torch.copy_all(_torch.unflatten(source, inputs), inputs)
+    _torch.copy_all(_parts(source, inputs), inputs)
     whole = _flat(inputs[0], sum(sizes) * group.size())
     _gather_into(whole, source, group)
-    for call, part in zip(bucket, torch.split(whole.view(group.size(), -1), sizes, 1), strict=True):
-        call.dst_tensor.view(part.shape).copy_(part)
+    for output, part in zip(outputs, torch.split(whole.view(group.size(), -1), sizes, 1), strict=True):
+        output.view(part.shape).copy_(part)
 
 
-def _reduce_scatter(bucket: list[Any], group: Any, op: Any) -> None:
-    outputs = [call.dst_tensor for call in bucket]
-    numel = sum(tensor.numel() for tensor in outputs)
+def _reduce_scatter(inputs: list[torch.Tensor], outputs: list[torch.Tensor], group: Any, op: Any) -> None:
+    numel = sum(map(torch.Tensor.numel, outputs))
     whole = _flat(outputs[0], numel * group.size())
-    rows = [call.tensor.view(group.size(), -1) for call in bucket]
+    rows = [tensor.view(group.size(), -1) for tensor in inputs]
     torch.cat(rows, 1, out=whole.view(group.size(), numel))
     part = _flat(outputs[0], numel)
     _scatter_into(part, whole, op, group)
-    _torch.copy_all(outputs, _torch.unflatten(part, outputs))
+    _torch.copy_all(outputs, _parts(part, outputs))
 
 
 def _flat(like: torch.Tensor, numel: int) -> torch.Tensor:
     return empty(numel, dtype=like.dtype, device=like.device)
 
 
-_MANY: dict[str, Callable[[list[Any], Any, Any], None]] = {
-    "all_reduce": _all_reduce,
-    "all_gather_into_tensor": _all_gather,
-    "all_gather_single": _all_gather,
-    "reduce_scatter_tensor": _reduce_scatter,
-    "reduce_scatter_single": _reduce_scatter,
-}
-_ONE: dict[str, Callable[[Any, Any], None]] = {
-    "all_reduce": lambda call, group: reduce.all_reduce(call.tensor, call.redop, group),
-    "all_gather_into_tensor": lambda call, group: _gather_into(call.dst_tensor, call.tensor, group),
-    "all_gather_single": lambda call, group: _gather_into(call.dst_tensor, call.tensor, group),
-    "reduce_scatter_tensor": lambda call, group: _scatter_into(call.dst_tensor, call.tensor, call.redop, group),
-    "reduce_scatter_single": lambda call, group: _scatter_into(call.dst_tensor, call.tensor, call.redop, group),
-}
+_PARTS: dict[Any, Sequence[torch.Tensor]] = {}
+"""The parts of flat tensors of earlier buckets, by address and shapes. They own no memory, and are only used while the
+flat tensor that is at their address now is alive: making 200 views takes as long as all the rest of a bucket."""
+
+
+def _parts(flat: torch.Tensor, like: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Return consecutive parts of ``flat``, shaped like the tensors of ``like``."""
+    key = flat.data_ptr(), flat.dtype, flat.device, tuple([tensor.shape for tensor in like])
+    parts = _PARTS.get(key)
+    if parts is None:
+        if len(_PARTS) >= 32:
+            _PARTS.clear()
+        # Not tensors of inference, which could not be written to outside of it.
+        with torch.inference_mode(False), torch.no_grad():
+            alias = _torch.unowned(flat)
+            if alias is flat:
+                return _torch.unflatten(flat, like)
+            del alias._memory  # type: ignore[attr-defined]
+            parts = _PARTS[key] = _torch.unflatten(alias, like)
+    return parts
