@@ -136,7 +136,7 @@ def overlap(cases):
     return table(("compute on main under side-stream all_reduces, 48 of them", "torch.distributed, ms", "ratio"), rows)
 
 
-def arena(times, lists, stress):
+def arena(times, lists, stress, fragmentation, calls):
     shown = {name: row["ratio"] for name, row in times["rows"].items()}
     come_and_go = [ratio for name, ratio in shown.items() if "transient" in name]
     kept = [ratio for name, ratio in shown.items() if "held" in name]
@@ -152,6 +152,20 @@ def arena(times, lists, stress):
             figures["elements written by others"],
         ),
     ]
+    rows.append(
+        (
+            "allocations a step of a Megatron-like layer after the first, without / with an arena",
+            " / ".join(f"{calls[name]['allocations a step']:.0f}" for name in ("ordinary memory", "arena")),
+        )
+    )
+    for name, row in fragmentation["programs"]["recompute"].items():
+        rows.append(
+            (
+                f"300 steps of 32 sequence lengths, recomputed activations, {name.replace('stock', 'no arena')} "
+                "settings of the allocator: MiB reserved beyond the most in use",
+                row["overhead MiB"],
+            )
+        )
     for name, row in lists["rows"].items():
         if "slices" in name and int(name.split(", ")[1].split()[0]) >= 16:
             rows.append(
@@ -163,14 +177,41 @@ def arena(times, lists, stress):
     return table(("the arena, against torch.empty and torch's list forms", ""), rows)
 
 
+def bucketed(results):
+    one_by_one, manager = "one by one", "torch's _coalescing_manager"
+    rows = [
+        (
+            name,
+            row["us"],
+            row.get(f"ratio to {one_by_one}", "-"),
+            row.get(f"ratio to {manager}", "-"),
+        )
+        for name, row in results["rows"].items()
+    ]
+    return table(
+        (f"200 all_reduces of 4 KiB to 256 KiB, {results['MiB in all']} MiB", "us", one_by_one, "_coalescing_manager"),
+        rows,
+    )
+
+
 def megatron(results):
     rows = []
     for way, hows in results["ways"].items():
         same = all(row["same"] and not row["past"] for row in hows.values())
-        allocated = max(row.get("peak_alloc_kib ratio", 0) for row in hows.values())
-        reserved = max(row.get("peak_reserved_kib ratio", 0) for row in hows.values())
-        time = results.get("step time", {}).get(way, {}).get("ratio", "-")
-        rows.append((way, "equal" if same else "DIFFERENT", allocated, reserved, time))
+        plain = [row for how, row in hows.items() if "arena" not in how]
+        allocated = max(row.get("peak_alloc_kib ratio", 0) for row in plain)
+        reserved = max(row.get("peak_reserved_kib ratio", 0) for row in plain)
+        time = results.get("step time", {}).get(way, {})
+        rows.append(
+            (
+                way,
+                "equal" if same else "DIFFERENT",
+                allocated,
+                reserved,
+                time.get("ratio", "-"),
+                time.get("control", "-"),
+            )
+        )
     graph = results["graph"]["runner, avoid"]["ended"]
     head = (
         "megatron-core, bf16, patched early, late, by the runner",
@@ -178,6 +219,7 @@ def megatron(results):
         "peak allocated",
         "reserved",
         "step",
+        "unpatched to itself",
     )
     return (
         table(head, rows)
@@ -185,9 +227,9 @@ def megatron(results):
     )
 
 
-def host(results):
+def host(results, where):
     rows = [(name, row["stock"], row["safecomm"], row["ratio"]) for name, row in results["rows"].items()]
-    return table(("host time of a call, 1 KiB, us", "torch.distributed", "safecomm", "ratio"), rows)
+    return table((f"host time of a call, 1 KiB, {where}, us", "torch.distributed", "safecomm", "ratio"), rows)
 
 
 def failed(cases):
@@ -208,9 +250,17 @@ def figures():
         memory(cases),
         recorded(cases),
         overlap(cases),
-        arena(load("arena_host_time.json"), load("arena_lists.json"), load("arena_stress.json")),
+        arena(
+            load("arena_host_time.json"),
+            load("arena_lists.json"),
+            load("arena_stress.json"),
+            load("arena_fragmentation.json"),
+            cases["arena_allocator_calls_per_step"]["figures"],
+        ),
+        bucketed(load("bucketed.json")),
         megatron(load("megatron.json")),
-        host(times),
+        host(times, times["backend"]),
+        host(load("host_time_gloo.json"), "gloo, one rank"),
     ]
     return "\n".join(parts)
 

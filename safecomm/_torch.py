@@ -89,8 +89,8 @@ class _Unknown:
 profiler: Any = torch.autograd.profiler if hasattr(torch.autograd.profiler, "_is_profiler_enabled") else _Unknown
 """``profiler._is_profiler_enabled`` says whether one is on, which shows the dispatcher's calls too.
 
-Torch keeps it "for fast python checks": asking C++ takes a tenth of a microsecond more of each call. One that was not
-started from Python sees the kernels of a direct call and not its name.
+Torch keeps it "for fast python checks": asking C++ takes a tenth of a microsecond more of each call. What is started
+past ``torch.profiler`` and ``torch.autograd.profiler`` sees the kernels of a direct call and not its name.
 """
 
 
@@ -105,9 +105,10 @@ def unlike(*_: Any) -> bool:
 def look_alike(*tensors: torch.Tensor) -> Callable[..., bool]:
     """Return a function that says whether as many other tensors are like ``tensors``, in one call of C++.
 
-    It compares the types, dtypes, devices, numbers of dimensions, ``requires_grad`` and the keys by which the
-    dispatcher would go, those of active modes included: what Dynamo guards its graphs with. Two arguments that are one
-    tensor are like nothing.
+    It compares the types, dtypes, devices, numbers of dimensions, ``requires_grad`` and dispatch keys, those that the
+    thread adds included, but not those of ``FakeTensorMode`` (torch 2.13): what Dynamo guards its graphs with. Two
+    arguments that are one tensor are like nothing. Not to be asked about strided nested tensors, which take the process
+    down.
     """
     if _TensorGuards is None:
         return unlike
@@ -116,6 +117,38 @@ def look_alike(*tensors: torch.Tensor) -> Callable[..., bool]:
         *tensors, dynamic_dims_sizes=anything, dynamic_dims_strides=anything
     ).check
     return check
+
+
+def _plain_keys() -> frozenset[str]:
+    found = set()
+    for inference in (False, True):
+        with torch.inference_mode(inference):
+            found.add(str(torch._C._dispatch_keys(torch.empty(0, device="cpu"))))
+    return frozenset(found)
+
+
+def has_plain_keys(tensor: torch.Tensor) -> bool:
+    """Return whether the dispatcher sees an ordinary tensor of the CPU or of CUDA. Not for the hot path.
+
+    That is a dense one, no view that is written out first, no wrapper of a transform, not quantized, nested or named.
+    False if torch does not tell.
+    """
+    if _PLAIN_KEYS is None:
+        return False
+    return str(torch._C._dispatch_keys(tensor)).replace("CUDA", "CPU") in _PLAIN_KEYS
+
+
+_PLAIN_KEYS = _plain_keys() if hasattr(torch._C, "_dispatch_keys") else None
+
+
+def _no_level() -> None:
+    return None
+
+
+transform_level: Callable[[], int | None] = getattr(
+    getattr(torch._C, "_functorch", None), "maybe_current_level", _no_level
+)
+"""The level of the transform of ``torch.func`` that runs, and wraps what is made of tensors; None for none."""
 
 
 def _never() -> bool:

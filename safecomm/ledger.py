@@ -116,6 +116,7 @@ class Entry:
     stream: int = 0  # the stream of a trail's event, or of the launch of a work that is staged
     staged: bool = False  # c10d has staging memory of the launch stream, which it gives back at the first wait anywhere
     aliases: tuple[torch.Tensor, ...] = ()  # what c10d was given in place of the caller's tensors; emptied at release
+    emptied: bool = False  # the aliases were
     settled: bool = False  # the host has waited for it before a capture
     awaited: bool = False  # something else than the handle stands for the call, so nobody has forgotten it
     rare: bool = False  # a work that did not come by Lane.hold: it may be staged, have aliases, be of a capture
@@ -228,7 +229,9 @@ def leave_empty(alias: torch.Tensor) -> None:
     empty = _EMPTY.get(key)
     if empty is None:
         with torch.inference_mode(False):
-            empty = _EMPTY[key] = torch.empty(0, dtype=alias.dtype, device=alias.device)
+            empty = torch.empty(0, dtype=alias.dtype, device=alias.device)
+        if type(empty) is torch.Tensor and _torch.has_plain_keys(empty):  # and not a mode's
+            _EMPTY[key] = empty
     alias.data = empty
 
 
@@ -439,7 +442,8 @@ class Ledger:
             lane.blind = backend == "gloo" and p2p
             self._lanes[key] = lane
             direct = self._diverted if self._diverting else self.direct
-            if type(group) is ProcessGroup and not capture and not p2p and id(group) not in direct:
+            known = backend in ("nccl", "gloo")  # the works of others may be something else: the fake one's never end
+            if type(group) is ProcessGroup and known and not capture and not p2p and id(group) not in direct:
                 lane.backend = _torch.backend_of(group, "cpu" if index == HOST else "cuda")
                 if lane.backend is not None:
                     direct[id(group)] = lane
@@ -572,6 +576,7 @@ class Ledger:
             for alias in entry.aliases:
                 leave_empty(alias)
             entry.aliases = ()
+            entry.emptied = True
         if entry.lane.records and entry.storages:
             with self._of_records:
                 cdata = entry.storages[0]._cdata

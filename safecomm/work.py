@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.distributed_c10d import Work as C10dWork
 
+from safecomm.errors import SafecommError
 from safecomm.ledger import Launched
 
 if TYPE_CHECKING:
@@ -86,7 +87,11 @@ class Work(Launched, _Base):
         return done
 
     def get_future(self) -> Any:
-        """Return torch's future of the collective. The memory stays held until the collective is complete."""
+        """Return torch's future of the collective. The memory stays held until the collective is complete.
+
+        Raises SafecommError where :meth:`result` does.
+        """
+        self._show_results()
         self.awaited = True  # the future stands for the handle from now on
         return self.inner.get_future()
 
@@ -103,8 +108,21 @@ class Work(Launched, _Base):
         return self.inner.exception()
 
     def result(self) -> list[torch.Tensor]:
-        """Return the outputs, from the backend's handle."""
+        """Return the outputs, from the backend's handle.
+
+        Raises SafecommError for a coalescing region that was waited for: c10d would keep its outputs until the group's
+        next collective, so the wait takes them from it. Asked before the wait, they stay with the handle, as in torch.
+        """
+        self._show_results()
         return self.inner.result()
+
+    def _show_results(self) -> None:
+        if self.emptied:
+            raise SafecommError(
+                f"the outputs of {self.op} launched at {self.site} are not with its handle any more: it was waited for. "
+                "Ask for result() or get_future() before wait(), or use the tensors that the calls were given."
+            )
+        self.aliases = ()
 
     def source_rank(self) -> int:
         """Return the rank that a receive from any source was served by."""

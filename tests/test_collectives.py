@@ -432,6 +432,137 @@ def test_s8_tensors_that_are_not_like_those_of_the_last_call_are_told_from_them(
     assert lane.like_one(plain)
 
 
+def _quietly(make):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # prototypes, deprecated
+        return make()
+
+
+def _nested():
+    return _quietly(lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]))
+
+
+def _fake(library):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    tensor, whole = torch.ones(4), torch.zeros(8)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        library.all_reduce(tensor)
+        library.all_reduce(tensor, async_op=True)
+        getattr(library, GATHER)(whole, tensor)
+    return tensor, whole
+
+
+def _functionalized(library):
+    def function(tensor):
+        result = tensor + 1
+        library.all_reduce(result)
+        return result
+
+    return torch.func.functionalize(function)(torch.ones(4))
+
+
+def _in_a_transform(asynchronous):
+    def call(library):
+        closed_over = torch.ones(4)
+
+        def function(tensor):
+            work = library.all_reduce(closed_over, async_op=asynchronous)
+            if asynchronous:
+                work.wait()
+            return (tensor * 2).sum()
+
+        return torch.func.grad(function)(torch.ones(4)), closed_over
+
+    return call
+
+
+def _region_in_a_transform(library):
+    closed_over = torch.ones(4)
+
+    def function(tensor):
+        with library._coalescing_manager():
+            library.all_reduce(closed_over)
+        return (tensor * 2).sum()
+
+    return torch.func.grad(function)(torch.ones(4)), closed_over
+
+
+def _swapped_in_a_region(library):
+    tensor = torch.ones(3)
+    before = tensor.detach()
+    with library._coalescing_manager():
+        library.all_reduce(tensor)
+        tensor.data = torch.full((3,), 5.0)
+    return tensor, before
+
+
+def _results_of_a_region(library):
+    one, other = torch.ones(3), torch.ones(2)
+    with library._coalescing_manager(async_ops=True) as manager:
+        library.all_reduce(one)
+        library.all_reduce(other)
+    results = manager.works[0].result()
+    manager.wait()
+    return results
+
+
+def _leaf_in_a_region(library):
+    leaf = torch.ones(3, requires_grad=True)
+    with library._coalescing_manager():
+        library.all_reduce(leaf)
+    return leaf
+
+
+UNUSUAL = {
+    "nested": lambda library: library.all_reduce(_nested()),
+    "nested, gathered": lambda library: getattr(library, GATHER)(torch.ones(10), _nested()),
+    "zero": lambda library: library.all_reduce(torch._efficientzerotensor((3,))),
+    "quantized": lambda library: library.all_reduce(
+        _quietly(lambda: torch.quantize_per_tensor(torch.ones(2), 1, 0, torch.qint8))
+    ),
+    "fake": _fake,
+    "functionalized": _functionalized,
+    "in a transform": _in_a_transform(False),
+    "in a transform, asynchronous": _in_a_transform(True),
+    "region in a transform": _region_in_a_transform,
+    "swapped in a region": _swapped_in_a_region,
+    "results of a region": _results_of_a_region,
+    "leaf in a region": _leaf_in_a_region,
+}
+
+
+@on(2)
+@pytest.mark.parametrize("what", UNUSUAL)
+def test_s8_what_is_no_plain_tensor_is_treated_as_by_torch(what):
+    """Each of these was once taken for a plain tensor, and some took the process down."""
+    safecomm.all_reduce(torch.ones(2))  # a plain one has been seen
+    getattr(safecomm, GATHER)(torch.ones(4), torch.ones(2))
+    outcomes = []
+    for library in (stock, safecomm):
+        try:
+            result = UNUSUAL[what](library)
+        except Exception as error:
+            outcomes.append((type(error), str(error)))
+        else:
+            tensors = result if isinstance(result, (list, tuple)) else [result]
+            outcomes.append([one.tolist() for one in tensors if isinstance(one, torch.Tensor)])
+    assert outcomes[0] == outcomes[1]
+    safecomm.drain(wait=True)
+
+
+@on(2)
+def test_results_of_a_region_that_was_waited_for_are_refused_and_not_empty():
+    tensor = torch.ones(3)
+    with safecomm._coalescing_manager(async_ops=True) as manager:
+        safecomm.all_reduce(tensor)
+    manager.wait()
+    for ask in (manager.works[0].result, manager.works[0].get_future):
+        with pytest.raises(safecomm.SafecommError, match=r"before wait\(\)"):
+            ask()
+    assert tensor.tolist() == [2] * 3
+
+
 @on(2)
 def test_s10_a_tensor_that_requires_grad_takes_the_direct_way_where_no_gradient_is_recorded():
     leaf, plain = torch.ones(2, requires_grad=True), torch.ones(2)

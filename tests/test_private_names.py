@@ -36,6 +36,8 @@ NAMES = [
     (torch._C._distributed_c10d.Backend, "_reduce_scatter_base", None),
     (torch._C, "_len_torch_dispatch_stack", "no call takes the direct way"),
     (torch.autograd.profiler, "_is_profiler_enabled", "no call takes the direct way"),
+    (torch._C, "_dispatch_keys", "no call takes the direct way, and c10d keeps coalesced tensors a bit longer"),
+    (torch._C._functorch, "maybe_current_level", "calls inside of torch.func may fail"),
     (torch._C._dynamo.guards, "TensorGuards", "every call looks at its tensors one by one, 0.5 us more"),
     (
         torch._C._distributed_c10d,
@@ -152,6 +154,18 @@ def test_without_what_works_on_lists_tensors_are_copied_one_by_one(monkeypatch):
         module.copy_all(parts, like)
         assert [part.shape for part in parts] == [(2, 3), (4,)]
         assert flat.tolist() == [1] * 10
+
+
+def test_without_the_dispatch_keys_no_tensor_is_known_to_be_plain(monkeypatch):
+    tensor = torch.ones(2)
+    assert _torch.has_plain_keys(tensor)
+    assert not _torch.has_plain_keys(tensor.to_sparse())
+    assert _torch.transform_level() is None
+    monkeypatch.delattr(torch._C, "_dispatch_keys")
+    monkeypatch.delattr(torch._C._functorch, "maybe_current_level")
+    copy = a_fresh_copy()
+    assert not copy.has_plain_keys(tensor)
+    assert copy.transform_level() is None
 
 
 def test_without_dynamos_guards_no_tensors_are_like_others(monkeypatch):

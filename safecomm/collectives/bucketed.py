@@ -60,9 +60,6 @@ class Buckets(Region):
             self.index, self.stream = index, stream
         self.calls.append((function, tensor, other, op))
 
-    def alias(self, tensor: Any) -> Any:
-        return tensor  # c10d is given none of them
-
     def open(self) -> None:
         """Put off what is called from now on."""
         self.calls = _torch.world.pg_coalesce_state[self.group] = []

@@ -52,14 +52,16 @@ class Region:
         self.p2p = False
 
     def alias(self, tensor: Any) -> Any:
-        """Return what c10d is to be given in place of ``tensor``: another tensor of the same memory.
+        """Return what c10d is to launch in place of ``tensor``: another tensor of the same memory.
 
         ProcessGroupNCCL keeps a reference to a coalesced tensor until the group's next collective, because it puts it
         on another work than the one that is waited for (pytorch #187565). The alias is left without memory at the
         release.
         """
-        if type(tensor) not in PLAIN or tensor.is_complex() or tensor.layout is not torch.strided:
-            return host_alias(tensor)
+        if type(tensor) not in PLAIN or tensor.requires_grad or not _torch.has_plain_keys(tensor):
+            return tensor  # what c10d would refuse, it is to refuse
+        if tensor.is_inference() != torch.is_inference_mode_enabled() or _torch.transform_level() is not None:
+            return tensor
         alias = tensor.detach()
         self.aliases.append(alias)
         return alias
@@ -68,9 +70,7 @@ class Region:
         self, group: Any, function: Any, tensor: torch.Tensor, other: torch.Tensor | None, op: Any, async_op: bool
     ) -> Any:
         """Do what c10d's ``function`` does here: note the call, which the end of the region launches and holds."""
-        if other is not None:
-            other = self.alias(other)
-        _torch.world.pg_coalesce_state[group].append(_torch.CollOp(function, self.alias(tensor), other, op, None))
+        _torch.world.pg_coalesce_state[group].append(_torch.CollOp(function, tensor, other, op, None))
         return _torch.IllegalWork() if async_op else None
 
 
@@ -348,9 +348,7 @@ def forwarded(
         if region is not None and region.bucketed and (asynchronous or not coalesced):
             with at_once(_arguments(args, kwargs)[0]):
                 return call(*args, **kwargs)
-        if region is not None and coalesced:
-            given, named = _mapped(region.alias, args, kwargs)
-        elif asynchronous:
+        if asynchronous and (region is None or not coalesced) and _torch.transform_level() is None:
             given, named = _mapped(host_alias, args, kwargs)
         if p2p and holds_itself(_arguments(args, kwargs)[0]):
             given, named = _mapped(device_alias, given, named)
@@ -395,8 +393,8 @@ def forwarded(
 def plain(lane: Lane, *tensors: Any) -> bool:
     """Return whether the direct call of ``lane``'s backend does with ``tensors`` what the dispatcher's would.
 
-    Asked where ``lane.like_one`` and ``lane.like_two`` say no. The dispatcher does more to tensors that record a
-    gradient, and to views that it writes out first; c10d does to complex ones.
+    Asked where ``lane.like_one`` and ``lane.like_two`` say no. The dispatcher does more with tensors that record a
+    gradient, with negative views, nested and quantized tensors; c10d does with complex ones.
     """
     index = lane.index
     learnable = True
@@ -407,16 +405,12 @@ def plain(lane: Lane, *tensors: Any) -> bool:
             or (index == HOST and not tensor.is_cpu)
             or tensor.dtype in COMPLEX
             or tensor.dtype is not tensors[0].dtype
-            or tensor.is_neg()
+            or not _torch.has_plain_keys(tensor)
             or (tensor.requires_grad and torch.is_grad_enabled())
         ):
             return False
         learnable &= not tensor.requires_grad
-        try:
-            tensor.data_ptr()
-        except RuntimeError:  # sparse, or a wrapper of functorch
-            return False
-    if _torch.dispatch_modes():
+    if _torch.dispatch_modes() or _torch.transform_level() is not None:
         return False
     if learnable:
         lane.learn(tensors)

@@ -70,6 +70,9 @@ def _inside_of(to: Any, device: Any, async_ops: bool, frame: types.FrameType) ->
         raise
     REGIONS.pop(to, None)
     for call in _torch.world.pg_coalesce_state.get(to, ()):  # also what was called through torch's own functions
+        call.tensor = region.alias(call.tensor)
+        if call.dst_tensor is not None:
+            call.dst_tensor = region.alias(call.dst_tensor)
         region.tensors += [tensor for tensor in (call.tensor, call.dst_tensor) if tensor is not None]
         # c10d tells calls apart by the function that its module has under the name, which a patch may have changed.
         call.op = getattr(c10d, call.op.__name__, call.op)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed.distributed_c10d as c10d
+from torch.nn import Parameter as _Parameter
 from torch.overrides import has_torch_function_unary
 
 from safecomm import _torch
@@ -36,6 +37,8 @@ _HERE = globals()
 _groups = _torch.groups
 _DEFAULT = _torch.DEFAULT
 _direct = LEDGER.direct
+_Tensor = torch.Tensor
+_modes = _torch.dispatch_modes
 _profiler = _torch.profiler
 _inflight = _torch.inflight_as_graph_input
 
@@ -66,8 +69,13 @@ def _all_gather(output_tensor: Any, input_tensor: Any, group: Any = None, async_
     if (
         lane is None
         or has_torch_function_unary(input_tensor)  # a TorchFunctionMode is active
+        or (type(input_tensor) is not _Tensor and type(input_tensor) is not _Parameter)
+        or (type(output_tensor) is not _Tensor and type(output_tensor) is not _Parameter)
+        or input_tensor.is_nested  # like_two() must not be asked
+        or output_tensor.is_nested
         or not (lane.like_two(output_tensor, input_tensor) or plain(lane, output_tensor, input_tensor))
         or (lane.regions and to in lane.regions and to not in REGIONS)  # a region of torch's own
+        or _modes()
         or _profiler._is_profiler_enabled
         or (async_op and _inflight())
     ):

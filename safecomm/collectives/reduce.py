@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed.distributed_c10d as c10d
+from torch.nn import Parameter as _Parameter
 from torch.overrides import has_torch_function_unary
 
 from safecomm import _torch
@@ -36,6 +37,8 @@ _HERE = globals()
 _groups = _torch.groups
 _DEFAULT = _torch.DEFAULT
 _direct = LEDGER.direct
+_Tensor = torch.Tensor
+_modes = _torch.dispatch_modes
 _profiler = _torch.profiler
 _inflight = _torch.inflight_as_graph_input
 
@@ -58,9 +61,12 @@ def all_reduce(tensor: Any, op: Any = c10d.ReduceOp.SUM, group: Any = None, asyn
     if (
         lane is None
         or has_torch_function_unary(tensor)  # a TorchFunctionMode is active
+        or (type(tensor) is not _Tensor and type(tensor) is not _Parameter)
+        or tensor.is_nested  # like_one() must not be asked
         or not (lane.like_one(tensor) or plain(lane, tensor))
         or (options := (_async_all_reduce if async_op else _sync_all_reduce).get(id(op))) is None
         or (lane.regions and to in lane.regions and to not in REGIONS)  # a region of torch's own
+        or _modes()
         or _profiler._is_profiler_enabled
         or (async_op and _inflight())
     ):
@@ -114,10 +120,15 @@ def _reduce_scatter(
     if (
         lane is None
         or has_torch_function_unary(input)
+        or (type(output) is not _Tensor and type(output) is not _Parameter)
+        or (type(input) is not _Tensor and type(input) is not _Parameter)
+        or input.is_nested  # like_two() must not be asked
+        or output.is_nested
         or not (lane.like_two(output, input) or plain(lane, output, input))
         or (options := (_async_reduce_scatter if async_op else _sync_reduce_scatter).get(id(op))) is None
         or (lane.regions and to in lane.regions and to not in REGIONS)  # a region of torch's own
         or (async_op and not lane.streamed)  # gloo's can't be polled
+        or _modes()
         or _profiler._is_profiler_enabled
         or (async_op and _inflight())
     ):
