@@ -119,7 +119,7 @@ class Work(Launched, _Base):
     def _show_results(self) -> None:
         if self.emptied:
             raise SafecommError(
-                f"the outputs of {self.op} launched at {self.site} are not with its handle any more: it was waited for. "
+                f"the outputs of {self.op} launched at {self.site} are no longer with its handle: it was waited for. "
                 "Ask for result() or get_future() before wait(), or use the tensors that the calls were given."
             )
         self.aliases = ()
