@@ -111,7 +111,7 @@ def main():
         print(way, shown, {how: row.get("peak_reserved_kib ratio") for how, row in rows.items()}, flush=True)
         save()
     for way in arguments.times:
-        found, _ = run(arguments.world, [], [*SIZE, *WAYS[way], "--compare", "32"])
+        found, _ = run(arguments.world, [], [*SIZE, *WAYS[way], "--compare", "20"])
         times = results.setdefault("step time", {})
         times[way] = found.get("compare") or found
         print("step time", way, times[way], flush=True)
