@@ -172,9 +172,7 @@ def at_home(argument: Any) -> bool:
         if argument.is_cuda and argument.layout is torch.strided:
             return _at_home(_current(argument.get_device()), argument.data_ptr())
         return bool(argument.is_cpu)
-    if isinstance(argument, (list, tuple)):
-        return all(map(at_home, argument))
-    return argument is None
+    return False
 
 
 def host_alias(argument: Any) -> Any:
@@ -187,8 +185,9 @@ def host_alias(argument: Any) -> Any:
         return [host_alias(one) for one in argument]
     if type(argument) is tuple:
         return tuple(map(host_alias, argument))
-    if type(argument) in PLAIN and argument.device.type == "cpu" and argument.layout is torch.strided:
-        return argument.detach()
+    if type(argument) in PLAIN and argument.is_cpu and argument.layout is torch.strided:
+        # In a transform of torch.func, an alias of it would be a wrapper, which has no memory.
+        return argument if _torch.transform_level() is not None else argument.detach()
     return argument
 
 
@@ -337,38 +336,33 @@ def forwarded(
         if profiler._is_profiler_enabled and not _SPAN.open:
             with _span(name):
                 return call(*args, **kwargs)
+        group, tensors = _arguments(args, kwargs)
+        asynchronous = async_place is not None and (
+            args[async_place] if async_place < len(args) else kwargs.get("async_op")
+        )
+        region = REGIONS.get(group) if REGIONS else None
+        if region is not None and region.bucketed and (asynchronous or not coalesced):
+            with at_once(group):
+                return call(*args, **kwargs)
         count()
         if busy:
             LEDGER.sweep()
         given, named = args, kwargs
-        asynchronous = async_place is not None and (
-            args[async_place] if async_place < len(args) else kwargs.get("async_op")
-        )
-        region = REGIONS.get(_arguments(args, kwargs)[0]) if REGIONS else None
-        if region is not None and region.bucketed and (asynchronous or not coalesced):
-            with at_once(_arguments(args, kwargs)[0]):
-                return call(*args, **kwargs)
-        if asynchronous and (region is None or not coalesced) and _torch.transform_level() is None:
+        if asynchronous and (region is None or not coalesced) and not (tensors and tensors[0].is_cuda):
             given, named = _mapped(host_alias, args, kwargs)
-        if p2p and holds_itself(_arguments(args, kwargs)[0]):
+        if p2p and holds_itself(group):
             given, named = _mapped(device_alias, given, named)
         if recording:
-            captures.check_group(name, *_arguments(args, kwargs))
+            captures.check_group(name, group, tensors)
         try:
             result = original(*given, **named)
         except torch.distributed.DistBackendError:
-            finish(name, None, *_arguments(args, kwargs), caller(), staged=staged, p2p=p2p, unpolled=unpolled)
+            finish(name, None, group, tensors, caller(), staged=staged, p2p=p2p, unpolled=unpolled)
             raise
         if recording:
-            group, tensors = _arguments(args, kwargs)
             captures.note(name, group, with_memory(tensors), caller())
-        if result is None and not coalesced and not REGIONS:
-            for place, argument in places:
-                if not at_home(args[place] if place < len(args) else kwargs.get(argument)):
-                    break
-            else:
-                return None  # the ordinary program: nothing to hold
-        group, tensors = _arguments(args, kwargs)
+        if result is None and not coalesced and not REGIONS and all(map(at_home, tensors)):
+            return None  # the ordinary program: nothing to hold
         return finish(name, result, group, tensors, caller(), staged=staged, p2p=p2p, unpolled=unpolled)
 
     def _mapped(
@@ -383,9 +377,15 @@ def forwarded(
         return tuple(positional), kwargs
 
     def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Any]]:
-        given = [args[place] if place < len(args) else kwargs.get(argument) for place, argument in places]
+        tensors: list[Any] = []
+        for place, argument in places:
+            value = args[place] if place < len(args) else kwargs.get(argument)
+            if type(value) in PLAIN:
+                tensors.append(value)
+            else:
+                tensors.extend(flatten(value))
         group = args[group_place] if group_place < len(args) else kwargs.get("group")
-        return group or default_group(), list(flatten(given))
+        return group or default_group(), tensors
 
     return stand_in(call, original)
 
