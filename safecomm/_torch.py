@@ -151,6 +151,17 @@ transform_level: Callable[[], int | None] = getattr(
 """The level of the transform of ``torch.func`` that runs, and wraps what is made of tensors; None for none."""
 
 
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Leave the transforms and modes that are active, for what is not part of them."""
+    with contextlib.ExitStack() as stack:
+        if transform_level() is not None and hasattr(torch._C, "_DisableFuncTorch"):
+            stack.enter_context(torch._C._DisableFuncTorch())
+        if dispatch_modes():
+            stack.enter_context(torch.utils._python_dispatch._disable_current_modes())
+        yield
+
+
 def _never() -> bool:
     return False
 

@@ -13,7 +13,8 @@ from ranks import on, until
 
 import safecomm
 from safecomm import functional
-from safecomm.collectives.call import REGIONS
+from safecomm.collectives.call import BUCKETS, at_once
+from safecomm.ledger import LEDGER
 
 GATHER = "all_gather_single" if hasattr(stock, "all_gather_single") else "all_gather_into_tensor"
 SCATTER = "reduce_scatter_single" if hasattr(stock, "reduce_scatter_single") else "reduce_scatter_tensor"
@@ -23,7 +24,16 @@ KINDS = ["gather", "scatter", "broadcast", "asynchronous", "strided", "leaf", "m
 
 def put_off():
     """Return how many calls of the default group are put off just now."""
-    return len(c10d._world.pg_coalesce_state.get(stock.group.WORLD, ()))
+    buckets = BUCKETS.get(stock.group.WORLD)
+    return 0 if buckets is None else len(buckets.calls)
+
+
+def _nothing_is_left():
+    assert not BUCKETS
+    assert not c10d._world.pg_coalesce_state
+    tensor = torch.ones(2)
+    safecomm.all_reduce(tensor)
+    assert tensor.tolist() == [2, 2]
 
 
 class Launches:
@@ -88,8 +98,7 @@ def test_s8_programs_give_what_they_give_one_by_one(seed):
             outcomes.append([*seen, whole])
         for one, other in zip(*outcomes, strict=True):
             assert torch.equal(one, other), (seed, number)
-    assert not REGIONS
-    assert put_off() == 0
+    _nothing_is_left()
 
 
 # --- what is put off ----------------------------------------------------------------------------------------------
@@ -213,15 +222,14 @@ def test_a_rank_outside_of_the_group_calls_nothing():
 
 @on(2)
 def test_bad_input_is_refused_before_anything_is_put_off():
-    for size in (0, -1, float("nan")):
+    for size in (0, -1, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="larger than 0"):
             safecomm.bucketed(size)
     with safecomm.bucketed(), pytest.raises(ValueError, match="already collecting"), safecomm.bucketed():
         pass
     with stock._coalescing_manager(), pytest.raises(ValueError, match="already collecting"), safecomm.bucketed():
         safecomm.all_reduce(torch.ones(1))
-    assert not REGIONS
-    assert put_off() == 0
+    _nothing_is_left()
 
 
 def _fail_inside(tensor):
@@ -240,8 +248,7 @@ def test_s7_an_exception_goes_on_and_nothing_is_launched_or_held():
     del tensor
     gc.collect()
     assert reference() is None
-    assert not REGIONS
-    assert put_off() == 0
+    _nothing_is_left()
     again = torch.ones(2)
     safecomm.all_reduce(again)
     assert again.tolist() == [2, 2]
@@ -271,3 +278,165 @@ def test_the_buckets_come_from_the_arena():
         assert arena.stats().high_water >= 20000
         until(lambda: arena.stats().in_use == 0)  # gloo's thread lets go of it a moment later
     assert all((tensor == 2).all() for tensor in tensors)
+
+
+# --- what differs between ranks, or goes wrong --------------------------------------------------------------------
+
+
+def _flop_counter():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    return FlopCounterMode(display=False)
+
+
+@on(2)
+def test_a_profiler_or_a_mode_on_one_rank_changes_no_bucket():
+    contexts = {
+        "profiler": lambda: torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]),
+        "dispatch mode": _flop_counter,
+        "device": lambda: torch.device("cpu"),
+        "diverted": LEDGER.diverted,
+        "inference": torch.inference_mode,
+        "no grad": torch.no_grad,
+    }
+    for name, context in contexts.items():
+        group = stock.new_group()  # on which nothing was called yet
+        tensors = [torch.full((size,), 1.0) for size in range(1, 20)]
+        with context() if stock.get_rank() == 0 else contextlib.nullcontext(), safecomm.bucketed(group=group):
+            for tensor in tensors:
+                safecomm.all_reduce(tensor, group=group)
+            assert len(BUCKETS[group].calls) == 19, name
+        assert all((tensor == 2).all() for tensor in tensors), name
+        safecomm.destroy_process_group(group)
+
+
+@on(2)
+def test_how_tensors_lie_in_memory_may_differ_between_ranks():
+    first = stock.get_rank() == 0
+    with torch.inference_mode() if first else contextlib.nullcontext():
+        tensors = [torch.ones(3, 4).t() if first else torch.ones(4, 3) for _ in range(5)]
+        whole = [torch.zeros(4, 4).t() if first else torch.zeros(4, 4) for _ in range(5)]
+        parts = [torch.ones(2, 8)[:, ::2] if first else torch.ones(2, 4) for _ in range(5)]
+        rows = [torch.zeros(4, 2)[:, 0] if first else torch.zeros(4) for _ in range(5)]
+        inputs = [torch.ones(8, 2)[:, 0] if first else torch.ones(8) for _ in range(5)]
+    with safecomm.bucketed():
+        for tensor in tensors:
+            safecomm.all_reduce(tensor)
+        for output, part in zip(whole, parts, strict=True):
+            getattr(safecomm, GATHER)(output, part)
+        for output, tensor in zip(rows, inputs, strict=True):
+            getattr(safecomm, SCATTER)(output, tensor)
+    assert all((tensor == 2).all() for tensor in tensors + rows)
+    assert all((tensor == 1).all() for tensor in whole)
+
+
+@on(2)
+def test_outputs_that_contain_their_inputs_share_a_bucket():
+    rank = stock.get_rank()
+    whole = [torch.zeros(8) for _ in range(6)]
+    for tensor in whole:
+        tensor[4 * rank : 4 * rank + 4] = rank + 1
+    with Launches() as launched, safecomm.bucketed():
+        for tensor in whole:
+            getattr(safecomm, GATHER)(tensor, tensor[4 * rank : 4 * rank + 4])
+    assert all(tensor.tolist() == [1] * 4 + [2] * 4 for tensor in whole)
+    assert launched.calls[GATHER] == 1
+
+
+@on(2)
+def test_one_tensor_twice_begins_a_new_bucket_and_no_more():
+    tensors = [torch.ones(10) for _ in range(30)]
+    with Launches() as launched, safecomm.bucketed():
+        for tensor in [*tensors, tensors[3]]:
+            safecomm.all_reduce(tensor)
+    assert tensors[3].tolist() == [4] * 10
+    assert tensors[4].tolist() == [2] * 10
+    assert launched.calls["all_reduce"] == 2
+
+
+@on(2)
+def test_torchs_own_functions_inside_run_once_and_at_once():
+    one, other, late = torch.ones(2), torch.ones(2), torch.ones(2)
+    with safecomm.bucketed():
+        safecomm.all_reduce(late)
+        stock.all_reduce(one)
+        assert one.tolist() == [2, 2]
+        with stock._coalescing_manager():
+            stock.all_reduce(other)
+            safecomm.all_reduce(one)
+        assert other.tolist() == [2, 2]
+        assert one.tolist() == [4, 4]
+    assert late.tolist() == [2, 2]
+    _nothing_is_left()
+
+
+@on(2)
+def test_a_call_that_outlives_the_block_leaves_nothing_open():
+    import threading
+
+    entered, go = threading.Event(), threading.Event()
+
+    def outlive():
+        with at_once(None):
+            entered.set()
+            go.wait(30)
+
+    with safecomm.bucketed():
+        thread = threading.Thread(target=outlive)
+        thread.start()
+        entered.wait(30)
+    go.set()
+    thread.join()
+    _nothing_is_left()
+
+
+def _swallow_a_failure():
+    with safecomm.use_arena("64KiB", device="cpu", full="raise"), safecomm.bucketed():
+        safecomm.all_reduce(torch.ones(20000))
+        safecomm.all_reduce(torch.ones(20000))
+        with contextlib.suppress(safecomm.ArenaFullError):
+            safecomm.barrier()
+
+
+@on(2)
+def test_s7_a_launch_that_failed_and_was_swallowed_is_told_at_the_end():
+    with pytest.raises(safecomm.SafecommError, match="not all results"):
+        _swallow_a_failure()
+    safecomm.barrier()
+    _nothing_is_left()
+
+
+@on(2)
+def test_what_is_put_off_runs_outside_of_transforms_and_modes():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    one, other, inner = torch.ones(3), torch.ones(4), torch.ones(2)
+
+    def function(tensor):
+        safecomm.broadcast(inner, 0)
+        assert one.tolist() == [2] * 3
+        return (tensor * 2).sum()
+
+    with safecomm.bucketed():
+        safecomm.all_reduce(one)
+        safecomm.all_reduce(other)
+        assert torch.func.grad(function)(torch.ones(4)).tolist() == [2] * 4
+        safecomm.all_reduce(one)
+        safecomm.all_reduce(other)
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            safecomm.broadcast(mode.from_tensor(inner), 0)
+    assert one.tolist() == [4] * 3
+    assert other.tolist() == [4] * 4
+
+
+@on(3)
+def test_three_ranks():
+    tensors = [torch.full((size,), float(stock.get_rank())) for size in range(1, 30)]
+    whole, parts = [torch.zeros(6) for _ in range(4)], [torch.full((2,), float(stock.get_rank())) for _ in range(4)]
+    with safecomm.bucketed():
+        for tensor in tensors:
+            safecomm.all_reduce(tensor)
+        for output, part in zip(whole, parts, strict=True):
+            getattr(safecomm, GATHER)(output, part)
+    assert all((tensor == 3).all() for tensor in tensors)
+    assert all(tensor.tolist() == [0, 0, 1, 1, 2, 2] for tensor in whole)

@@ -42,8 +42,6 @@ COMPLEX = frozenset({torch.complex32, torch.complex64, torch.complex128})
 class Region:
     """A coalescing region that is open: what its end has to hold."""
 
-    bucketed = False
-
     def __init__(self) -> None:
         self.tensors: list[Any] = []
         self.aliases: list[torch.Tensor] = []
@@ -74,6 +72,7 @@ class Region:
         return _torch.IllegalWork() if async_op else None
 
 
+SUM = c10d.ReduceOp.SUM
 _current = LEDGER.streams.current
 _at_home = LEDGER.streams.at_home
 
@@ -103,11 +102,14 @@ inside = _Inside()
 REGIONS: dict[Any, Region] = {}
 """The open regions, by group. c10d allows one a group at a time."""
 
+BUCKETS: dict[Any, Any] = {}
+"""What ``bucketed()`` puts off, by group. While there is any, all calls are forwarded."""
+
 
 def at_once(group: Any) -> contextlib.AbstractContextManager[Any]:
     """Return a context in which calls on ``group`` are not put off, also inside of :func:`safecomm.bucketed`."""
-    region: Any = REGIONS.get(group or default_group()) if REGIONS else None
-    return region.closed() if region is not None and region.bucketed else contextlib.nullcontext()
+    buckets = BUCKETS.get(group or default_group()) if BUCKETS else None
+    return contextlib.nullcontext() if buckets is None else buckets.closed()
 
 
 def default_group() -> Any:
@@ -324,6 +326,7 @@ def forwarded(
     places = [(names.index(argument), argument) for argument in tensor_arguments]
     group_place = names.index("group")
     async_place = names.index("async_op") if "async_op" in names else None
+    op_place = names.index("op") if "op" in names else None
     compiling = torch.compiler.is_dynamo_compiling
     busy = LEDGER.busy
     recording = captures.RECORDING
@@ -333,6 +336,18 @@ def forwarded(
     def call(*args: Any, **kwargs: Any) -> Any:
         if compiling() or (p2p and inside.batch):
             return original(*args, **kwargs)
+        if BUCKETS:  # before anything that can differ between ranks, such as a profiler
+            group, tensors = _arguments(args, kwargs)
+            buckets = BUCKETS.get(group)
+            if buckets is not None:
+                asynchronous = async_place is not None and (
+                    args[async_place] if async_place < len(args) else kwargs.get("async_op")
+                )
+                op = None if op_place is None else args[op_place] if op_place < len(args) else kwargs.get("op", SUM)
+                if not asynchronous and coalesced and buckets.put_off(name, tensors, op):
+                    return None
+                with buckets.closed():
+                    return call(*args, **kwargs)
         if profiler._is_profiler_enabled and not _SPAN.open:
             with _span(name):
                 return call(*args, **kwargs)
@@ -341,9 +356,6 @@ def forwarded(
             args[async_place] if async_place < len(args) else kwargs.get("async_op")
         )
         region = REGIONS.get(group) if REGIONS else None
-        if region is not None and region.bucketed and (asynchronous or not coalesced):
-            with at_once(group):
-                return call(*args, **kwargs)
         count()
         if busy:
             LEDGER.sweep()

@@ -81,8 +81,6 @@ def _all_gather(output_tensor: Any, input_tensor: Any, group: Any = None, async_
     ):
         return _forward_all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
     if lane.regions and (region := REGIONS.get(to)) is not None:
-        if async_op and region.bucketed:
-            return _forward_all_gather(output_tensor, input_tensor, group, async_op)
         return region.collect(to, _c10d_all_gather, input_tensor, output_tensor, None, async_op)
     output_pointer, input_pointer = output_tensor.data_ptr(), input_tensor.data_ptr()
     _count()

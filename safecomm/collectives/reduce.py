@@ -72,8 +72,6 @@ def all_reduce(tensor: Any, op: Any = c10d.ReduceOp.SUM, group: Any = None, asyn
     ):
         return _forward_all_reduce(tensor, op=op, group=group, async_op=async_op)
     if lane.regions and (region := REGIONS.get(to)) is not None:
-        if async_op and region.bucketed:
-            return _forward_all_reduce(tensor, op, group, async_op)
         return region.collect(to, _c10d_all_reduce, tensor, None, op, async_op)
     pointer = tensor.data_ptr()
     _count_all_reduce()
@@ -134,8 +132,6 @@ def _reduce_scatter(
     ):
         return _forward_reduce_scatter(output, input, op=op, group=group, async_op=async_op)
     if lane.regions and (region := REGIONS.get(to)) is not None:
-        if async_op and region.bucketed:
-            return _forward_reduce_scatter(output, input, op, group, async_op)
         return region.collect(to, _c10d_reduce_scatter, input, output, op, async_op)
     output_pointer, input_pointer = output.data_ptr(), input.data_ptr()
     _count_reduce_scatter()
