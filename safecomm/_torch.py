@@ -128,17 +128,26 @@ def _plain_keys() -> frozenset[str]:
 
 
 def has_plain_keys(tensor: torch.Tensor) -> bool:
-    """Return whether the dispatcher sees an ordinary tensor of the CPU or of CUDA. Not for the hot path.
+    """Return whether the dispatcher sees an ordinary tensor of the CPU or of CUDA.
 
     That is a dense one, no view that is written out first, no wrapper of a transform, not quantized, nested or named.
     False if torch does not tell.
     """
     if _PLAIN_KEYS is None:
         return False
-    return str(torch._C._dispatch_keys(tensor)).replace("CUDA", "CPU") in _PLAIN_KEYS
+    keys: Any = torch._C._dispatch_keys(tensor)
+    number = keys.raw_repr() if _NUMBERED else None
+    if number in _plain_numbers:
+        return True
+    found = str(keys).replace("CUDA", "CPU") in _PLAIN_KEYS
+    if found and number is not None:
+        _plain_numbers.add(number)
+    return found
 
 
 _PLAIN_KEYS = _plain_keys() if hasattr(torch._C, "_dispatch_keys") else None
+_NUMBERED = hasattr(torch._C.DispatchKeySet, "raw_repr")  # not in torch 2.4
+_plain_numbers: set[int | None] = set()
 
 
 def _no_level() -> None:

@@ -55,13 +55,14 @@ class Buckets:
         self.nbytes = nbytes
         self.calls: list[_Call] = []
         self.index = self.stream = HOST  # device and stream of the calls that are put off
+        self.regions = _torch.world.pg_coalesce_state  # of torch's own manager, and of ours
         self.over = False
         self.failure: BaseException | None = None
 
     def put_off(self, name: str, tensors: list[Any], op: Any) -> bool:
         """Note a call for later; False if it has to run now."""
         kind = _KINDS.get(name)
-        if kind is None or len(tensors) != (1 if kind == "reduce" else 2) or self.group in _open_regions():
+        if kind is None or len(tensors) != (1 if kind == "reduce" else 2) or self.group in self.regions:
             return False
         for tensor in tensors:
             if type(tensor) not in PLAIN or tensor.dtype in COMPLEX or tensor.layout is not torch.strided:
@@ -117,10 +118,6 @@ class Buckets:
             self.failure = error
             raise
         self.open()
-
-
-def _open_regions() -> Any:
-    return _torch.world.pg_coalesce_state
 
 
 def bucketed(
@@ -190,7 +187,7 @@ def _bucketed(group: Any, nbytes: int) -> Iterator[None]:
     to = group or default_group()
     if to is None:
         raise ValueError("bucketed(): there is no default group; call init_process_group first")
-    if to in BUCKETS or to in _open_regions():
+    if to in BUCKETS or to in _torch.world.pg_coalesce_state:
         raise ValueError("bucketed(): the group is already collecting calls, in bucketed() or _coalescing_manager()")
     if not isinstance(to, c10d.ProcessGroup):  # this rank is not in it: c10d says what it says for each call
         yield
