@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed.distributed_c10d as c10d
 
-from safecomm import _torch
+from safecomm import _torch, captures
 from safecomm.arena.use import empty
 from safecomm.collectives import gather, reduce
 from safecomm.collectives.call import BUCKETS, COMPLEX, PLAIN, default_group, storages_of
@@ -291,6 +291,8 @@ def _launch(bucket: list[_Call], group: Any) -> None:
         _all_gather(outputs, inputs, group)
     else:
         _reduce_scatter(outputs, inputs, group, op)
+    if captures.RECORDING:
+        captures.note("bucketed", group, outputs + inputs, outside(("safecomm.collectives.", "contextlib.")))
     index = outputs[0].get_device()
     if index >= 0:
         places = sorted({tensor.data_ptr() for tensor in outputs + inputs if tensor.numel()})

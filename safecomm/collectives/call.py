@@ -315,8 +315,8 @@ def forwarded(
     """Return c10d's function ``name`` with a hold around it, on what it is given as ``tensor_arguments``.
 
     ``staged``: c10d copies through memory of its own. ``p2p``: point-to-point. ``unpolled``: gloo's does not tell when
-    it is over, as its point-to-point (torch 2.13). ``coalesced``: inside a coalescing
-    region c10d collects the tensors and launches them at its end.
+    it is over, as its point-to-point (torch 2.13). ``coalesced``: inside a coalescing region c10d collects the tensors
+    and launches them at its end.
     """
     original = getattr(c10d, name)
     names = list(inspect.signature(original).parameters)
