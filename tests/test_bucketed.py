@@ -13,6 +13,7 @@ from ranks import on, until
 
 import safecomm
 from safecomm import functional
+from safecomm.collectives.bucketed import Buckets
 from safecomm.collectives.call import BUCKETS, at_once
 from safecomm.ledger import LEDGER
 
@@ -440,3 +441,85 @@ def test_three_ranks():
             getattr(safecomm, GATHER)(output, part)
     assert all((tensor == 3).all() for tensor in tensors)
     assert all(tensor.tolist() == [0, 0, 1, 1, 2, 2] for tensor in whole)
+
+
+@on(2)
+def test_results_of_functional_are_there_also_when_calls_were_put_off():
+    pending = torch.ones(3)
+    leaf = torch.ones(4, requires_grad=True)
+    with safecomm.bucketed():
+        safecomm.all_reduce(pending)
+        assert functional.all_reduce(torch.ones(2)).tolist() == [2, 2]
+        assert pending.tolist() == [2] * 3
+        safecomm.all_reduce(pending)
+        assert functional.all_gather(torch.ones(2)).tolist() == [1] * 4
+        safecomm.all_reduce(pending)
+        result = functional.reduce_scatter(leaf * 2)
+        safecomm.all_reduce(pending)
+        result.sum().backward()
+        assert leaf.grad.tolist() == [2] * 4
+        assert put_off() == 0
+        safecomm.all_reduce(pending)
+        assert put_off() == 1
+    assert pending.tolist() == [2**5] * 3
+
+
+@on(2)
+def test_what_was_put_off_is_not_collected_by_torchs_manager():
+    for mode in (contextlib.nullcontext, torch.inference_mode):
+        with mode():
+            one, other, inside = torch.ones(2), torch.ones(3), torch.ones(4)
+            with safecomm.bucketed():
+                safecomm.all_reduce(one)
+                safecomm.all_reduce(other)
+                with stock._coalescing_manager():
+                    safecomm.all_reduce(inside)
+                    assert one.tolist() == [2, 2]
+                assert inside.tolist() == [2] * 4
+            assert other.tolist() == [2] * 3
+    _nothing_is_left()
+
+
+@on(2)
+def test_inputs_that_are_only_read_may_be_one():
+    source, outputs = torch.ones(8), [torch.zeros(4) for _ in range(5)]
+    with Launches() as launched, safecomm.bucketed():
+        for output in outputs:
+            getattr(safecomm, SCATTER)(output, source)
+    assert all(output.tolist() == [2] * 4 for output in outputs)
+    assert launched.calls[SCATTER] == 1
+
+
+@on(2)
+def test_a_call_that_is_on_its_way_when_the_block_ends_runs_at_once():
+    buckets = Buckets(stock.group.WORLD, MIB)
+    buckets.over = True
+    assert not buckets.put_off("all_reduce", [torch.ones(2)], None)
+    assert buckets.calls == []
+
+
+@on(2)
+def test_s8_arguments_of_wrong_types_are_refused_as_without():
+    tensor = torch.ones(2)
+    for call in (
+        lambda: safecomm.all_reduce([tensor]),
+        lambda: safecomm.all_reduce(None),
+        lambda: getattr(safecomm, GATHER)(torch.ones(4), [tensor]),
+    ):
+        with pytest.raises(TypeError) as outside:
+            call()
+        with safecomm.bucketed(), pytest.raises(TypeError) as inside:
+            call()
+        assert str(inside.value) == str(outside.value)
+
+
+@on(2)
+def test_tensors_of_a_transform_are_reduced_at_once():
+    def function(tensor):
+        result = tensor + 1
+        safecomm.all_reduce(result)
+        return (result * result).sum()
+
+    with safecomm.bucketed():
+        safecomm.all_reduce(torch.ones(2))
+        assert torch.func.functionalize(function)(torch.ones(2)).item() == 32

@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import json
 import os
+import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -56,6 +57,7 @@ class Buckets:
         self.calls: list[_Call] = []
         self.index = self.stream = HOST  # device and stream of the calls that are put off
         self.regions = _torch.world.pg_coalesce_state  # of torch's own manager, and of ours
+        self.lock = threading.Lock()  # around the calls and whether the block is over: others may be calling
         self.over = False
         self.failure: BaseException | None = None
 
@@ -67,12 +69,18 @@ class Buckets:
         for tensor in tensors:
             if type(tensor) not in PLAIN or tensor.dtype in COMPLEX or tensor.layout is not torch.strided:
                 return False
+        if _torch.transform_level() is not None:  # what it wraps is gone when it ends
+            return False
         index = tensors[0].get_device()
         stream = HOST if index < 0 else _current(index)
         if self.calls and (stream != self.stream or index != self.index):
-            self.launch()  # on the stream where they were called, which the caller has left
-        self.index, self.stream = index, stream
-        self.calls.append((kind, tensors, op))
+            with self.closed():  # on the stream where they were called, which the caller has left
+                pass
+        with self.lock:
+            if self.over or self.failure is not None:
+                return False
+            self.index, self.stream = index, stream
+            self.calls.append((kind, tensors, op))
         return True
 
     def open(self) -> None:
@@ -96,11 +104,12 @@ class Buckets:
             self.open()
 
     def launch(self) -> None:
-        """Launch what was put off, in its order, on the stream where it was called."""
-        calls, self.calls = self.calls, []
+        """Launch what was put off, in its order, on the stream where it was called. Not while more is put off."""
+        with self.lock:
+            calls, self.calls = self.calls, []
         if not calls:
             return
-        self.close()
+        collected = self.regions.pop(self.group, None)  # by torch's own manager, which is to collect none of ours
         there: Any = contextlib.nullcontext()
         if self.index >= 0 and _current(self.index) != self.stream:
             there = LEDGER.streams.using(self.index, self.stream)
@@ -117,7 +126,9 @@ class Buckets:
         except BaseException as error:
             self.failure = error
             raise
-        self.open()
+        finally:
+            if collected is not None:
+                self.regions[self.group] = collected
 
 
 def bucketed(
@@ -129,17 +140,19 @@ def bucketed(
     are put off: until the end of the block their outputs are not there, and their tensors are not to be changed or
     resized. At the end they have run, in their order, and each result is where its caller expects it. Consecutive calls
     of one kind, dtype and operation share a bucket: contiguous memory of the arena in use, ordinary memory where there
-    is none, which they are copied into and out of. A call whose tensors overlap with those of another begins a new
-    bucket.
+    is none, which they are copied into and out of. A call that writes where another one of its bucket reads or writes
+    begins a new bucket.
 
     Whatever else is called on the group through safecomm, asynchronous calls and :mod:`safecomm.functional` among it,
     runs when it is called, after what was put off before it. What does not come through safecomm runs when it is
     called and waits for nothing that was put off: ``torch.distributed``'s own functions where they are not patched,
     functional collectives, and compiled code, the calls of safecomm in it included.
 
-    All ranks have to make the same calls, with tensors of the same kinds that overlap in the same way; how they lie in
-    memory may differ, and so may profilers and modes. ``bucket_mb``: the size of a bucket in MiB, 32 by default, or
-    the file that ``python -m safecomm tune`` wrote, the same on all ranks. ``group``: by default the default group.
+    All ranks have to make the same calls, with tensors of the same kinds, whose ranges of addresses overlap in the same
+    way; else how they lie in memory may differ, and so may profilers and modes.
+
+    ``bucket_mb``: the size of a bucket in MiB, 32 by default, or the file that ``python -m safecomm tune`` wrote, the
+    same on all ranks. ``group``: by default the default group.
 
     Runs on the stream where the calls were made. While a block is open, other calls of the process take some
     microseconds more. The copies count as changes in place for autograd. Sums of floating-point numbers over more than
@@ -198,7 +211,8 @@ def _bucketed(group: Any, nbytes: int) -> Iterator[None]:
         try:
             yield
         finally:
-            buckets.over = True  # also for calls of other threads that are on their way
+            with buckets.lock:
+                buckets.over = True  # also for calls of other threads that are on their way
             buckets.close()
         if buckets.failure is not None:
             raise SafecommError(
@@ -260,10 +274,14 @@ def _apart(bucket: list[_Call]) -> Iterator[list[_Call]]:
         yield bucket
         return
     part: list[_Call] = []
-    taken: list[tuple[int, int]] = []
+    taken: list[tuple[int, int, bool]] = []
     for call in bucket:
-        mine = [_extent(tensor) for tensor in call[1]]
-        if any(start < until and since < end for start, end in mine for since, until in taken):
+        mine = [(*_extent(tensor), number == 0) for number, tensor in enumerate(call[1])]  # the first is written to
+        if any(
+            start < until and since < end and (writes or written)
+            for start, end, writes in mine
+            for since, until, written in taken
+        ):
             yield part
             part, taken = [], []
         part.append(call)
@@ -330,4 +348,5 @@ def _reduce_scatter(outputs: list[torch.Tensor], inputs: list[torch.Tensor], gro
 
 
 def _flat(like: torch.Tensor, numel: int) -> torch.Tensor:
-    return empty(numel, dtype=like.dtype, device=like.device)
+    with torch.inference_mode(False):  # gloo's threads write to it outside of that
+        return empty(numel, dtype=like.dtype, device=like.device)

@@ -337,14 +337,14 @@ def forwarded(
         if compiling() or (p2p and inside.batch):
             return original(*args, **kwargs)
         if BUCKETS:  # before anything that can differ between ranks, such as a profiler
-            group, tensors = _arguments(args, kwargs)
-            buckets = BUCKETS.get(group)
+            buckets = BUCKETS.get(_arguments(args, kwargs)[0])
             if buckets is not None:
                 asynchronous = async_place is not None and (
                     args[async_place] if async_place < len(args) else kwargs.get("async_op")
                 )
                 op = None if op_place is None else args[op_place] if op_place < len(args) else kwargs.get("op", SUM)
-                if not asynchronous and coalesced and buckets.put_off(name, tensors, op):
+                given = [args[place] if place < len(args) else kwargs.get(argument) for place, argument in places]
+                if not asynchronous and coalesced and buckets.put_off(name, given, op):
                     return None
                 with buckets.closed():
                     return call(*args, **kwargs)
@@ -359,15 +359,15 @@ def forwarded(
         count()
         if busy:
             LEDGER.sweep()
-        given, named = args, kwargs
+        positional, named = args, kwargs
         if asynchronous and (region is None or not coalesced) and not (tensors and tensors[0].is_cuda):
-            given, named = _mapped(host_alias, args, kwargs)
+            positional, named = _mapped(host_alias, args, kwargs)
         if p2p and holds_itself(group):
-            given, named = _mapped(device_alias, given, named)
+            positional, named = _mapped(device_alias, positional, named)
         if recording:
             captures.check_group(name, group, tensors)
         try:
-            result = original(*given, **named)
+            result = original(*positional, **named)
         except torch.distributed.DistBackendError:
             finish(name, None, group, tensors, caller(), staged=staged, p2p=p2p, unpolled=unpolled)
             raise
