@@ -8,14 +8,12 @@ Peak memory is what the caching allocator hands out in one call beyond what was 
 """
 
 import argparse
-import datetime
-import json
 import os
-import statistics
 import sys
 
 import torch
 import torch.distributed as stock
+from measured import row, setting, write
 
 import safecomm
 
@@ -69,12 +67,8 @@ def main():
     torch.cuda.set_device(local)
     stock.init_process_group("nccl", device_id=torch.device("cuda", local))
     results = {
-        "command": "torchrun benchmarks/arena_lists.py",
-        "torch": torch.__version__,
+        **setting("torchrun benchmarks/arena_lists.py"),
         "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-        "device": torch.cuda.get_device_name(),
-        "world": stock.get_world_size(),
-        "date": datetime.date.today().isoformat(),
         "unit": "us a call, medians; ratio: median of the rounds' ratios; MiB beyond what was there",
         "rows": {},
     }
@@ -90,21 +84,16 @@ def main():
                             times[library].append(burst(call))
                     for values in times.values():
                         del values[:5]
-                    ratios = [b / a for a, b in zip(times["stock"], times["safecomm"], strict=True)]
-                    row = {library: round(statistics.median(values), 1) for library, values in times.items()}
-                    row["ratio"] = round(statistics.median(ratios), 3)
+                    found = row(times, 1)
                     torch.cuda.empty_cache()
-                    row["stock MiB"] = peak(theirs[name]) / MIB
-                    row["safecomm MiB"] = peak(ours[name]) / MIB
-                    row["in the arena MiB"] = arena.stats().high_water / MIB
-                    results["rows"][f"{name}, {size} MiB a rank, {made}"] = row
+                    found["stock MiB"] = peak(theirs[name]) / MIB
+                    found["safecomm MiB"] = peak(ours[name]) / MIB
+                    found["in the arena MiB"] = arena.stats().high_water / MIB
+                    results["rows"][f"{name}, {size} MiB a rank, {made}"] = found
                     if local == 0:
-                        print(f"{name}, {size} MiB a rank, {made}:", row, flush=True)
+                        print(f"{name}, {size} MiB a rank, {made}:", found, flush=True)
                 del theirs, ours
-    if local == 0:
-        with open(arguments.out, "w") as file:
-            json.dump(results, file, indent=1)
-            file.write("\n")
+    write(arguments.out, results)
     stock.destroy_process_group()
     sys.exit(0)
 

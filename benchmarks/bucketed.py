@@ -7,14 +7,12 @@ medians of interleaved rounds; the ratios are medians of the rounds' ratios. ``p
 """
 
 import argparse
-import datetime
 import json
-import os
 import statistics
 import sys
 
-import torch
 import torch.distributed as stock
+from measured import begin, setting, write
 
 import safecomm
 from safecomm.tune import MANAGER, ONE_BY_ONE, SIZES, measure, ways_of, workload
@@ -25,12 +23,7 @@ def main():
     parser.add_argument("--out", required=True)
     parser.add_argument("--rounds", type=int, default=60)
     arguments = parser.parse_args()
-    local = int(os.environ["LOCAL_RANK"])
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", local) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(local)
-    stock.init_process_group("nccl" if cuda else "gloo")
+    device = begin()
     tensors = workload(device)
     with safecomm.use_arena("128MiB", device=device):
         times = measure(tensors, ways_of(tensors, SIZES), arguments.rounds, lambda _: None)
@@ -44,17 +37,11 @@ def main():
     if stock.get_rank() == 0:
         print(json.dumps(rows, indent=1))
         results = {
-            "command": "torchrun benchmarks/bucketed.py",
-            "torch": torch.__version__,
-            "device": torch.cuda.get_device_name() if cuda else "cpu",
-            "world": stock.get_world_size(),
-            "date": datetime.date.today().isoformat(),
+            **setting("torchrun benchmarks/bucketed.py"),
             "MiB in all": round(sum(tensor.nbytes for tensor in tensors) / (1 << 20), 1),
             "rows": rows,
         }
-        with open(arguments.out, "w") as file:
-            json.dump(results, file, indent=1)
-            file.write("\n")
+        write(arguments.out, results)
     stock.destroy_process_group()
     sys.exit(0)
 

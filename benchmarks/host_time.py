@@ -9,16 +9,13 @@ between bursts, outside of the timing.
 """
 
 import argparse
-import datetime
-import json
-import os
-import statistics
 import sys
 import time
 import warnings
 
 import torch
 import torch.distributed as stock
+from measured import begin, row, setting, write
 
 import safecomm
 
@@ -85,23 +82,13 @@ def main():
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
-    local = int(os.environ["LOCAL_RANK"])
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", local) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    stock.init_process_group("nccl" if cuda else "gloo")
+    device = begin()
     results = {
-        "command": "torchrun benchmarks/host_time.py",
-        "torch": torch.__version__,
-        "backend": stock.get_backend(),
-        "device": torch.cuda.get_device_name() if cuda else "cpu",
-        "world": stock.get_world_size(),
-        "date": datetime.date.today().isoformat(),
+        **setting("torchrun benchmarks/host_time.py"),
         "unit": "us of host time a call, medians; ratio: median of the rounds' ratios",
         "rows": {},
     }
-    for where in ("default stream", "side stream") if cuda else ("cpu",):
+    for where in ("default stream", "side stream") if device.type == "cuda" else ("cpu",):
         stream = torch.cuda.Stream() if where == "side stream" else None
         with torch.cuda.stream(stream):
             theirs, ours = calls(stock, device), calls(safecomm, device)
@@ -114,19 +101,10 @@ def main():
                         times[library].append(burst(call, device))
                 for values in times.values():
                     del values[:10]  # warm-up
-                ratios = [b / a for a, b in zip(times["stock"], times["safecomm"], strict=True)]
-                row = {
-                    "stock": round(statistics.median(times["stock"]), 2),
-                    "safecomm": round(statistics.median(times["safecomm"]), 2),
-                    "ratio": round(statistics.median(ratios), 3),
-                }
-                results["rows"][f"{name}, {where}"] = row
-                if local == 0:
-                    print(f"{name}, {where}:", row, flush=True)
-    if local == 0:
-        with open(arguments.out, "w") as file:
-            json.dump(results, file, indent=1)
-            file.write("\n")
+                found = results["rows"][f"{name}, {where}"] = row(times, 2)
+                if stock.get_rank() == 0:
+                    print(f"{name}, {where}:", found, flush=True)
+    write(arguments.out, results)
     stock.destroy_process_group()
     sys.exit(0)
 

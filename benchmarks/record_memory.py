@@ -8,15 +8,14 @@ idle device before it, and the figure is the median over rounds of the ratio of 
 """
 
 import argparse
-import datetime
 import json
-import os
 import statistics
 import tempfile
 import time
 
 import torch
 import torch.distributed as stock
+from measured import begin, setting, write
 
 import safecomm
 
@@ -48,14 +47,10 @@ def main():
     parser.add_argument("--rows", type=int)
     parser.add_argument("--cols", type=int)
     arguments = parser.parse_args()
-    local = int(os.environ["LOCAL_RANK"])
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", local) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    else:
+    device = begin()
+    cuda = device.type == "cuda"
+    if not cuda:
         torch.set_num_threads(1)
-    stock.init_process_group("nccl" if cuda else "gloo")
     rows, cols = arguments.rows or (4096 if cuda else 512), arguments.cols or (8192 if cuda else 512)
     dtype = torch.bfloat16 if cuda else torch.float32
     x = torch.full((rows, cols), 1e-3, device=device, dtype=dtype)
@@ -73,12 +68,7 @@ def main():
         del values[:3]  # warm-up
     ratios = [on / off for off, on in zip(times["off"], times["on"], strict=True)]
     results = {
-        "command": "torchrun benchmarks/record_memory.py",
-        "torch": torch.__version__,
-        "backend": stock.get_backend(),
-        "device": torch.cuda.get_device_name() if cuda else "cpu",
-        "world": stock.get_world_size(),
-        "date": datetime.date.today().isoformat(),
+        **setting("torchrun benchmarks/record_memory.py"),
         "step": f"{LAYERS} x ({rows} x {cols} @ {cols} x {cols}, all_reduce)",
         "unit": "ms a step, medians; ratio: median of the rounds' ratios",
         "off": round(statistics.median(times["off"]), 4),
@@ -86,11 +76,9 @@ def main():
         "ratio": round(statistics.median(ratios), 4),
         "ratios": [round(ratio, 4) for ratio in ratios],
     }
-    if local == 0:
+    if stock.get_rank() == 0:
         print(json.dumps({key: value for key, value in results.items() if key != "ratios"}, indent=1), flush=True)
-        with open(arguments.out, "w") as file:
-            json.dump(results, file, indent=1)
-            file.write("\n")
+    write(arguments.out, results)
     safecomm.destroy_process_group()
 
 

@@ -1,0 +1,46 @@
+"""What the benchmarks that run under torchrun share: their start, the ratio of two libraries' times, and their file."""
+
+import datetime
+import json
+import os
+import statistics
+
+import torch
+import torch.distributed as stock
+
+
+def begin():
+    """Join the default group, NCCL where there are GPUs and gloo where there are none; return this rank's device."""
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    stock.init_process_group("nccl" if cuda else "gloo")
+    return device
+
+
+def setting(command):
+    """Return what a file of results begins with."""
+    return {
+        "command": command,
+        "torch": torch.__version__,
+        "backend": stock.get_backend(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "world": stock.get_world_size(),
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def row(times, digits):
+    """Return the medians of both libraries' ``times``, and the median of the rounds' ratios of ours to theirs."""
+    ratios = [ours / theirs for theirs, ours in zip(times["stock"], times["safecomm"], strict=True)]
+    medians = {library: round(statistics.median(values), digits) for library, values in times.items()}
+    return {**medians, "ratio": round(statistics.median(ratios), 3)}
+
+
+def write(path, results):
+    """Write ``results``, on rank 0."""
+    if stock.get_rank() == 0:
+        with open(path, "w") as file:
+            json.dump(results, file, indent=1)
+            file.write("\n")
