@@ -20,7 +20,7 @@ import torch.distributed.distributed_c10d as c10d
 from safecomm import _torch, captures
 from safecomm.arena.use import empty
 from safecomm.collectives import gather, reduce
-from safecomm.collectives.call import BUCKETS, COMPLEX, PLAIN, default_group, storages_of
+from safecomm.collectives.call import BUCKETS, COMPLEX, OPS, PLAIN, default_group, storages_of
 from safecomm.errors import SafecommError
 from safecomm.ledger import LEDGER
 from safecomm.sites import outside
@@ -38,8 +38,7 @@ _KINDS = {
     "reduce_scatter_single": "scatter",
     "_reduce_scatter_base": "scatter",
 }
-_ELEMENTWISE = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
-_OPS = frozenset({id(None), *(id(getattr(c10d.ReduceOp, name)) for name in _ELEMENTWISE)})
+_OPS = frozenset({id(None), *map(id, OPS)})
 _gather_into = getattr(gather, "all_gather_single", gather.all_gather_into_tensor)
 _scatter_into = getattr(reduce, "reduce_scatter_single", reduce.reduce_scatter_tensor)
 _current = LEDGER.current
@@ -62,9 +61,8 @@ class Buckets:
         self.failure: BaseException | None = None
 
     def put_off(self, name: str, tensors: list[Any], op: Any) -> bool:
-        """Note a call for later; False if it has to run now."""
-        kind = _KINDS.get(name)
-        if kind is None or len(tensors) != (1 if kind == "reduce" else 2) or self.group in self.regions:
+        """Note a call of one of ``_KINDS`` for later; False if it has to run now."""
+        if self.group in self.regions:
             return False
         for tensor in tensors:
             if type(tensor) not in PLAIN or tensor.dtype in COMPLEX or tensor.layout is not torch.strided:
@@ -80,7 +78,7 @@ class Buckets:
             if self.over or self.failure is not None:
                 return False
             self.index, self.stream = index, stream
-            self.calls.append((kind, tensors, op))
+            self.calls.append((_KINDS[name], tensors, op))
         return True
 
     def open(self) -> None:

@@ -73,6 +73,8 @@ class Region:
 
 
 SUM = c10d.ReduceOp.SUM
+OPS = tuple(getattr(c10d.ReduceOp, name) for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"))
+"""The reduce operations that are members of an enum. A premultiplied sum is another object."""
 _current = LEDGER.streams.current
 _at_home = LEDGER.streams.at_home
 
@@ -336,12 +338,13 @@ def forwarded(
     def call(*args: Any, **kwargs: Any) -> Any:
         if compiling() or (p2p and inside.batch):
             return original(*args, **kwargs)
+        group, tensors = _arguments(args, kwargs)
+        asynchronous = async_place is not None and (
+            args[async_place] if async_place < len(args) else kwargs.get("async_op")
+        )
         if BUCKETS:  # before anything that can differ between ranks, such as a profiler
-            buckets = BUCKETS.get(_arguments(args, kwargs)[0])
+            buckets = BUCKETS.get(group)
             if buckets is not None:
-                asynchronous = async_place is not None and (
-                    args[async_place] if async_place < len(args) else kwargs.get("async_op")
-                )
                 op = None if op_place is None else args[op_place] if op_place < len(args) else kwargs.get("op", SUM)
                 given = [args[place] if place < len(args) else kwargs.get(argument) for place, argument in places]
                 if not asynchronous and coalesced and buckets.put_off(name, given, op):
@@ -351,10 +354,6 @@ def forwarded(
         if profiler._is_profiler_enabled and not _SPAN.open:
             with _span(name):
                 return call(*args, **kwargs)
-        group, tensors = _arguments(args, kwargs)
-        asynchronous = async_place is not None and (
-            args[async_place] if async_place < len(args) else kwargs.get("async_op")
-        )
         region = REGIONS.get(group) if REGIONS else None
         count()
         if busy:
@@ -432,13 +431,11 @@ def plain(lane: Lane, *tensors: Any) -> bool:
 def direct_options(kind: Any) -> tuple[dict[int, Any], dict[int, Any]]:
     """Return prepared options for synchronous and for asynchronous calls, by the id of the reduce operation.
 
-    These are members of an enum, which live for ever, so an id in the table is theirs. A premultiplied sum is another
-    object.
+    Members of an enum live for ever, so an id in the table is theirs.
     """
     tables: tuple[dict[int, Any], dict[int, Any]] = ({}, {})
     for asynchronous, table in enumerate(tables):
-        for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"):
-            op = getattr(c10d.ReduceOp, name)
+        for op in OPS:
             options = kind()
             if hasattr(options, "reduceOp"):
                 options.reduceOp = op
