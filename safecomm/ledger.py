@@ -577,17 +577,22 @@ class Ledger:
                 leave_empty(alias)
             entry.aliases = ()
             entry.emptied = True
-        if entry.lane.records and entry.storages:
-            with self._of_records:
+        if entry.lane.records:
+            self._forget_record(entry)
+        entry.storages = ()
+        if entry.event is not None and not entry.lane.capture:  # an event of a capture stays the graph's
+            self.streams.recycle(entry.lane.index, entry.event)
+
+    def _forget_record(self, entry: Entry) -> None:
+        with self._of_records:  # who asks whether a record is alone must find all of it, or nothing
+            if entry.storages:
                 cdata = entry.storages[0]._cdata
                 of_storage = self.recorded.get(cdata, {})
                 if of_storage.get((entry.stream, entry.lane.capture)) is entry:
                     del of_storage[entry.stream, entry.lane.capture]
                 if not of_storage:
                     self.recorded.pop(cdata, None)
-        entry.storages = ()
-        if entry.event is not None and not entry.lane.capture:  # an event of a capture stays the graph's
-            self.streams.recycle(entry.lane.index, entry.event)
+            entry.storages = ()
 
     def _take_and_release(self, entries: Iterable[Entry]) -> None:
         for entry in tuple(entries):
@@ -916,11 +921,12 @@ class Ledger:
 
     def _alone(self, entry: Entry) -> bool:
         """Return whether nobody but records refers to what a record holds, neither in C++ nor in Python."""
-        if not entry.storages:
-            return False  # another thread has released it
-        (storage,) = entry.storages
-        shared = len(self.recorded[storage._cdata]) - 1 + _torch.KEPT.get(storage._cdata, 0)
-        return getrefcount(storage) - shared <= _UNSHARED_STORAGE and _torch.only_holder(storage)
+        with self._of_records:
+            if not entry.storages:
+                return False  # another thread has released it
+            (storage,) = entry.storages
+            shared = len(self.recorded[storage._cdata]) - 1 + _torch.KEPT.get(storage._cdata, 0)
+            return getrefcount(storage) - shared <= _UNSHARED_STORAGE and _torch.only_holder(storage)
 
     def freeing(self, storage: torch.UntypedStorage, *, order: bool = True) -> list[tuple[int, int]]:
         """Make it safe that ``storage`` is about to free its memory by itself, which no reference can keep.

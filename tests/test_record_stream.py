@@ -314,6 +314,47 @@ def test_a_wait_that_joins_a_capture_orders_nothing_that_ran_before_s1(device, l
         device.finish()
 
 
+def test_a_record_that_another_thread_releases_is_all_there_or_gone_s1(device, ledger):
+    """One thread is about to ask whether a record is alone, and another one is in the middle of releasing it."""
+    gone = threading.Event()
+    answered = threading.Event()
+
+    class Turns:
+        """The ledger's lock: the asking thread gets it after the releasing one has let go of it, and not later."""
+
+        def __init__(self):
+            self.lock = threading.RLock()
+            self.depth = 0
+
+        def __enter__(self):
+            if threading.current_thread() is not releasing and releasing.ident is None:
+                releasing.start()
+                assert gone.wait(60)
+            self.lock.acquire()
+            self.depth += 1
+
+        def __exit__(self, *_):
+            self.depth -= 1
+            outermost = not self.depth
+            self.lock.release()
+            if outermost and threading.current_thread() is releasing:
+                gone.set()
+                answered.wait(60)
+
+    with avoid_record_streams():
+        used_on(device, 1)
+        (entry,) = ledger.entries
+        releasing = threading.Thread(target=ledger.release_ordered, args=([entry],))
+        ledger._of_records = Turns()
+        try:
+            assert ledger.only_used_on(INDEX, 0, 1) == []
+        finally:
+            answered.set()
+            releasing.join(60)
+        assert ledger.pending() == []
+        device.finish()
+
+
 def test_records_from_many_threads(device, ledger):
     failures = []
 
