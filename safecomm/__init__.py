@@ -12,6 +12,7 @@ The direction of dependency, top to bottom; nothing imports upwards (``tests/tes
     diagnostics            where memory goes, and what keeps it; loaded when asked for
     functional             autograd-aware collectives out of the arena
     graphs                 graph(): a capture in which collectives behave
+    peers                  low_latency(): small collectives as one kernel over peer memory
     record_stream          avoid_record_streams(): intercept, convert, verify
     collectives            the wrapped collectives, a file a family
     arena                  one contiguous block of communication buffers
@@ -73,6 +74,8 @@ from safecomm.errors import ArenaError as ArenaError
 from safecomm.errors import ArenaFullError as ArenaFullError
 from safecomm.errors import CaptureBoundaryError as CaptureBoundaryError
 from safecomm.errors import LiveGraphError as LiveGraphError
+from safecomm.errors import LowLatencyError as LowLatencyError
+from safecomm.errors import PeerTimeoutError as PeerTimeoutError
 from safecomm.errors import PendingWorkError as PendingWorkError
 from safecomm.errors import RecordStreamError as RecordStreamError
 from safecomm.errors import SafecommError as SafecommError
@@ -103,11 +106,15 @@ if TYPE_CHECKING:
     from safecomm.diagnostics import leaks as leaks
     from safecomm.diagnostics.record import memory_report as memory_report
     from safecomm.diagnostics.record import record_memory as record_memory
+    from safecomm.peers.choice import LowLatencyLimits as LowLatencyLimits
+    from safecomm.peers.low_latency import low_latency as low_latency
 
 __version__ = "0.1.0"
 
 _LAZY = {
+    "LowLatencyLimits": ("safecomm.peers.choice", "LowLatencyLimits"),
     "leaks": ("safecomm.diagnostics.leaks", None),
+    "low_latency": ("safecomm.peers.low_latency", "low_latency"),
     "memory_report": ("safecomm.diagnostics.record", "memory_report"),
     "record_memory": ("safecomm.diagnostics.record", "record_memory"),
 }
@@ -131,6 +138,11 @@ if "SAFECOMM_LOG" in os.environ or "SAFECOMM_RECORD" in os.environ:
     from safecomm.diagnostics import environment as _environment
 
     _environment.apply()
+
+if os.environ.get("SAFECOMM_LOW_LATENCY", "0") != "0":
+    from safecomm.peers import low_latency as _low_latency
+
+    _low_latency.everywhere(None if os.environ["SAFECOMM_LOW_LATENCY"] == "1" else os.environ["SAFECOMM_LOW_LATENCY"])
 
 
 def __getattr__(name: str) -> Any:

@@ -225,6 +225,23 @@ def group_timeout(group: Any, device_type: str) -> timedelta | None:
     return timeout if isinstance(timeout, timedelta) else None
 
 
+def store_of(group: Any, prefix: str) -> Any:
+    """Return a store that the ranks of ``group`` share, for keys of our own; None if torch does not give it out."""
+    found = getattr(world, "pg_map", {}).get(group)
+    return None if found is None else c10d.PrefixStore(prefix, found[1])
+
+
+def symmetric_memory() -> Any:
+    """Return torch's module of memory that peers can write to; None if it has none."""
+    if not hasattr(torch._C._distributed_c10d, "_SymmetricMemory"):
+        return None
+    try:
+        import torch.distributed._symmetric_memory as module
+    except ImportError:
+        return None
+    return module if hasattr(module, "empty") and hasattr(module, "rendezvous") else None
+
+
 # --- tensors and streams ---------------------------------------------------------------------------
 
 

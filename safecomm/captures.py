@@ -2,7 +2,8 @@
 
 A graph writes to the addresses that were captured at each replay, whoever has them by then. What a capture allocates
 lies in the graph's own pool, which torch keeps for it. Arguments from outside do not, so they are *leased*: held from
-the capture on. Captures are seen while ``avoid_record_streams()`` or ``graph()`` is open, whoever makes them.
+the capture on. Captures are seen while somebody watches, as ``avoid_record_streams()``, ``graph()`` and
+``low_latency()`` do, whoever makes them.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import threading
 import types
 import weakref
 from collections.abc import Callable
@@ -32,6 +34,9 @@ BEFORE: list[Callable[[int], None]] = []
 """Called with the index of the device, before a capture begins there."""
 
 _live: dict[int, CapturedGraph] = {}
+_watchers = 0
+_own_begin: Any = None  # what stands in torch's place while there are watchers, and what did before
+_lock = threading.Lock()
 _reset_instead = False
 
 
@@ -87,6 +92,7 @@ class CapturedGraph:
         self._slots: dict[int, torch.UntypedStorage] = {}  # of an arena, by address
         self._groups: dict[int, weakref.ref[Any]] = {}
         self._replayed: dict[int, None] = {}  # the streams that it was replayed on
+        self.before_replay: list[Callable[[int], None]] = []  # called with the stream of a replay that is about to be
         self._diversion = contextlib.ExitStack()
         self._diversion.enter_context(self._ledger.diverted())
         self._finalizer: Any = None
@@ -179,8 +185,11 @@ class CapturedGraph:
         if graph is None:
             raise StaleGraphError(f"the graph captured at {self.site} is no longer there")
         self.check()
+        stream = self._ledger.current(self.index)
+        for prepare in self.before_replay:
+            prepare(stream)
         type(graph).replay(graph)
-        self._replayed[self._ledger.current(self.index)] = None
+        self._replayed[stream] = None
 
     def reset(self) -> None:
         """Reset the graph, and give back what it holds once its last replay is over."""
@@ -231,6 +240,7 @@ class CapturedGraph:
         storages += self._leave_slots()
         self._arguments.clear()
         self._groups.clear()
+        self.before_replay.clear()
         if storages:
             self._ledger.orphan(self.index, tuple(self._replayed), storages, self._code, self._instruction)
 
@@ -238,7 +248,49 @@ class CapturedGraph:
 # --- seeing captures -----------------------------------------------------------------------------------------
 
 
-def around_begin(original: Any) -> Any:
+def watch() -> None:
+    """See the captures that begin from now on, until :func:`unwatch` is called as often as this."""
+    global _watchers, _own_begin
+    with _lock:
+        _watchers += 1
+        if _watchers == 1:
+            replaced = vars(torch.cuda.CUDAGraph).get("capture_begin")
+            standing_in = _around_begin(torch.cuda.CUDAGraph.capture_begin)
+            torch.cuda.CUDAGraph.capture_begin = standing_in  # type: ignore[method-assign]
+            _own_begin = standing_in, replaced
+
+
+def unwatch() -> None:
+    """Undo one :func:`watch`."""
+    global _watchers
+    with _lock:
+        _watchers -= 1
+        if _watchers:
+            return
+        standing_in, replaced = _own_begin
+        if vars(torch.cuda.CUDAGraph).get("capture_begin") is not standing_in:
+            return  # somebody has put theirs over ours, which goes on to torch's
+        if replaced is None:
+            del torch.cuda.CUDAGraph.capture_begin
+        else:
+            torch.cuda.CUDAGraph.capture_begin = replaced  # type: ignore[method-assign]
+
+
+def capturing() -> bool:
+    """Return whether the current stream is part of a CUDA graph capture."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def refuse_capture(what: str) -> None:
+    """Raise CaptureBoundaryError inside a CUDA graph capture, where ``what`` can't be done."""
+    if capturing():
+        raise CaptureBoundaryError(
+            f"{what} inside a CUDA graph capture: it has to wait for the device. Do it before or after. "
+            "Nothing was done, and the capture is unharmed."
+        )
+
+
+def _around_begin(original: Any) -> Any:
     """Return what stands in for ``torch.cuda.CUDAGraph.capture_begin``."""
 
     @functools.wraps(original)

@@ -65,3 +65,18 @@ class ArenaFullError(ArenaError):
 
     The message names the request, the call site, and the size with which there would have been room.
     """
+
+
+class LowLatencyError(SafecommError):
+    """``low_latency()`` was used in a way that it can't be, or with ``check=True`` the ranks called different things.
+
+    The message names the call, and what each rank did. Nothing was launched.
+    """
+
+
+class PeerTimeoutError(LowLatencyError):
+    """A rank has waited for its peers in a call under ``low_latency()`` for longer than the timeout.
+
+    The message names group, rank, call and call site. The results of that call and of later ones are NaN, and the
+    group's calls raise this from then on: as after NCCL's own timeouts, the group is lost.
+    """

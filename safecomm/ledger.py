@@ -34,7 +34,7 @@ import threading
 import time
 import types
 import weakref
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -370,7 +370,7 @@ class Ledger:
         self._trail_budget = trail_budget
         self.direct: dict[int, Lane] = {}  # by the id of a group that is c10d's own: the lane of its ordinary calls
         self._diverted: dict[int, Lane] = {}  # the same while all calls take the long way
-        self._diverting = 0
+        self._diverting: Counter[int] = Counter()  # how often all calls are, as 0, and those of a group, by its id
         self._lanes: dict[Any, Lane] = {}
         # Around whatever touches records: they are looked at, marked and released in several steps, and torch lets
         # other threads run in some. No collective takes it while there are none.
@@ -441,7 +441,7 @@ class Ledger:
             # stays False, torch 2.13), and a second wait for it hangs. So it is never polled, and waited for once.
             lane.blind = backend == "gloo" and p2p
             self._lanes[key] = lane
-            direct = self._diverted if self._diverting else self.direct
+            direct = self._diverted if self._is_diverted(id(group)) else self.direct
             known = backend in ("nccl", "gloo")  # the works of others may be something else: the fake one's never end
             if type(group) is ProcessGroup and known and not capture and not p2p and id(group) not in direct:
                 lane.backend = _torch.backend_of(group, "cpu" if index == HOST else "cuda")
@@ -450,18 +450,24 @@ class Ledger:
         return lane
 
     @contextlib.contextmanager
-    def diverted(self) -> Iterator[None]:
-        """Let every call take the long way, past whatever has to see all of them."""
-        self._diverting += 1
-        self._diverted.update(self.direct)
-        self.direct.clear()
+    def diverted(self, group: Any = None) -> Iterator[None]:
+        """Let every call of ``group`` (None: of any group) take the long way, past whatever has to see all of them."""
+        key = 0 if group is None else id(group)
+        self._diverting[key] += 1
+        for known in tuple(self.direct) if group is None else (key,):
+            lane = self.direct.pop(known, None)
+            if lane is not None:
+                self._diverted[known] = lane
         try:
             yield
         finally:
-            self._diverting -= 1
-            if not self._diverting:
-                self.direct.update(self._diverted)
-                self._diverted.clear()
+            self._diverting -= Counter((key,))  # which keeps no zeros
+            for known in tuple(self._diverted) if group is None else (key,):
+                if not self._is_diverted(known) and (lane := self._diverted.pop(known, None)) is not None:
+                    self.direct[known] = lane
+
+    def _is_diverted(self, key: int) -> bool:
+        return self._diverting[0] > 0 or self._diverting[key] > 0
 
     def forget(self, lane: Lane) -> None:
         """Forget a lane that nothing will go to again."""

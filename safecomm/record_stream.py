@@ -160,7 +160,7 @@ class _Interception:
         )
         self._replace(torch.UntypedStorage, "resize_", self._around_resize)
         self._replace(torch.cuda.Stream, "wait_stream", self._around_wait_stream)
-        self._replace(torch.cuda.CUDAGraph, "capture_begin", captures.around_begin)
+        captures.watch()
 
     def _replace(self, owner: type, name: str, around: Callable[[Any], Any]) -> None:
         own = vars(owner).get(name)
@@ -177,6 +177,7 @@ class _Interception:
                 delattr(owner, name)
             else:
                 setattr(owner, name, own)
+        captures.unwatch()
         original = self._record_stream.original
         self._record_stream.remove()
         self._resize.remove()

@@ -18,3 +18,15 @@ def outside(packages: tuple[str, ...]) -> types.FrameType:
 def place(frame: types.FrameType) -> str:
     """Return where ``frame`` is, as ``file:line in function``."""
     return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def line_of(code: types.CodeType, instruction: int) -> str:
+    """Return where ``instruction`` of ``code`` is, as ``file:line in function``.
+
+    The two are cheap to take from a frame, and this is only for when somebody asks.
+    """
+    line = code.co_firstlineno
+    for start, end, number in code.co_lines():
+        if start <= instruction < end and number is not None:
+            line = number
+    return f"{code.co_filename}:{line} in {code.co_name}"

@@ -84,12 +84,15 @@ def _server() -> stock.TCPStore:
 # --- the pool ----------------------------------------------------------------------------------------------
 
 
-def on(*sizes: int):
-    """Make a function the body of a test that every rank of a pool runs, once for each of ``sizes``."""
+def on(*sizes: int, interpreted: bool = False):
+    """Make a function the body of a test that every rank of a pool runs, once for each of ``sizes``.
+
+    ``interpreted``: of a pool in which Triton's kernels run in its interpreter.
+    """
 
     def decorate(body):
         def test(pools, world, **arguments):
-            failure = pools.run(world, body.__module__, body.__name__, arguments)
+            failure = pools.run(world, body.__module__, body.__name__, arguments, interpreted=interpreted)
             if failure:
                 pytest.fail(failure, pytrace=False)
 
@@ -105,7 +108,9 @@ def on(*sizes: int):
     return decorate
 
 
-def _serve(rank: int, world: int, port: int, connection: Connection, stacks: str) -> None:
+def _serve(rank: int, world: int, port: int, connection: Connection, stacks: str, interpreted: bool) -> None:
+    if interpreted:
+        os.environ["TRITON_INTERPRET"] = "1"  # before anybody imports it
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     with Path(stacks).open("w") as file:
@@ -138,7 +143,7 @@ def _check_clean() -> None:
 class Pool:
     """The processes of one world size."""
 
-    def __init__(self, world: int) -> None:
+    def __init__(self, world: int, interpreted: bool) -> None:
         # Not fork: the process of the tests has threads, of the stores. The server forks clean copies of itself that
         # have torch imported already.
         context = multiprocessing.get_context("forkserver")
@@ -151,7 +156,8 @@ class Pool:
             here, there = context.Pipe()
             descriptor, stacks = tempfile.mkstemp(prefix="stacks-")
             os.close(descriptor)
-            process = context.Process(target=_serve, args=(rank, world, self.store.port, there, stacks), daemon=True)
+            serving = (rank, world, self.store.port, there, stacks, interpreted)
+            process = context.Process(target=_serve, args=serving, daemon=True)
             process.start()
             there.close()
             self.connections.append(here)
@@ -205,13 +211,13 @@ class Pool:
 
 
 class Pools:
-    """The pools of a session, by world size, started when they are first asked for."""
+    """The pools of a session, by what their ranks are like, started when they are first asked for."""
 
     def __init__(self) -> None:
-        self._pools: dict[int, Pool] = {}
+        self._pools: dict[tuple[int, bool], Pool] = {}
 
-    def run(self, world: int, module: str, name: str, arguments: dict) -> str | None:
-        pool = self._pools.pop(world, None) or Pool(world)
+    def run(self, world: int, module: str, name: str, arguments: dict, *, interpreted: bool = False) -> str | None:
+        pool = self._pools.pop((world, interpreted), None) or Pool(world, interpreted)
         try:
             failure = pool.run(module, name, arguments)
         except BaseException:
@@ -220,7 +226,7 @@ class Pools:
         if failure:
             pool.close()  # who knows what its ranks still have under way
         else:
-            self._pools[world] = pool
+            self._pools[world, interpreted] = pool
         return failure
 
     def close(self) -> None:

@@ -51,14 +51,15 @@ WRAPPED = [
 CLASSES = ["Work", "P2POp"]
 NEW = [
     "Arena", "ArenaError", "ArenaFullError", "ArenaStats", "BucketStats", "CaptureBoundaryError",
-    "CapturedGraph", "Lease", "LiveGraphError", "Pending", "PendingWorkError", "Plan", "RecordStreamError",
+    "CapturedGraph", "Lease", "LiveGraphError", "LowLatencyError", "PeerTimeoutError", "Pending", "PendingWorkError",
+    "Plan", "RecordStreamError",
     "SafecommError", "StaleGraphError", "avoid_record_streams", "bucketed", "drain", "empty", "graph", "is_patched",
     "original", "past", "patch", "patched", "pending", "record_plan", "settle_before_capture", "unpatch",
     "use_arena",
 ]  # fmt: skip
 
-LAZY = ["leaks", "memory_report", "record_memory"]
-"""The diagnostics: imported when they are first asked for."""
+LAZY = ["LowLatencyLimits", "leaks", "low_latency", "memory_report", "record_memory"]
+"""Imported when they are first asked for."""
 
 PUBLIC = [name for name in dir(stock) if not name.startswith("_")]
 
@@ -236,10 +237,10 @@ def test_the_import_brings_nothing_but_safecomm():
 
 
 @pytest.mark.parametrize("name", LAZY)
-def test_the_diagnostics_are_imported_when_they_are_asked_for(name):
+def test_some_names_are_imported_when_they_are_asked_for(name):
     program = f"""
 import sys, safecomm
-loaded = lambda: any(name.startswith("safecomm.diagnostics") for name in sys.modules)
+loaded = lambda: any(name.startswith(("safecomm.diagnostics", "safecomm.peers")) for name in sys.modules)
 before = loaded()
 from safecomm import {name}
 print(before, loaded(), {name} is safecomm.{name}, "{name}" in dir(safecomm))
@@ -248,7 +249,7 @@ print(before, loaded(), {name} is safecomm.{name}, "{name}" in dir(safecomm))
 
 
 @pytest.mark.parametrize("name", LAZY)
-def test_type_checkers_see_the_diagnostics(name):
+def test_type_checkers_see_them_as_well(name):
     tree = ast.parse(inspect.getsource(safecomm))
     (block,) = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
     assert name in {alias.asname for node in block.body for alias in node.names}

@@ -24,6 +24,12 @@ NAMES = [
     (c10d._world, "pg_coalesce_state", None),
     (c10d._world, "pg_backend_config", "backend_name() says '', so nothing is known to end in order"),
     (c10d._world, "pg_names", "group_name() says '', so pending() shows no group"),
+    (c10d._world, "pg_map", "store_of() says None, and low_latency() leaves groups as they are"),
+    (
+        torch._C._distributed_c10d,
+        "_SymmetricMemory",
+        "symmetric_memory() says None, and low_latency() leaves groups as they are",
+    ),
     (c10d, "_IllegalWork", None),
     (c10d, "_CollOp", None),
     (c10d, "_coalescing_manager", None),

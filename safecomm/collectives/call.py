@@ -108,6 +108,16 @@ BUCKETS: dict[Any, Any] = {}
 """What ``bucketed()`` puts off, by group. While there is any, all calls are forwarded."""
 
 
+ENGINES: dict[Any, Any] = {}
+"""What ``low_latency()`` has put before the backend, by group; under None, what does so for groups that are not there.
+
+Calls of these groups are forwarded.
+"""
+
+NOT_TAKEN: Any = object()
+"""What an engine answers for a call that is the backend's."""
+
+
 def at_once(group: Any) -> contextlib.AbstractContextManager[Any]:
     """Return a context in which calls on ``group`` are not put off, also inside of :func:`safecomm.bucketed`."""
     buckets = BUCKETS.get(group or default_group()) if BUCKETS else None
@@ -345,8 +355,7 @@ def forwarded(
         if BUCKETS:  # before anything that can differ between ranks, such as a profiler
             buckets = BUCKETS.get(group)
             if buckets is not None:
-                op = None if op_place is None else args[op_place] if op_place < len(args) else kwargs.get("op", SUM)
-                given = [args[place] if place < len(args) else kwargs.get(argument) for place, argument in places]
+                op, given = _operation(args, kwargs)
                 if not asynchronous and coalesced and buckets.put_off(name, given, op):
                     return None
                 with buckets.closed():
@@ -366,7 +375,14 @@ def forwarded(
         if recording:
             captures.check_group(name, group, tensors)
         try:
-            result = original(*positional, **named)
+            result = NOT_TAKEN
+            if ENGINES and coalesced and group not in _torch.world.pg_coalesce_state:
+                engine = ENGINES.get(group) or ENGINES.get(None)
+                if engine is not None:
+                    op, given = _operation(args, kwargs)
+                    result = engine.run(group, name, given, op, asynchronous)
+            if result is NOT_TAKEN:
+                result = original(*positional, **named)
         except torch.distributed.DistBackendError:
             finish(name, None, group, tensors, caller(), staged=staged, p2p=p2p, unpolled=unpolled)
             raise
@@ -375,6 +391,11 @@ def forwarded(
         if result is None and not coalesced and not REGIONS and all(map(at_home, tensors)):
             return None  # the ordinary program: nothing to hold
         return finish(name, result, group, tensors, caller(), staged=staged, p2p=p2p, unpolled=unpolled)
+
+    def _operation(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Any]]:
+        """Return the reduce operation, if there is one, and what is given as the tensors."""
+        op = None if op_place is None else args[op_place] if op_place < len(args) else kwargs.get("op", SUM)
+        return op, [args[place] if place < len(args) else kwargs.get(argument) for place, argument in places]
 
     def _mapped(
         function: Callable[[Any], Any], args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed.distributed_c10d as c10d
 
 from safecomm import _torch, captures
-from safecomm.collectives.call import default_group, forwarded, stand_in
+from safecomm.collectives.call import ENGINES, default_group, forwarded, stand_in
 from safecomm.ledger import LEDGER
 
 GRACE = timedelta(seconds=30)
@@ -24,6 +24,11 @@ def _target(group: Any) -> Any:
     return None if group is None or group is default_group() else group
 
 
+def _end_engines(target: Any, patience: timedelta) -> None:
+    for group in [group for group in ENGINES if group is not None and target in (None, group)]:
+        ENGINES.pop(group).end(patience)
+
+
 def destroy_process_group(group: Any = None) -> None:
     target = _target(group)
     if default_group() is not None and group is not c10d.GroupMember.NON_GROUP_MEMBER:
@@ -34,6 +39,7 @@ def destroy_process_group(group: Any = None) -> None:
             if timeout is not None:
                 limits.append(timeout)
         LEDGER.await_works(min(limits), target)
+        _end_engines(target, min(limits))
     _c10d_destroy(group)
     LEDGER.close(target, "its group was destroyed")
 
@@ -46,6 +52,7 @@ if hasattr(c10d, "_abort_process_group"):
     def _abort_process_group(group: Any = None) -> None:
         # Before, because c10d lets go of the group in it.
         LEDGER.close(_target(group), "its group was aborted")
+        _end_engines(_target(group), timedelta())
         _c10d_abort(group)
 
     _abort_process_group = stand_in(_abort_process_group, _c10d_abort)

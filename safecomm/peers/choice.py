@@ -1,0 +1,92 @@
+"""Which engine runs a call: the same answer on every rank, from what the ranks have in common."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""Others go to NCCL: of integers, every bit pattern is data, and complex numbers are rare."""
+
+REDUCE, SCATTER, GATHER = "all_reduce", "reduce_scatter", "all_gather"
+
+OF_NAME = {
+    "all_reduce": REDUCE,
+    "reduce_scatter_tensor": SCATTER,
+    "reduce_scatter_single": SCATTER,
+    "_reduce_scatter_base": SCATTER,
+    "all_gather_into_tensor": GATHER,
+    "all_gather_single": GATHER,
+    "_all_gather_base": GATHER,
+}
+"""The collectives, by the names of the calls."""
+
+ONE_SHOT, TWO_SHOT = "one_shot", "two_shot"
+
+KiB, MiB = 1 << 10, 1 << 20
+
+
+@dataclass(frozen=True)
+class LowLatencyLimits:
+    """Up to how many bytes a call is taken: of the tensor of ``all_reduce``, else of one rank's part of the larger one.
+
+    0: never. What is larger goes to NCCL.
+    """
+
+    one_shot: int
+    """``all_reduce`` by the one-shot kernel."""
+    two_shot: int
+    """``all_reduce`` above that by the two-shot kernel."""
+    scatter: int
+    """``reduce_scatter_tensor``."""
+    gather: int
+    """``all_gather_into_tensor``."""
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if not isinstance(value, int) or not 0 <= value <= LARGEST:
+                raise ValueError(f"LowLatencyLimits({name}={value!r}): expected bytes, from 0 to {LARGEST}")
+
+    def kernel(self, collective: str, nbytes: int) -> str | None:
+        """Return the kernel that runs a call of ``nbytes``; None: NCCL does.
+
+        Examples
+        --------
+        >>> LowLatencyLimits(one_shot=65536, two_shot=1 << 20, scatter=0, gather=0).kernel("all_reduce", 100_000)
+        'two_shot'
+        """
+        if collective == REDUCE:
+            return ONE_SHOT if nbytes <= self.one_shot else TWO_SHOT if nbytes <= self.two_shot else None
+        return ONE_SHOT if nbytes <= (self.scatter if collective == SCATTER else self.gather) else None
+
+
+LARGEST = 64 * MiB
+
+DEFAULTS = {
+    2: LowLatencyLimits(one_shot=2 * MiB, two_shot=0, scatter=MiB, gather=MiB),
+    4: LowLatencyLimits(one_shot=128 * KiB, two_shot=2 * MiB, scatter=512 * KiB, gather=512 * KiB),
+    8: LowLatencyLimits(one_shot=64 * KiB, two_shot=2 * MiB, scatter=256 * KiB, gather=256 * KiB),
+}
+"""By the largest number of ranks, for Hopper GPUs with NVLink. Those for 8 are a guess that nobody has measured."""
+
+
+def defaults(world: int) -> LowLatencyLimits | None:
+    """Return the limits for ``world`` ranks where nobody has measured any; None for too many ranks."""
+    fitting = [ranks for ranks in DEFAULTS if world <= ranks]
+    return DEFAULTS[min(fitting)] if fitting else None
+
+
+def read(path: str | Path, world: int) -> LowLatencyLimits | None:
+    """Return the limits that ``python -m safecomm tune --low-latency`` has written for ``world`` ranks.
+
+    None if there are none for that many. Raises ValueError if the file is not one of those, OSError if it can't be
+    read.
+    """
+    try:
+        found = json.loads(Path(path).read_text())["low_latency"].get(str(world))
+        return None if found is None else LowLatencyLimits(**found)
+    except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} has no limits of low_latency(): {error!r}") from None

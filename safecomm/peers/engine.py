@@ -1,0 +1,301 @@
+"""The engine of one group: it takes the calls that a kernel over peer memory is the fastest one for."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import types
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed.distributed_c10d as c10d
+
+from safecomm import _torch, captures
+from safecomm.collectives.call import NOT_TAKEN, PLAIN
+from safecomm.errors import LowLatencyError, PeerTimeoutError
+from safecomm.ledger import LEDGER
+from safecomm.peers.choice import DTYPES, GATHER, OF_NAME, REDUCE, SCATTER, TWO_SHOT, LowLatencyLimits
+from safecomm.peers.order import Order
+from safecomm.peers.staging import SLOT, WIDTHS, Layout, free
+from safecomm.sites import line_of, outside
+from safecomm.streams import HOST
+
+PROGRAMS = 128
+"""The largest grid. A program waits for the peers' program of its number, so all must fit on the device at once."""
+
+WARPS = 16
+
+REMEMBERED = 4096
+"""How many eager calls' sites are kept, for the error that names one."""
+
+_OPS = {id(getattr(c10d.ReduceOp, name)): number for number, name in enumerate(("SUM", "AVG", "MAX", "MIN"))}
+_KINDS = {REDUCE: 0, SCATTER: 1, GATHER: 2}  # what the kernels know them by
+
+_Site = tuple[int, str, types.CodeType, int]
+"""The number of a call, c10d's function, and where it was called."""
+
+
+class Engine:
+    """Runs calls of ``group`` on device ``index`` by kernels over ``staging``, where ``limits`` say so.
+
+    What decides whether it does is the same on all ranks that make the same call: the operation, its type, its bytes.
+    The kernels of a group wait for their peers, so they are put in order, one after the other, whatever stream each is
+    called on. A peer that does not come within ``timeout`` makes a call give up: its result is NaN, and the next call
+    or wait raises PeerTimeoutError. With ``check``, the ranks compare what they call.
+    """
+
+    def __init__(
+        self, group: Any, index: int, staging: Any, layout: Layout, limits: LowLatencyLimits, timeout: timedelta,
+        store: Any, *, check: bool,
+    ) -> None:  # fmt: skip
+        from safecomm.peers import kernels  # which imports Triton
+
+        self.group = group
+        self.index = index
+        self.taken = 0  # calls
+        self.limits = limits
+        self.timeout = timeout
+        self.failure: PeerTimeoutError | None = None
+        self._kernels = kernels
+        self._staging = staging
+        self._layout = layout
+        self._rank = group.rank()
+        self._world = group.size()
+        device = torch.device("cpu") if index == HOST else torch.device("cuda", index)
+        # The host's error word. Pinned memory has the same address on the device.
+        self._word_memory = torch.zeros(1, dtype=torch.int64, pin_memory=index != HOST)
+        self._word = ctypes.c_int64.from_address(self._word_memory.data_ptr())
+        head = [int(timeout.total_seconds() * 1e9), self._word_memory.data_ptr(), 0, *staging.bases]
+        self._first_turn = len(head)
+        self._table = torch.tensor(head + [0] * layout.all_chunks, dtype=torch.int64, device=device)
+        self._table_pointer = self._table.data_ptr()
+        self._launchers: dict[Any, Callable[..., None]] = {}
+        self._plans: dict[Any, Any] = {}
+        self._lock = threading.Lock()  # between putting a call in order and launching it, no other may come
+        self.order = Order(LEDGER.streams, index)
+        self._call = 0
+        self._recent: list[_Site | None] = [None] * REMEMBERED
+        self._captured: dict[int, _Site] = {}
+        self.store = store
+        self._check = check
+        self._compared = 0
+        self.end: Callable[[timedelta], None] = lambda _: None  # what the end of the group calls
+        self.nbytes = int(staging.block.nbytes + self._table.nbytes)
+
+    # --- a call ---------------------------------------------------------------------------------------------
+
+    def run(self, group: Any, name: str, tensors: list[Any], op: Any, asynchronous: bool) -> Any:
+        """Run a call of c10d's function ``name`` on ``group``, which is this one's, or return NOT_TAKEN.
+
+        ``tensors``: what is given as the output, and as the input where that is another. Returns what c10d's function
+        would: None, or a Work for an asynchronous call.
+        """
+        out, data = tensors[0], tensors[-1]
+        index = self.index
+        if not (_is_plain(out) and _is_plain(data)) or out.get_device() != index or data.get_device() != index:
+            return NOT_TAKEN
+        if index != HOST and torch.cuda.current_device() != index:
+            with torch.cuda.device(index):
+                return self.run(group, name, tensors, op, asynchronous)
+        key = (name, data.dtype, data.numel(), out.dtype, out.numel(), id(op))
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._plans[key] = self._plan(name, out, data, op)
+        if not plan:
+            return NOT_TAKEN
+        launchers, count, number = plan
+        stream = capture = 0
+        if index != HOST:
+            stream = LEDGER.current(index)
+            capture = LEDGER.streams.capture(stream) if stream else 0
+            if capture and capture not in captures.RECORDING:
+                return NOT_TAKEN  # nobody sees its replays, which must be put in order
+        self.raise_failure()
+        if self._check:
+            self.compare(f"{name} of {data.numel()} elements of {data.dtype}{', captured' if capture else ''}")
+        target, source = out.data_ptr(), data.data_ptr()
+        frame = outside(("safecomm.collectives.", "safecomm.peers."))
+        with self._lock:
+            call = self._call = self._call % 0x7FFFFFFF + 1
+            site = (call, name, frame.f_code, frame.f_lasti)
+            if capture:
+                self._captured[call] = site
+                if self.order.follow_captured(stream, capture):
+                    captures.RECORDING[capture].before_replay.append(self._prepare_replay)
+            else:
+                self._recent[call % REMEMBERED] = site
+                if index != HOST:
+                    self.order.follow(stream)
+            # The aligned one is the second of the two.
+            launchers[not (target | source) & 15](stream, target, source, self._table_pointer, call, count, number)
+        self.taken += 1
+        return LaunchedKernel(self, tensors[:1]) if asynchronous else None
+
+    def _plan(self, name: str, out: torch.Tensor, data: torch.Tensor, op: Any) -> Any:
+        """Return how calls like this one are run: what launches them, and two of the arguments; () if they are not."""
+        collective = OF_NAME[name]
+        number = 0 if collective == GATHER else _OPS.get(id(op))
+        part, whole = (data, out) if collective == GATHER else (out, data)
+        count, dtype = part.numel(), data.dtype
+        if number is None or dtype not in DTYPES or out.dtype is not dtype:
+            return ()
+        if whole.numel() != (count if collective == REDUCE else count * self._world) or not count:
+            return ()
+        kernel = self.limits.kernel(collective, count * dtype.itemsize)
+        if kernel is None:
+            return ()
+        two_shot = kernel == TWO_SHOT
+        block = SLOT // dtype.itemsize
+        grid = min(PROGRAMS, -(-count // (block * self._world if two_shot else block)))
+        aligned = (False, count % 16 == 0)
+        launchers = tuple(self._launcher(collective, two_shot, dtype, one, grid) for one in aligned)
+        return launchers, count, number
+
+    def _launcher(
+        self, collective: str, two_shot: bool, dtype: torch.dtype, aligned: bool, grid: int
+    ) -> Callable[..., None]:
+        key = (collective, two_shot, dtype, aligned, grid)
+        launcher = self._launchers.get(key)
+        if launcher is None:
+            kernels = self._kernels
+            width = dtype.itemsize
+            constants = {
+                "KIND": _KINDS[collective],
+                "DTYPE": getattr(kernels.tl, str(dtype).removeprefix("torch.")),
+                "BITS": getattr(kernels.tl, str(WIDTHS[width]).removeprefix("torch.")),
+                "FREE": free(width),
+                "WORLD": self._world,
+                "ME": self._rank,
+                "ALIGNED": aligned,
+                "AREA": self._layout.area(width, two_shot),
+                "TURNS": self._first_turn + self._layout.turns(width, two_shot),
+                "BLOCK": SLOT // width,
+            }
+            kernel = kernels.two_shot if two_shot else kernels.one_shot
+            with LEDGER.streams.lenient():  # loading a kernel is not allowed in a capture that is not relaxed
+                launcher = self._launchers[key] = kernels.launcher(kernel, constants, grid, WARPS)
+        return launcher
+
+    def _prepare_replay(self, stream: int) -> None:
+        """Put the replay of a graph on ``stream``, which is about to be launched, in its order."""
+        self.raise_failure()
+        with self._lock:
+            self.order.follow(stream)
+
+    # --- when ranks differ, or a peer does not come -----------------------------------------------------------
+
+    def raise_failure(self) -> None:
+        """Raise PeerTimeoutError if a call has given up."""
+        call = self._word.value
+        if not call:
+            return
+        if self.failure is None:
+            site = self._captured.get(call) or self._recent[call % REMEMBERED]
+            what = "a call that was forgotten since"
+            if site is not None and site[0] == call:
+                what = f"{site[1]} called at {line_of(site[2], site[3])}"
+            self.failure = PeerTimeoutError(
+                f"rank {self._rank} of group {_torch.group_name(self.group)!r} has waited {self.timeout} for its peers "
+                f"in {what}: a rank has died, is stuck, or has not made that call. Its result is NaN, and so are those "
+                "of the calls after it. The group can't be used with low_latency() any more; end the job, or make the "
+                "group anew."
+            )
+        raise self.failure
+
+    def compare(self, what: str) -> None:
+        """Raise LowLatencyError, on every rank, unless all ranks call ``what`` now."""
+        store = self.store
+        number, self._compared = self._compared, self._compared + 1
+        store.set(f"call/{number}/{self._rank}", what)
+        keys = [f"call/{number}/{rank}" for rank in range(self._world)]
+        try:
+            store.wait(keys, self.timeout)
+        except Exception as error:  # of the kind that each store has
+            raise LowLatencyError(
+                f"low_latency(check=True): rank {self._rank} calls {what}, and not every rank of the group has made "
+                f"its call number {number} within {self.timeout}. Nothing was launched."
+            ) from error
+        found = [store.get(key).decode() for key in keys]
+        if number:
+            store.delete_key(f"call/{number - 1}/{self._rank}")  # whoever has got here has read it
+        if len(set(found)) > 1:
+            shown = "; ".join(f"rank {rank}: {call}" for rank, call in enumerate(found))
+            raise LowLatencyError(
+                f"low_latency(check=True): the ranks differ in call number {number}: {shown}. Nothing was launched."
+            )
+
+
+class LaunchedKernel(c10d.Work):
+    """c10d's handle of an asynchronous call: a kernel on the stream that it was called on."""
+
+    def __init__(self, engine: Engine, outputs: list[torch.Tensor]) -> None:
+        super().__init__()
+        self._engine = engine
+        self._outputs = outputs
+        self._stream = 0
+        self._event: Any = None
+        if engine.index != HOST:
+            self._stream = LEDGER.current(engine.index)
+            self._event = LEDGER.streams.mark(engine.index, self._stream)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Order the current stream after the kernel; with ``timeout``, block the host until it is over."""
+        engine = self._engine
+        if self._event is not None:
+            if LEDGER.current(engine.index) != self._stream:
+                LEDGER.streams.order(engine.index, LEDGER.current(engine.index), self._event)
+            if timeout is not None:
+                self._event.synchronize()
+        engine.raise_failure()
+        return True
+
+    def block_current_stream(self) -> None:
+        """Order the current stream after the kernel."""
+        self.wait()
+
+    synchronize = block_current_stream
+
+    def is_completed(self) -> bool:
+        """Return whether the kernel is over."""
+        return self._event is None or LEDGER.streams.reached(self._event)
+
+    def is_success(self) -> bool:
+        """Return whether the kernel is over, and no peer was late."""
+        return self.is_completed() and self.exception() is None
+
+    def exception(self) -> Any:
+        """Return the error of a call of the group that has given up; None if none has."""
+        try:
+            self._engine.raise_failure()
+        except PeerTimeoutError as error:
+            return error
+        return None
+
+    def result(self) -> list[torch.Tensor]:
+        """Return the outputs."""
+        return self._outputs
+
+    def get_future(self) -> Any:
+        """Return a future of the outputs."""
+        index = self._engine.index
+        future: Any = torch.futures.Future(devices=None if index == HOST else [index])
+        if index == HOST:
+            future.set_result(self._outputs)
+        else:
+            side = torch.cuda.Stream(index)  # type: ignore[no-untyped-call]
+            side.wait_event(self._event)
+            with torch.cuda.stream(side):  # the future orders whoever waits for it after the stream it was filled on
+                future.set_result(self._outputs)
+        return future
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether ``tensor`` is what c10d would hand to NCCL as it is, and no gradient is recorded of it."""
+    return (
+        type(tensor) in PLAIN
+        and tensor.is_contiguous()
+        and _torch.has_plain_keys(tensor)
+        and not (tensor.requires_grad and torch.is_grad_enabled())
+    )

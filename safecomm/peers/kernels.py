@@ -1,0 +1,280 @@
+"""The kernels, in Triton: each rank stores into its peers' staging, and polls its own until everything is there.
+
+The data is its own flag. Staging that is free holds the bits of negative zero, which no rank ever sends (it sends
+positive zero in its place), so an element that is anything else has arrived: there is no barrier, no flag beside the
+data, and no order between stores that anybody has to rely on. ``docs/low-latency.md`` has the proof.
+
+A tensor is cut into *chunks*. One program works on a chunk at a time, and each chunk has three *sections* of staging,
+which take turns: while a call uses one, it clears the one after the next. (Not the next one: a peer may already be one
+call ahead, and what it has sent would be lost.) Whose turn it is lies in device memory, where replays of a CUDA graph
+advance it too.
+
+Addresses come as numbers, because Triton's launcher asks the driver about each pointer that it is given. Imported when
+low_latency() is switched on, and not before: it imports Triton.
+"""
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import globaltimer
+
+INTERPRETED = triton.runtime.jit.knobs.runtime.interpret if hasattr(triton, "knobs") else False
+"""Whether the kernels run in Triton's interpreter, on the CPU, as some tests have them do."""
+
+
+def _constants(count: int) -> Any:
+    return range(count) if INTERPRETED else map(tl.constexpr, range(count))
+
+
+SUM, AVG, MAX, MIN = _constants(4)
+
+REDUCE, SCATTER, GATHER = _constants(3)
+
+# What the table of a group holds, in numbers of 8 bytes; behind it come the addresses of the ranks' staging, and whose
+# turn it is for each chunk.
+LIMIT, WORD, FAILED, BASES = _constants(4)
+
+*_, SECTIONS = _constants(4)
+
+if INTERPRETED:
+
+    def _clock() -> Any:
+        os.sched_yield()  # to the peers, which may have fewer processors than they are
+        return tl.full([], time.monotonic_ns(), tl.int64)
+
+else:
+    _clock = globaltimer
+
+
+@triton.jit
+def _pointer(address, BITS: tl.constexpr, ALIGNED: tl.constexpr):
+    pointer = address.to(tl.pointer_type(BITS))
+    return tl.multiple_of(pointer, 16) if ALIGNED else pointer
+
+
+@triton.jit
+def _staging(table, rank, offset, BITS: tl.constexpr):
+    """Return a pointer into the staging of ``rank``, ``offset`` bytes from where it begins."""
+    return _pointer(tl.load(table + BASES + rank) + offset, BITS, True)
+
+
+@triton.jit
+def _taken(source, at, count, FREE: tl.constexpr):
+    """Return the bits of elements of the caller's tensor, as they are sent: negative zero as positive zero."""
+    return _positive(tl.load(source + at, mask=at < count, other=0), FREE)
+
+
+@triton.jit
+def _positive(bits, FREE: tl.constexpr):
+    """Return ``bits`` with positive zero in place of negative zero."""
+    return tl.where(bits == FREE, 0, bits)
+
+
+@triton.jit
+def _deadline(table):
+    """Return when to give up: at once if an earlier call on this group has."""
+    limit = tl.load(table + LIMIT)
+    return tl.where(tl.load(table + FAILED) == 0, _clock() + limit, 0)
+
+
+@triton.jit
+def _arrived(pointers, mask, deadline, late, FREE: tl.constexpr):
+    """Return what a peer has sent, once all of it is there; and 1 for late if it is not before the deadline."""
+    bits = tl.load(pointers, mask=mask, other=0, volatile=True)
+    waiting = tl.max((bits == FREE).to(tl.int32), axis=0)
+    while waiting != 0:
+        bits = tl.load(pointers, mask=mask, other=0, volatile=True)
+        waiting = tl.max((bits == FREE).to(tl.int32), axis=0)
+        if waiting != 0:
+            if _clock() > deadline:
+                late = 1
+                waiting = 0
+    return bits, late
+
+
+@triton.jit
+def _combine(total, value, op):
+    if op <= AVG:
+        total += value
+    elif op == MAX:
+        total = tl.maximum(total, value)
+    else:
+        total = tl.minimum(total, value)
+    return total
+
+
+@triton.jit
+def _unless(late, bits, FREE: tl.constexpr, BITS: tl.constexpr):
+    """Return ``bits``, and NaN in their place if they were late."""
+    return tl.where(late != 0, -1 - FREE, bits).to(BITS)
+
+
+@triton.jit
+def _rounded(total, op, late, DTYPE: tl.constexpr, BITS: tl.constexpr, WORLD: tl.constexpr):
+    """Return the bits of the result: NaN if a peer was late, so that nobody can take it for one."""
+    if op == AVG:
+        total = tl.div_rn(total, tl.full(total.shape, WORLD, tl.float32))
+    total = tl.where(late != 0, float("nan"), total)
+    return total.to(DTYPE).to(BITS, bitcast=True)
+
+
+@triton.jit
+def _clear(pointers, SLOTS: tl.constexpr, BLOCK: tl.constexpr, FREE: tl.constexpr, BITS: tl.constexpr):
+    for slot in tl.static_range(SLOTS):
+        tl.store(pointers + slot * BLOCK, tl.full([BLOCK], FREE, BITS))
+
+
+@triton.jit
+def _fail(table, late, call):
+    """Tell the host, and the calls that come after, that a peer was late."""
+    if late != 0:
+        tl.store(table + FAILED, 1)
+        tl.store(tl.load(table + WORD).to(tl.pointer_type(tl.int64)), call.to(tl.int64))
+
+
+@triton.jit
+def _multiple(count, ALIGNED: tl.constexpr):
+    """Return ``count``, which the compiler is told to be a multiple of 16 if the tensors are aligned."""
+    return count // 16 * 16 if ALIGNED else count
+
+
+@triton.jit(do_not_specialize=["out", "data", "address", "call", "size", "op"])
+def one_shot(
+    out: tl.int64, data: tl.int64, address: tl.int64, call: tl.int32, size: tl.int32, op: tl.int32,
+    KIND: tl.constexpr, DTYPE: tl.constexpr, BITS: tl.constexpr, FREE: tl.constexpr, WORLD: tl.constexpr,
+    ME: tl.constexpr, ALIGNED: tl.constexpr, AREA: tl.constexpr, TURNS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Exchange ``size`` elements with every rank, all in one go.
+
+    ``REDUCE``: each rank sends its tensor to all, and each adds up all of them, in the order of the ranks, in fp32.
+    ``SCATTER``: the same with the pieces of ``size`` elements that are each rank's. ``GATHER``: nothing is added up.
+    """
+    table = _pointer(address, tl.int64, True)
+    target = _pointer(out, BITS, ALIGNED)
+    source = _pointer(data, BITS, ALIGNED)
+    count = _multiple(size, ALIGNED)
+    padded = (count + 15) // 16 * 16  # staging is used in pieces of 16 bytes; what is past the tensor's end is zero
+    within = tl.arange(0, BLOCK)
+    slot: tl.constexpr = BLOCK * (BITS.primitive_bitwidth // 8)
+    deadline = _deadline(table)
+    for chunk in range(tl.program_id(0), tl.cdiv(count, BLOCK), tl.num_programs(0)):
+        at = chunk * BLOCK + within
+        section = tl.load(table + TURNS + chunk).to(tl.int32)
+        place = AREA + ((chunk * SECTIONS + section) * WORLD + ME).to(tl.int64) * slot
+        bits = _taken(source, at, count, FREE)
+        for step in tl.static_range(1, WORLD):
+            peer = (ME + step) % WORLD
+            if KIND == SCATTER:
+                bits = _taken(source + peer * count, at, count, FREE)
+            tl.store(_staging(table, peer, place, BITS) + within, bits, mask=at < padded)
+    for chunk in range(tl.program_id(0), tl.cdiv(count, BLOCK), tl.num_programs(0)):
+        at = chunk * BLOCK + within
+        section = tl.load(table + TURNS + chunk).to(tl.int32)
+        used = AREA + ((chunk * SECTIONS + section) * WORLD).to(tl.int64) * slot
+        free = AREA + ((chunk * SECTIONS + (section + 2) % SECTIONS) * WORLD).to(tl.int64) * slot
+        _clear(_staging(table, ME, free, BITS) + within, WORLD, BLOCK, FREE, BITS)
+        late = 0
+        total = tl.zeros([BLOCK], tl.float32)
+        for rank in tl.static_range(WORLD):
+            if rank == ME:
+                bits = _taken(source + (ME * count if KIND == SCATTER else 0), at, count, FREE)
+            else:
+                sent = _staging(table, ME, used + rank * slot, BITS) + within
+                bits, late = _arrived(sent, at < padded, deadline, late, FREE)
+            if KIND == GATHER:
+                tl.store(target + rank * count + at, _unless(late, bits, FREE, BITS), mask=at < count)
+            else:
+                value = bits.to(DTYPE, bitcast=True).to(tl.float32)
+                total = value if rank == 0 else _combine(total, value, op)
+        if KIND != GATHER:
+            tl.store(target + at, _rounded(total, op, late, DTYPE, BITS, WORLD), mask=at < count)
+        tl.store(table + TURNS + chunk, ((section + 1) % SECTIONS).to(tl.int64))
+        _fail(table, late, call)
+
+
+@triton.jit(do_not_specialize=["out", "data", "address", "call", "size", "op"])
+def two_shot(
+    out: tl.int64, data: tl.int64, address: tl.int64, call: tl.int32, size: tl.int32, op: tl.int32,
+    KIND: tl.constexpr, DTYPE: tl.constexpr, BITS: tl.constexpr, FREE: tl.constexpr, WORLD: tl.constexpr,
+    ME: tl.constexpr, ALIGNED: tl.constexpr, AREA: tl.constexpr, TURNS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Reduce as :func:`one_shot` does, with less to send: a rank reduces one piece of each chunk, for all of them.
+
+    A chunk has ``WORLD`` pieces of ``BLOCK`` elements, and a section two parts of as many slots: for what the peers
+    send for the piece that is this rank's, and for the results of the pieces that are theirs.
+    """
+    table = _pointer(address, tl.int64, True)
+    target = _pointer(out, BITS, ALIGNED)
+    source = _pointer(data, BITS, ALIGNED)
+    count = _multiple(size, ALIGNED)
+    padded = (count + 15) // 16 * 16
+    within = tl.arange(0, BLOCK)
+    slot: tl.constexpr = BLOCK * (BITS.primitive_bitwidth // 8)
+    deadline = _deadline(table)
+    for chunk in range(tl.program_id(0), tl.cdiv(count, WORLD * BLOCK), tl.num_programs(0)):
+        section = tl.load(table + TURNS + chunk).to(tl.int32)
+        place = AREA + ((chunk * SECTIONS + section) * 2 * WORLD + ME).to(tl.int64) * slot
+        for step in tl.static_range(1, WORLD):
+            peer = (ME + step) % WORLD
+            at = (chunk * WORLD + peer) * BLOCK + within
+            tl.store(_staging(table, peer, place, BITS) + within, _taken(source, at, count, FREE), mask=at < padded)
+    for chunk in range(tl.program_id(0), tl.cdiv(count, WORLD * BLOCK), tl.num_programs(0)):
+        section = tl.load(table + TURNS + chunk).to(tl.int32)
+        used = AREA + ((chunk * SECTIONS + section) * 2 * WORLD).to(tl.int64) * slot
+        free = AREA + ((chunk * SECTIONS + (section + 2) % SECTIONS) * 2 * WORLD).to(tl.int64) * slot
+        _clear(_staging(table, ME, free, BITS) + within, 2 * WORLD, BLOCK, FREE, BITS)
+        at = (chunk * WORLD + ME) * BLOCK + within
+        late = 0
+        total = tl.zeros([BLOCK], tl.float32)
+        for rank in tl.static_range(WORLD):
+            if rank == ME:
+                bits = _taken(source, at, count, FREE)
+            else:
+                sent = _staging(table, ME, used + rank * slot, BITS) + within
+                bits, late = _arrived(sent, at < padded, deadline, late, FREE)
+            value = bits.to(DTYPE, bitcast=True).to(tl.float32)
+            total = value if rank == 0 else _combine(total, value, op)
+        result = _positive(_rounded(total, op, late, DTYPE, BITS, WORLD), FREE)
+        for step in tl.static_range(1, WORLD):
+            peer = (ME + step) % WORLD
+            there = _staging(table, peer, used + (WORLD + ME) * slot, BITS) + within
+            tl.store(there, result, mask=at < padded)
+        tl.store(target + at, result, mask=at < count)
+        _fail(table, late, call)
+    for chunk in range(tl.program_id(0), tl.cdiv(count, WORLD * BLOCK), tl.num_programs(0)):
+        section = tl.load(table + TURNS + chunk).to(tl.int32)
+        used = AREA + ((chunk * SECTIONS + section) * 2 * WORLD).to(tl.int64) * slot
+        late = 0
+        for rank in tl.static_range(WORLD):
+            if rank != ME:
+                at = (chunk * WORLD + rank) * BLOCK + within
+                sent = _staging(table, ME, used + (WORLD + rank) * slot, BITS) + within
+                bits, late = _arrived(sent, at < padded, deadline, late, FREE)
+                tl.store(target + at, _unless(late, bits, FREE, BITS), mask=at < count)
+        tl.store(table + TURNS + chunk, ((section + 1) % SECTIONS).to(tl.int64))
+        _fail(table, late, call)
+
+
+def launcher(kernel: Any, constants: dict[str, Any], grid: int, warps: int) -> Callable[..., None]:
+    """Compile ``kernel``, and return what launches it: ``launch(stream, *arguments)``, on the current device.
+
+    Triton's own way to launch looks at all arguments, to find or compile what fits them: 10 times the work of this.
+    """
+    if INTERPRETED:
+
+        def interpret(stream: int, *arguments: int) -> None:
+            kernel[(grid,)](*arguments, **constants)
+
+        return interpret
+    compiled = kernel.warmup(*[0] * 6, **constants, grid=(grid,), num_warps=warps)
+    run = compiled[(grid, 1, 1)]
+    values = tuple(constants.values())
+
+    def launch(stream: int, *arguments: int) -> None:
+        run(*arguments, *values, stream=stream)
+
+    return launch

@@ -1,0 +1,527 @@
+"""low_latency(): the kernels, run by Triton's interpreter on real processes, and what is around them.
+
+The peers' memory is shared memory of the machine, in place of symmetric memory. What only GPUs show is in
+``tests/gpu/low_latency.py``.
+"""
+
+import contextlib
+import itertools
+import json
+import logging
+import math
+import os
+import tempfile
+import warnings
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as stock
+from hypothesis import given
+from hypothesis import strategies as st
+from ranks import launch, on, signal_to_peers, wait_for_signal
+
+import safecomm
+from safecomm.collectives.call import ENGINES
+from safecomm.ledger import LEDGER
+from safecomm.peers import choice, low_latency
+from safecomm.peers.choice import LowLatencyLimits
+from safecomm.peers.staging import SLOT, Layout
+
+pytest.importorskip("triton", reason="the kernels are Triton's, which is not installed")
+
+KIB = 1 << 10
+SMALL = LowLatencyLimits(one_shot=16 * KIB, two_shot=40 * KIB, scatter=16 * KIB, gather=16 * KIB)
+GATHER = "all_gather_single" if hasattr(stock, "all_gather_single") else "all_gather_into_tensor"
+SCATTER = "reduce_scatter_single" if hasattr(stock, "reduce_scatter_single") else "reduce_scatter_tensor"
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+OPS = [stock.ReduceOp.SUM, stock.ReduceOp.AVG, stock.ReduceOp.MAX, stock.ReduceOp.MIN]
+
+
+class SharedStaging:
+    """Memory that the processes of this machine share."""
+
+    def __init__(self, layout, device):
+        descriptor, self.path = tempfile.mkstemp(dir="/dev/shm")
+        os.close(descriptor)
+        self.nbytes = layout.nbytes
+        self.block = self._map(self.path)
+        layout.clear(self.block)
+
+    def _map(self, path):
+        return torch.from_file(path, shared=True, size=self.nbytes, dtype=torch.uint8)
+
+    def meet(self, group):
+        paths = [None] * group.size()
+        stock.all_gather_object(paths, self.path, group=group)
+        self.peers = [self.block if path == self.path else self._map(path) for path in paths]
+        self.bases = [peer.data_ptr() for peer in self.peers]
+        stock.barrier(group)
+        os.unlink(self.path)
+
+
+@contextlib.contextmanager
+def switched_on(group=None, limits=SMALL, timeout=timedelta(seconds=30), **how):
+    low_latency.STAGINGS["gloo"] = SharedStaging
+    try:
+        with safecomm.low_latency(group, limits=limits, timeout=timeout, **how) as on_now:
+            assert on_now.reason == ""
+            yield on_now
+    finally:
+        del low_latency.STAGINGS["gloo"]
+
+
+def of_rank(rank, count, dtype):
+    """Return what a rank sends: small multiples of 1/4, whose sums every type holds exactly."""
+    generator = torch.Generator().manual_seed(100 * rank + count)
+    return (torch.randint(-40, 40, (count,), generator=generator) / 4).to(dtype)
+
+
+def reduced(tensors, op):
+    stacked = torch.stack([tensor.double() for tensor in tensors])
+    if op == stock.ReduceOp.SUM:
+        return stacked.sum(0)
+    if op == stock.ReduceOp.AVG:
+        return stacked.mean(0)
+    return stacked.amax(0) if op == stock.ReduceOp.MAX else stacked.amin(0)
+
+
+def same(found, expected):
+    """Compare with tolerance for the rounding of AVG alone, which Triton's interpreter cuts off for bf16."""
+    return (
+        torch.allclose(found.double(), expected.double(), rtol=1e-2, atol=0)
+        if found.dtype != torch.float32
+        else (torch.allclose(found.double(), expected.double(), rtol=1e-6, atol=0))
+    )
+
+
+# --- results ----------------------------------------------------------------------------------------------------
+
+
+@on(2, 3, interpreted=True)
+def test_all_reduce_gives_the_reduction_on_every_rank_s8():
+    rank, world = stock.get_rank(), stock.get_world_size()
+    calls = [(OPS[0], dtype, count) for dtype in DTYPES for count in (1, 16, 4097, 9000)]
+    calls += [(op, dtype, count) for op in OPS[1:] for dtype, count in ((torch.float32, 4100), (torch.bfloat16, 7))]
+    with switched_on() as ours:
+        for op, dtype, count in calls:
+            sent = [of_rank(peer, count, dtype) for peer in range(world)]
+            tensor = sent[rank].clone()
+            assert safecomm.all_reduce(tensor, op=op) is None
+            assert same(tensor, reduced(sent, op)), (op, dtype, count)
+            everyone = [torch.empty_like(tensor) for _ in range(world)]
+            stock.all_gather(everyone, tensor)
+            assert all(torch.equal(other, tensor) for other in everyone)
+        assert ours.calls == len(calls)
+
+
+@on(3, interpreted=True)
+def test_sums_are_taken_in_fp32_in_the_order_of_the_ranks():
+    rank, world = stock.get_rank(), stock.get_world_size()
+    with switched_on():
+        for count in (2000, 9000):  # by both kernels
+            generator = torch.Generator().manual_seed(7)
+            sent = torch.randn(world, count, generator=generator)
+            tensor = sent[rank].clone()
+            safecomm.all_reduce(tensor)
+            assert torch.equal(tensor, sent[0] + sent[1] + sent[2])
+
+
+@on(2, 3, interpreted=True)
+def test_gather_and_scatter_give_what_c10d_gives_s8():
+    rank, world = stock.get_rank(), stock.get_world_size()
+    with switched_on() as ours:
+        for dtype, count in itertools.product(DTYPES, (1, 16, 4095)):
+            data = of_rank(rank, count, dtype)
+            out = torch.full((count * world,), 9.0, dtype=dtype)
+            getattr(safecomm, GATHER)(out, data)
+            assert torch.equal(out, torch.cat([of_rank(peer, count, dtype) for peer in range(world)]))
+
+            sent = [of_rank(peer, count * world, dtype) for peer in range(world)]
+            part = torch.full((count,), 9.0, dtype=dtype)
+            getattr(safecomm, SCATTER)(part, sent[rank])
+            assert torch.equal(part.double(), reduced(sent, OPS[0])[rank * count : (rank + 1) * count])
+        assert ours.calls == 18
+
+
+@on(2, interpreted=True)
+def test_in_place_gather_and_scatter_and_odd_addresses():
+    rank, world = stock.get_rank(), stock.get_world_size()
+    with switched_on() as ours:
+        for count, offset in itertools.product((5, 4096), (0, 1)):
+            whole = torch.zeros(offset + count * world)[offset:]
+            mine = whole[rank * count : (rank + 1) * count]
+            mine.copy_(of_rank(rank, count, torch.float32))
+            getattr(safecomm, GATHER)(whole, mine)
+            assert torch.equal(whole, torch.cat([of_rank(peer, count, torch.float32) for peer in range(world)]))
+            getattr(safecomm, SCATTER)(mine, whole)
+            assert torch.equal(mine, world * of_rank(rank, count, torch.float32))
+        assert ours.calls == 8
+
+
+@on(2, interpreted=True)
+def test_negative_zero_arrives_as_positive_zero_and_nothing_else_changes():
+    rank = stock.get_rank()
+    with switched_on(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # numpy's, in the interpreter, of a sum that is NaN
+        for dtype in DTYPES:
+            special = torch.tensor([-0.0, 0.0, math.inf, -math.inf, math.nan, torch.finfo(dtype).tiny], dtype=dtype)
+            out = torch.empty(12, dtype=dtype)
+            getattr(safecomm, GATHER)(out, special.clone())
+            bits = torch.int32 if dtype == torch.float32 else torch.int16
+            expected = special.clone()
+            expected[0] = 0.0
+            assert out.view(bits).tolist() == 2 * expected.view(bits).tolist()
+            total = torch.tensor([-0.0, math.inf if rank else -math.inf, math.nan], dtype=dtype)
+            safecomm.all_reduce(total)
+            assert total.view(bits)[0] == 0
+            assert total[1:].isnan().all()
+
+
+@on(3, interpreted=True)
+def test_calls_of_all_kinds_follow_each_other_s8():
+    """The sections of a chunk take turns over calls of different kinds and sizes, which use different chunks."""
+    rank, world = stock.get_rank(), stock.get_world_size()
+    generator = torch.Generator().manual_seed(3)  # the same on every rank
+    with switched_on(check=True) as ours:
+        for number in range(30):
+            kind, size, dtype = (int(torch.randint(0, most, (1,), generator=generator)) for most in (4, 3, 3))
+            dtype = DTYPES[dtype]
+            count = (3, 2500, 9000)[size] if kind < 2 else (3, 2500, 4000)[size]
+            if kind < 2:
+                tensor = torch.full((count,), float(rank + number), dtype=dtype)
+                work = safecomm.all_reduce(tensor, op=OPS[2 * kind], async_op=bool(number % 2))
+                if work is not None:
+                    work.wait()
+                expected = world - 1 + number if kind else sum(range(world)) + world * number
+                assert (tensor == expected).all(), number
+            elif kind == 2:
+                out = torch.empty(count * world, dtype=dtype)
+                getattr(safecomm, GATHER)(out, torch.full((count,), float(rank + number), dtype=dtype))
+                assert (out.view(world, -1) == torch.arange(number, number + world, dtype=dtype)[:, None]).all(), number
+            else:
+                part = torch.empty(count, dtype=dtype)
+                getattr(safecomm, SCATTER)(part, torch.full((count * world,), float(rank), dtype=dtype))
+                assert (part == sum(range(world))).all(), number
+        assert ours.calls == 30
+
+
+# --- which calls ----------------------------------------------------------------------------------------------
+
+
+@on(2, interpreted=True)
+def test_other_calls_go_where_they_went_before_s8():
+    with switched_on() as ours:
+        for tensor in (
+            torch.ones(5, dtype=torch.int32),
+            torch.ones(5, dtype=torch.float64),
+            torch.ones(5, dtype=torch.complex64),
+            torch.ones(40 * KIB // 4 + 1),
+            torch.ones(0),
+            torch.nn.Parameter(torch.ones(5)),
+        ):
+            with torch.enable_grad():
+                safecomm.all_reduce(tensor)
+            assert (tensor == 2).all()
+        tensor = torch.ones(4)
+        safecomm.all_reduce(tensor, op=stock.ReduceOp.PRODUCT)
+        safecomm.broadcast(tensor, 0)
+        assert (tensor == 1).all()
+        with safecomm._coalescing_manager():
+            safecomm.all_reduce(tensor)
+        assert (tensor == 2).all()
+        other = stock.new_group([0, 1])
+        safecomm.all_reduce(tensor, group=other)
+        assert ours.calls == 0
+
+
+@on(2, interpreted=True)
+def test_wrong_arguments_raise_what_c10d_raises_and_nothing_is_held_s8():
+    part, whole = torch.ones(4), torch.ones(8)
+    calls = [
+        ("all_reduce", ([part],)),
+        ("all_reduce", (None,)),
+        (GATHER, (part, part)),
+        (GATHER, (whole, part.double())),
+        (SCATTER, (whole, part)),
+    ]
+    with switched_on() as ours:
+        for name, arguments in calls:
+            with pytest.raises(Exception) as stocks:  # noqa: PT011
+                getattr(stock, name)(*arguments)
+            with pytest.raises(type(stocks.value)) as found:
+                getattr(safecomm, name)(*arguments)
+            assert str(found.value)[:12] == str(stocks.value)[:12]
+        assert ours.calls == 0
+    assert safecomm.pending() == []
+
+
+def test_limits_say_which_kernel():
+    limits = LowLatencyLimits(one_shot=100, two_shot=1000, scatter=0, gather=50)
+    assert [limits.kernel("all_reduce", nbytes) for nbytes in (100, 101, 1001)] == ["one_shot", "two_shot", None]
+    assert limits.kernel("reduce_scatter", 1) is None
+    assert limits.kernel("all_gather", 50) == "one_shot"
+    for wrong in (-1, 1 << 30, 2.5):
+        with pytest.raises(ValueError, match="expected bytes"):
+            LowLatencyLimits(one_shot=wrong, two_shot=0, scatter=0, gather=0)
+
+
+def test_limits_are_read_from_a_file(tmp_path):
+    path = tmp_path / "tuned.json"
+    path.write_text(json.dumps({"low_latency": {"2": {"one_shot": 1, "two_shot": 2, "scatter": 3, "gather": 4}}}))
+    assert choice.read(path, 2) == LowLatencyLimits(one_shot=1, two_shot=2, scatter=3, gather=4)
+    assert choice.read(path, 4) is None
+    for wrong in ("", "{}", '{"low_latency": {"2": {"one_shot": 1}}}', '{"low_latency": []}'):
+        path.write_text(wrong)
+        with pytest.raises(ValueError, match="no limits of low_latency"):
+            choice.read(path, 2)
+
+
+def test_there_are_limits_for_up_to_eight_ranks():
+    assert [choice.defaults(world) is None for world in (2, 3, 4, 5, 8, 9)] == [False] * 5 + [True]
+
+
+# --- memory ---------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(2, 8), st.integers(1, 1 << 20), st.integers(0, 1 << 20))
+def test_lanes_lie_behind_each_other_and_hold_the_largest_call(world, one_shot, two_shot):
+    layout = Layout(world, one_shot, two_shot)
+    end = turns = 0
+    for width, two in itertools.product((2, 4), (False, True)):
+        assert layout.area(width, two) == end
+        assert layout.turns(width, two) == turns
+        chunks = layout.chunks(two)
+        assert chunks * SLOT * (world if two else 1) >= (two_shot if two else one_shot)
+        end += chunks * 3 * world * SLOT * (2 if two else 1)
+        turns += chunks
+    assert (layout.nbytes, layout.all_chunks) == (end, turns)
+
+
+@on(2, interpreted=True)
+def test_the_memory_goes_when_all_ranks_have_switched_it_off_s7():
+    import gc
+    import weakref
+
+    with switched_on() as ours:
+        assert ours.nbytes > Layout(2, 16 * KIB, 40 * KIB).nbytes
+        block = weakref.ref(ENGINES[stock.group.WORLD]._staging)
+        tensor = torch.ones(4)
+        safecomm.all_reduce(tensor)
+    gc.collect()
+    assert block() is None
+    assert not low_latency._KEPT
+    assert not ENGINES
+    assert ours.nbytes == ours.calls == 0
+    safecomm.all_reduce(tensor)
+    assert id(stock.group.WORLD) in LEDGER.direct, "calls are direct again"
+
+
+@on(2, interpreted=True)
+def test_memory_that_a_rank_may_still_store_into_is_kept_s1():
+    with contextlib.suppress(ZeroDivisionError), switched_on():
+        raise ZeroDivisionError
+    assert len(low_latency._KEPT) == 1
+    low_latency._KEPT.clear()
+    assert not ENGINES
+
+
+# --- handles ------------------------------------------------------------------------------------------------------
+
+
+@on(2, interpreted=True)
+def test_asynchronous_calls_return_a_work_s1():
+    with switched_on() as ours:
+        tensor = torch.ones(100)
+        work = safecomm.all_reduce(tensor, async_op=True)
+        assert isinstance(work, stock.Work)
+        assert [entry.nbytes for entry in safecomm.pending()] == [400]
+        assert work.wait()
+        assert (tensor == 2).all()
+        assert safecomm.pending() == []
+        assert work.is_completed()
+        assert work.is_success()
+        assert work.exception() is None
+        assert work.result()[0].data_ptr() == tensor.data_ptr()
+        work = safecomm.all_reduce(tensor, async_op=True)
+        assert work.get_future().wait()[0].data_ptr() == tensor.data_ptr()
+        work.wait(timedelta(seconds=1))
+        assert ours.calls == 2
+        del work
+        safecomm.drain()
+
+
+# --- when ranks differ, or a peer does not come ---------------------------------------------------------------------
+
+
+@on(2, interpreted=True)
+def test_a_peer_that_does_not_come_is_an_error_with_the_call_and_no_result():
+    rank = stock.get_rank()
+    with switched_on(timeout=timedelta(milliseconds=300)) as ours:
+        tensor = torch.ones(5000)
+        if rank == 0:
+            safecomm.all_reduce(tensor)  # here
+            assert tensor.isnan().all()
+            with pytest.raises(safecomm.PeerTimeoutError, match=r"all_reduce called at .*test_low_latency.py") as found:
+                safecomm.all_reduce(torch.ones(1))
+            assert f"rank 0 of group {stock.group.WORLD.group_name!r}" in str(found.value)
+            with pytest.raises(safecomm.PeerTimeoutError):
+                safecomm.all_reduce(torch.ones(1))
+            signal_to_peers("timed out")
+        else:
+            wait_for_signal("timed out")
+        ours._end(timedelta())
+    assert len(low_latency._KEPT) == 1
+    low_latency._KEPT.clear()
+    tensor = torch.ones(2)
+    stock.all_reduce(tensor)
+    assert (tensor == 2).all()
+
+
+@on(2, interpreted=True)
+def test_a_wait_raises_for_a_late_peer():
+    rank = stock.get_rank()
+    with switched_on(timeout=timedelta(milliseconds=300)) as ours:
+        if rank == 0:
+            work = safecomm.all_reduce(torch.ones(5), async_op=True)
+            with pytest.raises(safecomm.PeerTimeoutError):
+                work.wait()
+            assert isinstance(work.exception(), safecomm.PeerTimeoutError)
+            assert not work.is_success()
+            del work
+            safecomm.drain(wait=True)
+            signal_to_peers("waited")
+        else:
+            wait_for_signal("waited")
+        ours._end(timedelta())
+    low_latency._KEPT.clear()
+
+
+@on(2, interpreted=True)
+def test_ranks_that_differ_are_told_so():
+    rank = stock.get_rank()
+    with switched_on(check=True) as ours:
+        safecomm.all_reduce(torch.ones(3))
+        with pytest.raises(safecomm.LowLatencyError, match=r"rank 0: all_reduce of 3 .*rank 1: all_reduce of 4 "):
+            safecomm.all_reduce(torch.ones(3 + rank))
+        tensor = torch.ones(3)
+        safecomm.all_reduce(tensor)
+        assert (tensor == 2).all(), "nothing was launched"
+        assert ours.calls == 2
+
+
+@on(2, interpreted=True)
+def test_ranks_that_ask_for_different_things_are_told_so():
+    rank = stock.get_rank()
+    with (
+        pytest.raises(safecomm.LowLatencyError, match="the ranks ask for different things"),
+        switched_on(timeout=timedelta(seconds=5 + rank)),
+    ):
+        pass
+    assert not ENGINES
+
+
+@on(2, interpreted=True)
+def test_on_twice_is_an_error():
+    with switched_on():
+        with pytest.raises(safecomm.LowLatencyError, match="is on for this group already"):
+            safecomm.low_latency().enable()
+        tensor = torch.ones(3)
+        safecomm.all_reduce(tensor)
+        assert (tensor == 2).all()
+
+
+# --- groups that stay as they are -----------------------------------------------------------------------------------
+
+
+class Records(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.messages = []
+
+    def emit(self, record):
+        self.messages.append(record.getMessage())
+
+    def __enter__(self):
+        logging.getLogger("safecomm").addHandler(self)
+        return self
+
+    def __exit__(self, *_):
+        logging.getLogger("safecomm").removeHandler(self)
+
+
+@on(2)
+def test_a_group_that_it_can_not_do_anything_for_stays_as_it_is():
+    with Records() as records, safecomm.low_latency() as ours:
+        assert ours.reason == "its backend is gloo, and not nccl"
+        tensor = torch.ones(3)
+        safecomm.all_reduce(tensor)
+        assert (tensor == 2).all()
+        assert ours.calls == ours.nbytes == 0
+    assert len(records.messages) == 1
+    assert "stays as it is: its backend is gloo" in records.messages[0]
+    assert not ENGINES
+
+
+@on(2, interpreted=True)
+def test_one_rank_that_can_not_keeps_all_as_they_are():
+    class Broken(SharedStaging):
+        def __init__(self, layout, device):
+            if stock.get_rank() == 1:
+                raise RuntimeError("no memory left")
+            super().__init__(layout, device)
+
+    class Unreachable(SharedStaging):
+        def meet(self, group):
+            super().meet(group)
+            if stock.get_rank() == 0:
+                raise RuntimeError("no way there")
+
+    class Wrong(SharedStaging):
+        def meet(self, group):
+            super().meet(group)
+            self.bases = [self.bases[stock.get_rank()]] * 2
+
+    reasons = {Broken: "memory that peers can store into", Unreachable: "reach", Wrong: "first"}
+    for staging, reason in reasons.items():
+        low_latency.STAGINGS["gloo"] = staging
+        try:
+            ours = safecomm.low_latency(limits=SMALL, timeout=timedelta(milliseconds=200)).enable()
+        finally:
+            del low_latency.STAGINGS["gloo"]
+        assert reason in ours.reason
+        assert not ENGINES
+        tensor = torch.ones(3)
+        safecomm.all_reduce(tensor)
+        assert (tensor == 2).all()
+        ours.disable()
+    low_latency._KEPT.clear()
+
+
+# --- every group, and the ends of groups ----------------------------------------------------------------------------
+
+
+def everywhere_and_an_end(rank):
+    low_latency.STAGINGS["gloo"] = SharedStaging
+    choice.DEFAULTS[2] = SMALL
+    real = low_latency._torch.backend_name
+    low_latency._torch.backend_name = lambda group, _: real(group, "cpu")
+    low_latency.everywhere()
+    group = stock.new_group([0, 1])
+    for member in (None, group):
+        tensor = torch.ones(10)
+        for _ in range(3):
+            safecomm.all_reduce(tensor, group=member)
+        assert (tensor == 8).all()
+    assert [engine.taken for engine in ENGINES.values() if hasattr(engine, "taken")] == [3, 3]
+    safecomm.destroy_process_group(group)
+    assert group not in ENGINES
+    safecomm.destroy_process_group()
+    assert list(ENGINES) == [None]
+    assert not low_latency._KEPT
+
+
+def test_everywhere_switches_groups_on_at_their_first_call_and_they_end_with_the_group_s7(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    for ended in launch(2, everywhere_and_an_end):
+        ended.check()

@@ -1,0 +1,112 @@
+"""The protocol of the low-latency kernels, as a model, and the order of their calls on the simulated device."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from protocol import Wrong, explore, start, walk
+from simulated import INDEX, SimulatedDevice
+
+from safecomm.peers.order import Order
+
+# --- the protocol --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("two_shot", [False, True])
+def test_two_ranks_never_read_wrong_or_wait_for_ever_whatever_happens(two_shot):
+    assert explore(start(2, 5, two_shot=two_shot), limit=20_000) > 600
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(2, 4), st.integers(1, 8), st.booleans(), st.integers(0, 1 << 32))
+def test_more_ranks_never_read_wrong_or_wait_for_ever(ranks, calls, two_shot, seed):
+    walk(start(ranks, calls, two_shot=two_shot), random.Random(seed))
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("two_shot", [False, True])
+def test_clearing_the_next_section_loses_data(ranks, two_shot):
+    """What the kernels did once: it ran on two GPUs, and hung on four."""
+
+    @settings(max_examples=300, deadline=None, database=None)
+    @given(st.integers(0, 1 << 32))
+    def wrong(seed):
+        walk(start(ranks, 6, two_shot=two_shot, ahead=1), random.Random(seed))
+
+    with pytest.raises(Wrong, match=r"waits for ever|where it waits for"):
+        wrong()
+
+
+def test_clearing_the_section_in_use_is_found_too():
+    with pytest.raises(Wrong):
+        explore(start(2, 4, ahead=3), limit=100_000)
+
+
+# --- order ---------------------------------------------------------------------------------------------------------
+
+
+class Calls:
+    """Calls of one group on the streams of a simulated device, each of which has to come after the one before."""
+
+    def __init__(self):
+        self.device = SimulatedDevice()
+        self.order = Order(self.device, INDEX)
+        self.last = 0  # the bit of the last eager call or replay
+        self.last_captured = 0
+
+    def call(self, stream):
+        if self.device.streams[stream].capture:
+            self.order.follow_captured(stream, self.device.capturing)
+            assert not self.last_captured & ~self.device.streams[stream].captured, "two calls of a capture at once"
+            self.last_captured = self.device.launch(self.device.streams[stream], [])
+        else:
+            self.order.follow(stream)
+            self._launched_after_the_last(stream)
+
+    def replay(self, stream):
+        self.order.follow(stream)
+        self._launched_after_the_last(stream)
+
+    def _launched_after_the_last(self, stream):
+        assert not self.last & ~self.device.streams[stream].eager, "two calls at once"
+        self.last = self.device.launch(self.device.streams[stream], [])
+
+    def capture(self, stream, others):
+        self.order.before_capture(INDEX)
+        self.device.begin_capture(stream)
+        self.last_captured = 0
+        for other in others:  # as a program forks: the stream waits for one that is captured
+            self.device.wait(self.device.streams[other], self.device.streams[stream].past, self.device.capturing)
+
+
+STEP = st.one_of(
+    st.tuples(st.just("call"), st.integers(0, 3)),
+    st.tuples(st.just("replay"), st.integers(0, 3)),
+    st.tuples(st.just("capture"), st.integers(1, 3)),
+    st.tuples(st.just("end"), st.just(0)),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(STEP, max_size=25))
+def test_calls_never_run_at_once_s1(steps):
+    calls = Calls()
+    for kind, stream in steps:
+        if kind == "capture" and not calls.device.capturing:
+            calls.capture(stream, [other for other in (1, 2, 3) if other != stream])
+        elif kind == "end" and calls.device.capturing:
+            calls.device.end_capture()
+        elif kind == "call":
+            calls.call(stream)
+        elif kind == "replay" and not calls.device.streams[stream].capture:
+            calls.replay(stream)
+    assert calls.device.faults == []
+
+
+def test_that_test_bites(monkeypatch):
+    for name in ("follow", "follow_captured", "before_capture"):
+        with monkeypatch.context() as patch:
+            patch.setattr(Order, name, lambda *_: False)
+            with pytest.raises(AssertionError):
+                test_calls_never_run_at_once_s1()
