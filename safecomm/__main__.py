@@ -96,6 +96,9 @@ def _run_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--arena", default="", metavar="SIZE", help="communication buffers out of an arena, as 256MiB")
     parser.add_argument("--record", default="", metavar="DIR", help="record the memory of the run, for report")
+    parser.add_argument(
+        "--low-latency", action="store_true", help="run small collectives as one kernel, on every group that can"
+    )
     parser.add_argument("-m", dest="module", action="store_true", help="run a module, as python -m does")
     parser.add_argument("target", nargs=argparse.PARSER, help="the script or module, and its arguments")
 
@@ -116,6 +119,7 @@ def _run(options: argparse.Namespace) -> Callable[[], int]:
             avoid_record_streams=options.avoid_record_streams,
             arena=options.arena,
             record=options.record,
+            low_latency=options.low_latency,
         )
         return DONE
 
@@ -152,6 +156,9 @@ def _tune_arguments(parser: argparse.ArgumentParser) -> None:
         "--out", type=Path, default=Path("safecomm-tuned.json"), metavar="PATH", help="the file to write"
     )
     parser.add_argument("--png", type=Path, metavar="PATH", help="also write a plot (needs matplotlib)")
+    parser.add_argument(
+        "--low-latency", action="store_true", help="measure instead up to which sizes low_latency() is faster than NCCL"
+    )
 
 
 def _tune(options: argparse.Namespace) -> Callable[[], int]:
@@ -165,12 +172,22 @@ def _tune(options: argparse.Namespace) -> Callable[[], int]:
             raise ValueError(f"{path} can't be written to")
 
     def begin() -> int:
-        if "LOCAL_RANK" in os.environ:  # under torchrun
+        under_torchrun = "LOCAL_RANK" in os.environ
+        if under_torchrun and options.low_latency:
+            try:
+                tune.tune_low_latency(options.out, options.rounds, _say)
+            except RuntimeError as error:
+                _say(f"python -m safecomm tune: {error}")
+                return WRONG
+            return DONE
+        if under_torchrun:
             tune.tune(sizes, options.out, options.png, options.rounds, _say)
             return DONE
         arguments = ["--mib", *map(str, sizes), "--rounds", str(options.rounds), "--out", str(options.out)]
         if options.png is not None:
             arguments += ["--png", str(options.png)]
+        if options.low_latency:
+            arguments.append("--low-latency")
         return tune.launch(options.world, arguments)
 
     return begin

@@ -1,11 +1,14 @@
 """python -m safecomm tune: which size of a bucket is the best for bucketed(), on the machines at hand.
 
+``--low-latency`` is in ``peers/tuning.py``.
+
 The program is 200 all_reduces of 4 KiB to 256 KiB. Its time is that from the first call until the device has got
 through, on the slowest rank; the ways of running it take turns, and the figure of each is its median.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import os
@@ -14,7 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,7 @@ import torch.distributed.distributed_c10d as c10d
 from safecomm.arena.use import use_arena
 from safecomm.collectives.bucketed import bucketed
 from safecomm.collectives.reduce import all_reduce
+from safecomm.peers import tuning
 
 SIZES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
 """MiB of a bucket that are tried."""
@@ -114,24 +118,40 @@ def best(times: dict[float, float]) -> float:
     return min(size for size, took in times.items() if took <= NEAR * fastest)
 
 
-def tune(sizes: Sequence[float], out: Path, png: Path | None, rounds: int, say: Callable[[str], None]) -> None:
-    """Measure on the ranks that torchrun has started, and write and say what was found, on rank 0."""
+@contextlib.contextmanager
+def _group() -> Iterator[torch.device]:
+    """Join the ranks that torchrun has started; yields this rank's device."""
     cuda = torch.cuda.is_available()
     local = int(os.environ["LOCAL_RANK"])
     device = torch.device("cuda", local) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
     stock.init_process_group("nccl" if cuda else "gloo")
-    first = stock.get_rank() == 0
     try:
+        yield device
+    finally:
+        stock.destroy_process_group()
+
+
+def tune(sizes: Sequence[float], out: Path, png: Path | None, rounds: int, say: Callable[[str], None]) -> None:
+    """Measure on the ranks that torchrun has started, and write and say what was found, on rank 0."""
+    with _group() as device:
+        first = stock.get_rank() == 0
         tensors = workload(device)
         nbytes = sum(tensor.nbytes for tensor in tensors)
         with use_arena(2 * nbytes, device=device):
             times = measure(tensors, ways_of(tensors, sizes), rounds, say if first else lambda _: None)
         if first:
             _tell({name: statistics.median(values) for name, values in times.items()}, sizes, device, out, png)
-    finally:
-        stock.destroy_process_group()
+
+
+def tune_low_latency(out: Path, rounds: int, say: Callable[[str], None]) -> None:
+    """Measure the kernels of low_latency() on the ranks that torchrun has started; write and say what was found.
+
+    Raises RuntimeError where low_latency() can't be switched on.
+    """
+    with _group() as device:
+        tuning.tune(device, out, rounds, say)
 
 
 def _tell(us: dict[str, float], sizes: Sequence[float], device: torch.device, out: Path, png: Path | None) -> None:

@@ -46,13 +46,15 @@ def run(
     avoid_record_streams: bool = False,
     arena: str = "",
     record: str = "",
+    low_latency: bool = False,
 ) -> None:
     """Run a script, or with ``module`` a module, as ``python`` itself would, with every collective safecomm's.
 
     ``target`` is its path or name, and its arguments. It sees its own ``sys.argv``, ``sys.path`` and ``__main__``, and
     ends as it would without: the same exit status, and the same traceback. When the process ends, rank 0 says on
     standard error what safecomm did for it. Processes that the script spawns by itself are not patched. ``arena`` is as
-    ``SAFECOMM_ARENA``; ``record`` is a directory for the files of ``record_memory()``.
+    ``SAFECOMM_ARENA``; ``record`` is a directory for the files of ``record_memory()``; ``low_latency`` is as
+    ``SAFECOMM_LOW_LATENCY=1``.
     """
     if arena:
         os.environ[ARENA] = arena
@@ -61,6 +63,10 @@ def run(
         from safecomm.diagnostics.record import record_memory
 
         record_memory(os.path.join(record, "run.jsonl")).start()
+    if low_latency:
+        from safecomm.peers.low_latency import everywhere
+
+        everywhere()
     patching.patch(strict=strict or None, avoid_record_streams=avoid_record_streams or None)
     atexit.register(_summary, os.getpid())
     sys.argv[:] = target

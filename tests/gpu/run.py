@@ -18,6 +18,7 @@ import arena  # noqa: F401
 import collectives  # noqa: F401
 import diagnostics  # noqa: F401
 import graphs  # noqa: F401
+import low_latency  # noqa: F401
 import torch
 import torch.distributed as stock
 from harness import CASES, rank, settle

@@ -1,0 +1,176 @@
+"""low_latency() against NCCL and torch's own symmetric memory, in CUDA graphs; host time; a decode step.
+
+    torchrun --nproc-per-node 2 benchmarks/low_latency.py --out FILE
+
+In graphs: 20 calls each, the engines in turns, the median of the slowest rank. Host time: bursts of eager calls in
+turns. The decode step: a tensor-parallel transformer, hidden size 4096, 32 layers, bf16, one token for each sequence of
+the batch, two all_reduces a layer, captured into one graph.
+"""
+
+import argparse
+import statistics
+import time
+import warnings
+
+import torch
+import torch.distributed as stock
+from measured import begin, setting, write
+
+import safecomm
+from safecomm.peers.choice import GATHER, REDUCE, SCATTER
+from safecomm.peers.tuning import NCCL, calls, prepare, slowest
+
+OURS, ONE_SHOT, TWO_SHOT = "safecomm", "torch one-shot", "torch two-shot"
+SIZES = {
+    REDUCE: [512, *(1 << power for power in range(11, 29))],
+    SCATTER: [1 << power for power in range(13, 21)],
+    GATHER: [1 << power for power in range(13, 21)],
+}
+SYMMETRIC_MOST = 4 << 20  # bytes up to which torch's own are timed
+
+
+def symmetric(nbytes, device):
+    """Return torch's one-shot and two-shot all_reduce on a tensor of symmetric memory."""
+    import torch.distributed._symmetric_memory as memory
+
+    tensor = memory.empty(nbytes // 2, dtype=torch.bfloat16, device=device)
+    memory.rendezvous(tensor, stock.group.WORLD)
+    tensor.zero_()
+    name = stock.group.WORLD.group_name
+    return {
+        ONE_SHOT: lambda: torch.ops.symm_mem.one_shot_all_reduce(tensor, "sum", name),
+        TWO_SHOT: lambda: torch.ops.symm_mem.two_shot_all_reduce_(tensor, "sum", name),
+    }
+
+
+def in_graphs(device, rounds):
+    table = {}
+    for collective, sizes in SIZES.items():
+        rows = table.setdefault(collective, {})
+        for size in sizes:
+            theirs, ours = calls(collective, size, torch.bfloat16, device)
+            runs = {NCCL: prepare(theirs, device), OURS: prepare(ours, device)}
+            if collective == REDUCE and 2048 <= size <= SYMMETRIC_MOST:
+                runs |= {name: prepare(call, device) for name, call in symmetric(size, device).items()}
+            us = slowest(runs, rounds if size < 16 << 20 else 5, device)
+            rows[size] = {name: round(took, 2) for name, took in us.items()}
+            rows[size]["ratio"] = round(us[OURS] / us[NCCL], 3)
+            del runs, theirs, ours
+    return table
+
+
+def host_time(device, rounds):
+    """Return the us of the host for a call of 8 KiB, of each library, and the median ratio of the rounds."""
+    tensor = torch.zeros(4096, dtype=torch.bfloat16, device=device)
+    times = {"stock": [], "safecomm": []}
+    for number in range(rounds):
+        for name, library in (("stock", stock), ("safecomm", safecomm))[:: 1 if number % 2 else -1]:
+            for _ in range(20):
+                library.all_reduce(tensor)
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(50):
+                library.all_reduce(tensor)
+            times[name].append((time.perf_counter() - start) / 50 * 1e6)
+            torch.cuda.synchronize()
+    ratio = statistics.median(a / b for a, b in zip(times["safecomm"], times["stock"], strict=True))
+    return {name: round(statistics.median(taken), 2) for name, taken in times.items()} | {"ratio": round(ratio, 3)}
+
+
+class Decode:
+    """A token's way through the layers of a transformer, of which this rank has its part; attention over 512 tokens."""
+
+    HIDDEN, LAYERS, HEAD, CONTEXT = 4096, 32, 128, 512
+
+    def __init__(self, device):
+        world = stock.get_world_size()
+        heads = self.HIDDEN // self.HEAD // world
+
+        def weight(rows, columns):
+            return torch.randn(rows, columns, device=device, dtype=torch.bfloat16) / rows**0.5
+
+        self.heads = heads
+        self.layers = [
+            (
+                weight(self.HIDDEN, 3 * heads * self.HEAD),
+                weight(heads * self.HEAD, self.HIDDEN),
+                weight(self.HIDDEN, 4 * self.HIDDEN // world),
+                weight(4 * self.HIDDEN // world, self.HIDDEN),
+            )
+            for _ in range(self.LAYERS)
+        ]
+        self.cache = torch.randn(2, 64, heads, self.CONTEXT, self.HEAD, device=device, dtype=torch.bfloat16)
+
+    def step(self, x, library):
+        batch = x.shape[0]
+        keys, values = self.cache[:, :batch]
+        for to_qkv, to_out, up, down in self.layers:
+            normed = torch.nn.functional.rms_norm(x, (self.HIDDEN,))
+            query = (normed @ to_qkv).view(batch, 3, self.heads, 1, self.HEAD)[:, 0]
+            seen = torch.nn.functional.scaled_dot_product_attention(query, keys, values)
+            out = seen.reshape(batch, -1) @ to_out
+            library.all_reduce(out)
+            x = x + out
+            hidden = torch.nn.functional.gelu(torch.nn.functional.rms_norm(x, (self.HIDDEN,)) @ up) @ down
+            library.all_reduce(hidden)
+            x = x + hidden
+        return x
+
+
+def decode(device, rounds):
+    """Return the us of a step on NCCL and on ours, by batch."""
+    torch.manual_seed(1)
+    model = Decode(device)
+    table = {}
+    for batch in (1, 2, 4, 8, 16, 32, 64):
+        x = torch.randn(batch, Decode.HIDDEN, device=device, dtype=torch.bfloat16)
+        runs = {}
+        for name, library in ((NCCL, stock), (OURS, safecomm)):
+
+            def run(library=library, x=x):
+                return model.step(x, library)
+
+            run()
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                run()
+
+            def replay(graph=graph):
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                start.record()
+                graph.replay()
+                end.record()
+                end.synchronize()
+                return start.elapsed_time(end) * 1e3
+
+            runs[name] = replay
+        us = slowest(runs, rounds, device)
+        table[batch] = {name: round(took, 1) for name, took in us.items()} | {"ratio": round(us[OURS] / us[NCCL], 3)}
+        del runs, run, replay, graph
+    return table
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", required=True)
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--limits", help="a file of tune --low-latency")
+    arguments = parser.parse_args()
+    device = begin()
+    warnings.simplefilter("ignore", FutureWarning)  # the names of torch 2.13
+    results = setting("torchrun benchmarks/low_latency.py")
+    with safecomm.low_latency(limits=arguments.limits) as on:
+        if on.reason:
+            raise SystemExit(on.reason)
+        results["bytes of staging"] = on.nbytes
+        for name, part in (("us in graphs", in_graphs), ("host us, 8 KiB", host_time), ("decode step us", decode)):
+            results[name] = part(device, arguments.rounds)
+            write(arguments.out, results)
+            if stock.get_rank() == 0:
+                print(name, results[name], flush=True)
+    safecomm.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

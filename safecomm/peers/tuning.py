@@ -1,0 +1,184 @@
+"""python -m safecomm tune --low-latency: up to which sizes the kernels are faster than NCCL, on the GPUs at hand.
+
+Each size is timed as it is used: 20 calls in a CUDA graph. NCCL and the kernels take turns, and the figure of each is
+the median of its turns, of the slowest rank. A kernel gets the sizes up to the first at which it is slower.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as stock
+
+from safecomm.collectives.gather import all_gather_into_tensor
+from safecomm.collectives.reduce import all_reduce, reduce_scatter_tensor
+from safecomm.peers.choice import GATHER, ONE_SHOT, REDUCE, SCATTER, TWO_SHOT, KiB, LowLatencyLimits, MiB
+from safecomm.peers.low_latency import low_latency
+
+CALLS = 20
+"""Calls in a graph."""
+
+SIZES = tuple(KiB << power for power in range(1, 14))
+"""Bytes that are tried: 2 KiB to 8 MiB."""
+
+SLACK = 1.02
+"""How much slower than NCCL a kernel may be."""
+
+NCCL = "NCCL"
+
+Call = Callable[[], None]
+
+
+def calls(collective: str, nbytes: int, dtype: torch.dtype, device: torch.device) -> tuple[Call, Call]:
+    """Return a call of torch.distributed's and the same of ours, on one pair of tensors of ``nbytes`` a part."""
+    world = stock.get_world_size()
+    part = torch.zeros(nbytes // dtype.itemsize, dtype=dtype, device=device)
+    whole = torch.zeros(world * part.numel(), dtype=dtype, device=device)
+    if collective == REDUCE:
+        return lambda: stock.all_reduce(part), lambda: all_reduce(part)
+    if collective == SCATTER:
+        return lambda: stock.reduce_scatter_tensor(part, whole), lambda: reduce_scatter_tensor(part, whole)
+    return lambda: stock.all_gather_into_tensor(whole, part), lambda: all_gather_into_tensor(whole, part)
+
+
+def prepare(call: Call, device: torch.device) -> Callable[[], float]:
+    """Return what runs ``call`` several times, in a graph where there are graphs, and tells the us of each."""
+    if device.type == "cpu":
+
+        def run() -> float:
+            start = time.perf_counter()
+            call()
+            return (time.perf_counter() - start) * 1e6
+
+        return run
+    call()
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(CALLS):
+            call()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+
+    def replay() -> float:
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) * 1e3 / CALLS
+
+    return replay
+
+
+def slowest(runs: Mapping[str, Callable[[], float]], rounds: int, device: torch.device) -> dict[str, float]:
+    """Run each in turns, and return the median us of the slowest rank."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for number in range(rounds):
+        for name in runs if number % 2 else reversed(tuple(runs)):
+            stock.barrier()
+            times[name].append(runs[name]())
+    medians = torch.tensor([statistics.median(taken) for taken in times.values()], device=device)
+    stock.all_reduce(medians, op=stock.ReduceOp.MAX)
+    return dict(zip(times, medians.tolist(), strict=True))
+
+
+def limit(sizes: Iterable[int], kernel: Mapping[int, float], other: Mapping[int, float]) -> int:
+    """Return the largest of ``sizes`` up to which ``kernel`` is at no size slower than ``other``, but for the slack.
+
+    Examples
+    --------
+    >>> limit([1, 2, 4], {1: 3.0, 2: 5.0, 4: 9.0}, {1: 9.0, 2: 9.0, 4: 8.0})
+    2
+    """
+    largest = 0
+    for size in sizes:
+        if kernel[size] > other[size] * SLACK:
+            break
+        largest = size
+    return largest
+
+
+def limits_of(us: Mapping[str, Mapping[str, Mapping[int, float]]], sizes: Iterable[int]) -> LowLatencyLimits:
+    """Return the limits that follow from the times, by collective, engine and bytes."""
+    sizes = list(sizes)
+    reduce = us[REDUCE]
+    best = {size: min(reduce[NCCL][size], reduce.get(TWO_SHOT, reduce[NCCL])[size]) for size in sizes}
+    one_shot = limit(sizes, reduce[ONE_SHOT], best)
+    two_shot = 0
+    if TWO_SHOT in reduce:
+        above = [size for size in sizes if size > one_shot]
+        two_shot = limit(above, reduce[TWO_SHOT], reduce[NCCL])
+    return LowLatencyLimits(
+        one_shot=one_shot,
+        two_shot=two_shot,
+        scatter=limit(sizes, us[SCATTER][ONE_SHOT], us[SCATTER][NCCL]),
+        gather=limit(sizes, us[GATHER][ONE_SHOT], us[GATHER][NCCL]),
+    )
+
+
+def measure(
+    device: torch.device, sizes: Iterable[int], rounds: int, say: Callable[[str], None]
+) -> dict[str, dict[str, dict[int, float]]]:
+    """Return the us of each size, by collective and engine.
+
+    Raises RuntimeError where low_latency() can't be switched on.
+    """
+    sizes = list(sizes)
+    largest = max(sizes)
+    us: dict[str, dict[str, dict[int, float]]] = {}
+    kernels = [(ONE_SHOT, LowLatencyLimits(one_shot=largest, two_shot=0, scatter=largest, gather=largest))]
+    if stock.get_world_size() > 2:
+        kernels.append((TWO_SHOT, LowLatencyLimits(one_shot=0, two_shot=largest, scatter=0, gather=0)))
+    for kernel, limits in kernels:
+        with low_latency(limits=limits) as on:
+            if on.reason:
+                raise RuntimeError(f"there is nothing to tune: {on.reason}")
+            for collective in (REDUCE, SCATTER, GATHER) if kernel == ONE_SHOT else (REDUCE,):
+                of_collective = us.setdefault(collective, {})
+                for size in sizes:
+                    say(f"{collective}, {kernel}, {size} bytes")
+                    stocks, ours = calls(collective, size, torch.bfloat16, device)
+                    runs = {NCCL: prepare(stocks, device), kernel: prepare(ours, device)}
+                    for name, took in slowest(runs, rounds, device).items():
+                        of_collective.setdefault(name, {})[size] = took
+                    del runs  # graphs, before the group is given back what they use
+    return us
+
+
+def tune(
+    device: torch.device, out: Path, rounds: int, say: Callable[[str], None], sizes: Iterable[int] = SIZES
+) -> None:
+    """Measure on the ranks of the default group, and write and say what was found, on rank 0."""
+    sizes = list(sizes)
+    first, world = stock.get_rank() == 0, stock.get_world_size()
+    us = measure(device, sizes, rounds, say if first else lambda _: None)
+    if not first:
+        return
+    found = limits_of(us, sizes)
+    print("us of one call in a graph, bf16, on the slowest rank, median\n")
+    for collective, engines in us.items():
+        print(f"{collective:16}" + "".join(f"{engine:>12}" for engine in engines))
+        for size in sizes:
+            print(f"{_readable(size):>16}" + "".join(f"{engines[engine][size]:12.1f}" for engine in engines))
+    kept: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
+    kept.setdefault("low_latency", {})[str(world)] = asdict(found)
+    kept["low_latency_measured"] = {
+        "us": us,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "torch": torch.__version__,
+        "world": world,
+        "date": datetime.date.today().isoformat(),
+    }
+    out.write_text(json.dumps(kept, indent=1) + "\n")
+    print(f"\n{found}\nwritten to {out}: low_latency(limits={str(out)!r}) uses it, on all ranks")
+
+
+def _readable(nbytes: int) -> str:
+    return f"{nbytes // MiB} MiB" if nbytes >= MiB else f"{nbytes // KiB} KiB"

@@ -1,0 +1,276 @@
+"""low_latency(): results, order, graphs, and a peer that does not come, on real GPUs."""
+
+import random
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as stock
+from harness import MIB, case, rank, require, settle, slow
+
+import safecomm
+from safecomm.peers import low_latency as module
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+OPS = (stock.ReduceOp.SUM, stock.ReduceOp.AVG, stock.ReduceOp.MAX, stock.ReduceOp.MIN)
+SIZES = (1, 3, 16, 100, 4096, 4097, 20_000, 65_536, 100_001, 500_000)
+LIMITS = safecomm.LowLatencyLimits(one_shot=MIB // 8, two_shot=4 * MIB, scatter=2 * MIB, gather=2 * MIB)
+"""So that both kernels run, on any number of ranks."""
+
+
+def switched_on(**how):
+    on = safecomm.low_latency(limits=LIMITS, **how).enable()
+    require(on.reason == "", on.reason)
+    return on
+
+
+def sent(peer, count, dtype, seed=0):
+    """What a rank sends: small multiples of 1/4, whose sums every type holds exactly."""
+    generator = torch.Generator("cuda").manual_seed(1000 * peer + seed)
+    return (torch.randint(-20, 20, (count,), generator=generator, device="cuda") / 4).to(dtype)
+
+
+def expected_of(op, tensors):
+    stacked = torch.stack([tensor.float() for tensor in tensors])
+    if op == stock.ReduceOp.MAX:
+        return stacked.amax(0)
+    if op == stock.ReduceOp.MIN:
+        return stacked.amin(0)
+    return stacked.sum(0) if op == stock.ReduceOp.SUM else stacked.mean(0)
+
+
+@case(120)
+def low_latency_results():
+    """Every operation, type and size, in place, out of place, at odd addresses: wrong results."""
+    world = stock.get_world_size()
+    wrong = []
+    with switched_on() as on:
+        for dtype in DTYPES:
+            for count in SIZES:
+                tensors = [sent(peer, count, dtype) for peer in range(world)]
+                for op in OPS:
+                    for offset in (0, 1):
+                        tensor = torch.empty(count + 1, dtype=dtype, device="cuda")[offset : offset + count]
+                        tensor.copy_(tensors[rank()])
+                        safecomm.all_reduce(tensor, op=op)
+                        if not torch.equal(tensor.float(), expected_of(op, tensors).to(dtype).float()):
+                            wrong.append(f"all_reduce {op} {dtype} {count} {offset}")
+                whole = torch.empty(world * count, dtype=dtype, device="cuda")
+                safecomm._all_gather_base(whole, tensors[rank()])
+                if not torch.equal(whole, torch.cat(tensors)):
+                    wrong.append(f"all_gather {dtype} {count}")
+                wholes = [sent(peer, world * count, dtype, seed=1) for peer in range(world)]
+                mine = wholes[rank()].clone()
+                part = mine[rank() * count : (rank() + 1) * count]
+                safecomm._reduce_scatter_base(part, mine)
+                total = expected_of(stock.ReduceOp.SUM, wholes)[rank() * count : (rank() + 1) * count]
+                if not torch.equal(part.float(), total.to(dtype).float()):
+                    wrong.append(f"reduce_scatter {dtype} {count}")
+        calls = on.calls
+    require(not wrong, wrong[:5], len(wrong))
+    require(calls > 500, calls)
+    return {"calls": calls, "wrong": 0}
+
+
+@case(60)
+def low_latency_error_and_bits():
+    """Error against fp64 of random data, ours and NCCL's; ranks and runs whose bits differ."""
+    world = stock.get_world_size()
+    worst = {}
+    differing = 0
+    with switched_on():
+        for count in (4096, 300_000):
+            generator = torch.Generator("cuda").manual_seed(rank())
+            data = torch.randn(count, generator=generator, device="cuda").to(torch.bfloat16)
+            everyones = [torch.empty_like(data) for _ in range(world)]
+            stock.all_gather(everyones, data)
+            exact = torch.stack([one.double() for one in everyones]).sum(0)
+            found = {}
+            for name, library in (("stock", stock), ("safecomm", safecomm)):
+                found[name] = data.clone()
+                library.all_reduce(found[name])
+                worst[f"{name}, {count}"] = (found[name].double() - exact).abs().mean().item()
+            for _ in range(100):
+                again = data.clone()
+                safecomm.all_reduce(again)
+                differing += not torch.equal(again, found["safecomm"])
+            others = [torch.empty_like(data) for _ in range(world)]
+            stock.all_gather(others, found["safecomm"])
+            differing += sum(not torch.equal(other, found["safecomm"]) for other in others)
+            require(worst[f"safecomm, {count}"] <= worst[f"stock, {count}"] * 1.0001, worst)
+    require(differing == 0, differing)
+    return {"mean error": worst, "differing": differing}
+
+
+@case(120)
+def low_latency_graphs_and_streams():
+    """1,000 replays of a graph of several calls, on several streams, between eager calls and NCCL's: wrong elements."""
+    world = stock.get_world_size()
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    streams = [torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()]
+    dice = random.Random(5)  # the same on every rank
+    with switched_on() as on:
+        static = torch.zeros(40_000, dtype=torch.bfloat16, device="cuda")
+        part = torch.zeros(1000, device="cuda")
+        whole = torch.zeros(1000 * world, device="cuda")
+        graph = torch.cuda.CUDAGraph()
+        side = torch.cuda.Stream()
+        with safecomm.graph(graph):
+            safecomm.all_reduce(static)
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                safecomm._all_gather_base(whole, part)
+            torch.cuda.current_stream().wait_stream(side)
+            safecomm.all_reduce(static, op=stock.ReduceOp.MAX)
+        taken = on.calls
+        require(taken == 3, taken)
+        for number in range(1000):
+            stream = dice.choice(streams)
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                if dice.random() < 0.2:
+                    slow(dice.random() * 1e-4 * (rank() + 1))
+                static.fill_(number % 7 + rank())
+                part.fill_(number % 5 + rank())
+                graph.replay()
+                total = world * (number % 7) + sum(range(world))
+                wrong += (static != total).sum()
+                gathered = torch.arange(world, device="cuda") + number % 5
+                wrong += (whole.view(world, -1) != gathered[:, None]).sum()
+                eager = torch.full((dice.choice((5, 3000, 100_000)),), float(rank()), device="cuda")
+                (stock if dice.random() < 0.2 else safecomm).all_reduce(eager)
+                wrong += (eager != sum(range(world))).sum()
+            torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+        graph.reset()
+        del graph
+        settle()
+    require(wrong.item() == 0, wrong.item())
+    return {"replays": 1000, "wrong": wrong.item()}
+
+
+@case(150)
+def low_latency_stress():
+    """Random calls for 60 s, ranks delayed at random, eager, replayed and NCCL's, poisoned buffers: wrong elements."""
+    world = stock.get_world_size()
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    dice = random.Random(11)  # the same on every rank
+    own = random.Random(rank())
+    calls = replays = 0
+    with switched_on() as on:
+        graphs = []
+        for count in (100, 5000, 200_000):
+            static = torch.zeros(count, dtype=torch.bfloat16, device="cuda")
+            graph = torch.cuda.CUDAGraph()
+            with safecomm.graph(graph):
+                for _ in range(10):
+                    safecomm.all_reduce(static, op=stock.ReduceOp.MAX)
+            graphs.append((graph, static))
+        end = time.monotonic() + 60
+        go = torch.ones((), device="cuda")
+        while go.item():
+            for _ in range(1000):
+                if own.random() < 0.02:
+                    slow(own.random() * 2e-4)
+                kind = dice.randrange(10)
+                dtype = dice.choice(DTYPES)
+                count = int(2 ** dice.uniform(0, 18))
+                number = dice.randrange(8)
+                if kind == 0:
+                    graph, static = dice.choice(graphs)
+                    static.fill_(number + rank())
+                    graph.replay()
+                    wrong += (static != number + world - 1).sum()
+                    replays += 10
+                elif kind == 1:
+                    tensor = torch.full((count,), float(number + rank()), dtype=dtype, device="cuda")
+                    stock.all_reduce(tensor)
+                    wrong += (tensor != world * number + sum(range(world))).sum()
+                elif kind == 2:
+                    whole = torch.full((count * world,), float("nan"), dtype=dtype, device="cuda")
+                    safecomm._all_gather_base(
+                        whole, torch.full((count,), float(number + rank()), dtype=dtype, device="cuda")
+                    )
+                    gathered = torch.arange(world, device="cuda") + number
+                    wrong += (whole.view(world, -1) != gathered[:, None]).sum()
+                elif kind == 3:
+                    part = torch.full((count,), float("nan"), dtype=dtype, device="cuda")
+                    given = torch.full((count * world,), float(number + rank()), dtype=dtype, device="cuda")
+                    safecomm._reduce_scatter_base(part, given)
+                    wrong += (part != world * number + sum(range(world))).sum()
+                else:
+                    tensor = torch.full((count,), float(number + rank()), dtype=dtype, device="cuda")
+                    safecomm.all_reduce(tensor)
+                    wrong += (tensor != world * number + sum(range(world))).sum()
+                calls += 1
+            go.fill_(time.monotonic() < end)
+            stock.broadcast(go, 0)
+        taken = on.calls
+        for graph, _ in graphs:
+            graph.reset()
+        del graphs, graph, static
+        settle()
+    require(wrong.item() == 0, wrong.item())
+    return {"calls": calls, "taken": taken, "replayed": replays, "wrong elements": wrong.item()}
+
+
+@case(60)
+def low_latency_a_peer_that_does_not_come():
+    """One rank stays away: seconds until the others have an error, and whether the process is usable after it."""
+    on = switched_on(timeout=timedelta(seconds=2))
+    tensor = torch.ones(5000, device="cuda")
+    took = 0.0
+    if rank() == 0:
+        start = time.monotonic()
+        safecomm.all_reduce(tensor)
+        torch.cuda.synchronize()
+        took = time.monotonic() - start
+        require(tensor.isnan().all().item(), "the result is not NaN")
+        try:
+            safecomm.all_reduce(torch.ones(1, device="cuda"))
+            require(False, "no error")
+        except safecomm.PeerTimeoutError as error:
+            require("all_reduce called at" in str(error) and "low_latency.py" in str(error), error)
+        require(took < 10, took)
+    stock.barrier()  # NCCL's, which goes on
+    on._end(timedelta())
+    require(len(module._KEPT) == 1)
+    module._KEPT.clear()
+    tensor = torch.ones(2, device="cuda")
+    safecomm.all_reduce(tensor)
+    require((tensor == stock.get_world_size()).all().item(), tensor)
+    return {"seconds": round(took, 2)}
+
+
+@case(60)
+def low_latency_ranks_that_differ():
+    """check=True names the call when one rank's size differs; nothing is launched."""
+    with switched_on(check=True):
+        try:
+            safecomm.all_reduce(torch.ones(3 + rank(), device="cuda"))
+            require(False, "no error")
+        except safecomm.LowLatencyError as error:
+            require("rank 0: all_reduce of 3" in str(error), error)
+        tensor = torch.ones(2, device="cuda")
+        safecomm.all_reduce(tensor)
+        require((tensor == stock.get_world_size()).all().item(), tensor)
+    return {}
+
+
+@case(60)
+def low_latency_memory_comes_back():
+    """MiB in use after ten times on and off, against once."""
+
+    def once():
+        with switched_on() as on:
+            safecomm.all_reduce(torch.ones(10, device="cuda"))
+            nbytes = on.nbytes
+        settle()
+        torch.cuda.synchronize()
+        return nbytes, torch.cuda.mem_get_info()[0]
+
+    nbytes, before = once()
+    for _ in range(10):
+        _, after = once()
+    require(before - after < nbytes, before, after, nbytes)
+    return {"MiB of one": round(nbytes / MIB, 2), "MiB lost in ten": round((before - after) / MIB, 2)}
