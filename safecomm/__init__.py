@@ -18,7 +18,9 @@ The direction of dependency, top to bottom; nothing imports upwards (``tests/tes
     arena                  one contiguous block of communication buffers
     captures               what CUDA graphs own
     work                   the handle
-    ledger                 what is held, until when: the only place that decides a release
+    ledger                 what is held, until when: it and trails decide every release, and nothing else does
+    trails                 what was used on another stream than its own, and what record_stream was called for
+    entries                what an entry is, and the lanes that entries are kept in
     streams                where are we: streams, captures, events
     _torch, _submodules    private names of torch and of the driver; torch.distributed's submodules under our name
     errors, sites          few, flat; call sites
@@ -70,6 +72,7 @@ from safecomm.collectives.reduce import reduce as reduce
 from safecomm.collectives.reduce import reduce_scatter_tensor as reduce_scatter_tensor
 from safecomm.collectives.scatter import broadcast as broadcast
 from safecomm.collectives.scatter import scatter as scatter
+from safecomm.entries import Pending as Pending
 from safecomm.errors import ArenaError as ArenaError
 from safecomm.errors import ArenaFullError as ArenaFullError
 from safecomm.errors import CaptureBoundaryError as CaptureBoundaryError
@@ -82,7 +85,6 @@ from safecomm.errors import SafecommError as SafecommError
 from safecomm.errors import StaleGraphError as StaleGraphError
 from safecomm.graphs import graph as graph
 from safecomm.graphs import settle_before_capture as settle_before_capture
-from safecomm.ledger import Pending as Pending
 from safecomm.ledger import drain as drain
 from safecomm.ledger import pending as pending
 from safecomm.patching.patch import is_patched as is_patched

@@ -21,8 +21,9 @@ from typing import Any
 import torch
 
 from safecomm import _torch
+from safecomm.entries import Entry
 from safecomm.errors import CaptureBoundaryError, LiveGraphError, StaleGraphError
-from safecomm.ledger import LEDGER, Entry, Ledger
+from safecomm.ledger import LEDGER, Ledger
 from safecomm.sites import outside, place
 
 log = logging.getLogger("safecomm")
@@ -242,7 +243,7 @@ class CapturedGraph:
         self._groups.clear()
         self.before_replay.clear()
         if storages:
-            self._ledger.orphan(self.index, tuple(self._replayed), storages, self._code, self._instruction)
+            self._ledger.trails.orphan(self.index, tuple(self._replayed), storages, self._code, self._instruction)
 
 
 # --- seeing captures -----------------------------------------------------------------------------------------

@@ -184,7 +184,7 @@ class _Interception:
         self._resize_storage.remove()
         self.ledger.sweep()
         if original is not None:
-            for storage, index, stream in self.ledger.hand_over():
+            for storage, index, stream in self.ledger.trails.hand_over():
                 _over(storage).record_stream(stream_object(index, stream))
 
     # --- record_stream ----------------------------------------------------------------------------------
@@ -223,12 +223,12 @@ class _Interception:
         storage = tensor.untyped_storage()
         # A stream of another device can't be ordered by torch's means; that is rare, and the allocator's matter.
         near = tensor.get_device() in (index, HOST)
-        if near and self.ledger.record(storage, index, self._raw(stream), frame, release):
+        if near and self.ledger.trails.record(storage, index, self._raw(stream), frame, release):
             return
         if original is not None:
             original(tensor, stream)
         else:
-            self.ledger.record(storage, index, self._raw(stream), frame, homeless=True)
+            self.ledger.trails.record(storage, index, self._raw(stream), frame, homeless=True)
 
     def _raw(self, stream: torch.Stream) -> int:
         key = (stream.stream_id, stream.device_index)
@@ -242,7 +242,7 @@ class _Interception:
     def _freeing(self, storage: torch.UntypedStorage) -> None:
         context = policy()
         order = context is None or context.release != "defer"
-        for index, stream in self.ledger.freeing(storage, order=order):
+        for index, stream in self.ledger.trails.freeing(storage, order=order):
             if self._record_stream.original is not None:
                 self._record_stream.original(_over(storage), stream_object(index, stream))
             else:  # the host can wait, if nothing else can
@@ -250,13 +250,13 @@ class _Interception:
 
     def _resized(self, storage: torch.UntypedStorage, resize: Callable[[], Any]) -> Any:
         """Call ``resize``, which may give ``storage`` other memory."""
-        if storage._cdata not in self.ledger.recorded:
+        if storage._cdata not in self.ledger.trails.recorded:
             return resize()
         before = storage.data_ptr()
         self._freeing(storage)
         result = resize()
         if storage.data_ptr() != before:
-            self.ledger.freed(storage)
+            self.ledger.trails.freed(storage)
         return result
 
     def _around_resize(self, original: Any) -> Any:
@@ -292,10 +292,10 @@ class _Interception:
             done: list[Any] = []
             index = waiting.device_index
             if self.ledger.busy and stream.device_index == index:  # each device has a default stream of the handle 0
-                done = self.ledger.only_used_on(index, waiting.cuda_stream, self._raw(stream))
+                done = self.ledger.trails.only_used_on(index, waiting.cuda_stream, self._raw(stream))
             original(waiting, stream)
             if done:
-                self.ledger.release_ordered(done)
+                self.ledger.trails.release(done)
 
         return wait_stream
 

@@ -92,6 +92,18 @@ class Streams(Protocol):
         """Return the bytes of memory that device ``index`` has."""
 
 
+def capture_of(streams: Streams, stream: int) -> int:
+    """Return the graph capture that ``stream`` is part of; 0 if it is not capturing."""
+    return streams.capture(stream) if stream else 0  # 0 is the legacy default stream, which can't capture
+
+
+def home_of(streams: Streams, storage: Any, nowhere: int) -> int | None:
+    """Return the stream that ``storage`` was allocated on; ``nowhere`` if it has no memory, None if nobody knows."""
+    # A tensor subclass without memory of its own is held as an object, and has no address.
+    pointer = storage.data_ptr() if type(storage) is torch.UntypedStorage else 0
+    return streams.home(pointer) if pointer else nowhere
+
+
 def stream_object(index: int, stream: int) -> torch.cuda.Stream:
     """Return torch's object for the raw ``stream`` of device ``index``."""
     if stream:

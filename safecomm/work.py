@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.distributed_c10d import Work as C10dWork
 
+from safecomm.entries import Launched
 from safecomm.errors import SafecommError
-from safecomm.ledger import Launched
 
 if TYPE_CHECKING:
     _Base = C10dWork

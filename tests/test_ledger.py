@@ -4,8 +4,8 @@ A machine is a program that hypothesis writes: what a user may do with streams, 
 device checks S1 and S5 by itself, after every step and for every block that is free, because a free block can be handed
 out at any moment. The other promises are asserted by the step that they are about.
 
-That the machines can tell a wrong ledger from a right one is proved by mutants: ledgers with one rule broken, each of
-which they have to catch.
+That the machines can tell a wrong ledger from a right one is proved by mutants: ledgers with one rule broken, or with
+trails that have one broken, each of which they have to catch.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from safecomm.captures import CapturedGraph
 from safecomm.errors import CaptureBoundaryError
 from safecomm.ledger import Ledger
 from safecomm.streams import HOST
+from safecomm.trails import Trails
 
 # The programs are the same on every run: there is nothing to keep, and a directory in the checkout is in pytest's way.
 set_hypothesis_home_dir(Path(tempfile.gettempdir()) / "hypothesis")
@@ -186,7 +187,7 @@ class Programs(RuleBasedStateMachine):
             key = (storage.data_ptr(), block.tenancy, here.handle, here.capture)
             self.device.launch(here, [block])
             if key not in self.recorded and here.handle != block.home:
-                assert self.ledger.record(storage, INDEX, here.handle, sys._getframe(), order)
+                assert self.ledger.trails.record(storage, INDEX, here.handle, sys._getframe(), order)
                 self.recorded.add(key)
             if last:
                 self.tensors = [one for one in self.tensors if one is not tensor]
@@ -196,9 +197,9 @@ class Programs(RuleBasedStateMachine):
         """What torch.cuda.Stream.wait_stream does inside of avoid_record_streams()."""
         one, two = self.device.streams[waiting], self.device.streams[other]
         if one.capture == two.capture or (one.capture == 0 and two.capture and waiting):
-            done = self.ledger.only_used_on(INDEX, waiting, other)
+            done = self.ledger.trails.only_used_on(INDEX, waiting, other)
             self.device.wait(one, two.past, two.capture)
-            self.ledger.release_ordered(done)
+            self.ledger.trails.release(done)
 
     @rule(pick=PICK, order=st.booleans())
     def free_storage(self, pick: int, order: bool) -> None:
@@ -207,12 +208,12 @@ class Programs(RuleBasedStateMachine):
             return
         tensor = self.tensors[pick % len(self.tensors)]
         storage = tensor.untyped_storage()
-        if not self.ledger.recorded.get(storage._cdata):
+        if not self.ledger.trails.recorded.get(storage._cdata):
             return
         if any(entry.op != "record_stream" for entry in self.holding(storage)):
             return  # a collective's: nothing in Python survives that, and no correct program does it
-        left = self.ledger.freeing(storage, order=order)
-        self.ledger.freed(storage)
+        left = self.ledger.trails.freeing(storage, order=order)
+        self.ledger.trails.freed(storage)
         assert not self.holding(storage)
         if left:
             self.kept.append(tensor.detach())  # by the allocator, until the device is over with it
@@ -571,7 +572,7 @@ def test_random_programs_s1_s2_s3_s4_s5(machine: type[RuleBasedStateMachine], co
 # --- the proof that the machines bite -----------------------------------------------------------------------
 
 
-# With names of the ledger's private methods: where one is renamed, its mutant has to follow.
+# With names of private methods: where one is renamed, its mutant has to follow.
 
 
 class ReleasesWherever(Ledger):
@@ -582,7 +583,14 @@ class ReleasesWherever(Ledger):
 
 
 class NeverReleases(Ledger):
-    """Lets nothing go."""
+    """Lets no work go."""
+
+    def _release(self, entry):
+        self.kept = [*getattr(self, "kept", []), entry.storages]
+
+
+class NeverReleasesTrails(Trails):
+    """Lets no trail and no record go."""
 
     def _release(self, entry):
         self.kept = [*getattr(self, "kept", []), entry.storages]
@@ -617,11 +625,18 @@ class ReleasesAllBefore(Ledger):
 
 
 class OrdersNothing(Ledger):
-    """Releases by rule 3 without ordering anything."""
+    """Releases works by rule 3 without ordering anything."""
 
     def _take(self, entry, **_):
         if entry.lane.take(entry):
             self._release(entry)
+
+
+class TrailsOrderNothing(Trails):
+    """Releases trails and records by rule 3 without ordering anything."""
+
+    def _take(self, entry, **_):
+        self.release([entry])
 
 
 class ForgetsFailures(Ledger):
@@ -652,28 +667,28 @@ class CrossesCaptures(Ledger):
         pass
 
 
-class ForgetsRecords(Ledger):
+class ForgetsRecords(Trails):
     """Takes record_stream() for nothing."""
 
     def record(self, storage, index, stream, frame, order="auto"):
         return True
 
 
-class TakesAWaitForThePast(Ledger):
+class TakesAWaitForThePast(Trails):
     """Releases a record at any wait, although somebody else still uses it."""
 
     def only_used_on(self, index, stream, other):
-        return [e for lane in self.busy if lane.records and lane.stream == other for e in lane.entries]
+        return [e for lane in self._busy if lane.records and lane.stream == other for e in lane.entries]
 
 
-class FreesWithoutOrder(Ledger):
+class FreesWithoutOrder(Trails):
     """Lets memory that frees itself go at once."""
 
     def freeing(self, storage, *, order=True):
         return []
 
 
-class FreesLeasesAtOnce(Ledger):
+class FreesLeasesAtOnce(Trails):
     """Does not wait for the last replay."""
 
     def orphan(self, *_):
@@ -697,17 +712,31 @@ class PollsConnections(Ledger):
         super()._wait_blind(entry, deadline)
 
 
+def ledger_with(broken: type[Trails]) -> type[Ledger]:
+    """Return a ledger whose trails are ``broken``."""
+
+    class Broken(Ledger):
+        def __init__(self, streams, **how):
+            super().__init__(streams, **how)
+            self.trails.__class__ = broken
+
+    return Broken
+
+
 @pytest.mark.parametrize(
-    ("ledger", "machine"),
+    ("broken", "machine"),
     [
         (ReleasesWherever, Programs),
         (NeverReleases, Programs),
         (NeverReleases, HostPrograms),
+        (NeverReleasesTrails, Programs),
         (LeavesItToTheHandle, Programs),
         (LeavesItToTheHandle, HostPrograms),
         (ReleasesAllBefore, Programs),
         (OrdersNothing, Programs),
         (OrdersNothing, CapturingPrograms),
+        (TrailsOrderNothing, Programs),
+        (TrailsOrderNothing, CapturingPrograms),
         (ForgetsFailures, Programs),
         (ForgetsFailures, HostPrograms),
         (ForgetsStaging, Programs),
@@ -721,8 +750,9 @@ class PollsConnections(Ledger):
         (HoldsNoLease, GraphPrograms),
     ],
 )
-def test_machine_catches_a_ledger_that(ledger: type[Ledger], machine: type[RuleBasedStateMachine]) -> None:
+def test_machine_catches_a_ledger_that(broken: type, machine: type[RuleBasedStateMachine]) -> None:
     """S1 to S5 are really tested: a ledger with one rule broken does not get through."""
+    ledger = broken if issubclass(broken, Ledger) else ledger_with(broken)
     mutant = type(machine.__name__, (machine,), {"ledger_type": ledger})
     with pytest.raises(AssertionError):
         run_state_machine_as_test(mutant, settings=programs(2000, phases=[Phase.generate]))

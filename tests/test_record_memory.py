@@ -19,7 +19,7 @@ from ranks import launch, on, signal_to_peers, until, wait_for_signal
 import safecomm
 from safecomm.diagnostics import record
 from safecomm.diagnostics.record import read_recording
-from safecomm.ledger import Entry
+from safecomm.entries import Entry
 from safecomm.work import Work
 
 
@@ -172,7 +172,7 @@ def test_the_number_of_lines_of_the_program_is_bounded(tmp_path, monkeypatch):
     for number in range(10):
         entry = Work()
         entry.op, entry.code, entry.instruction, entry.since = f"op{number}", (lambda: 0).__code__, 0, 0.0
-        entry.lane = record.LEDGER._orphanage
+        entry.lane = record.LEDGER.trails._orphanage
         counters.taken(entry, 100)
         assert counters.nbytes == 100 * (number + 1)
     assert len(counters.sites) == 4

@@ -71,9 +71,9 @@ def states(ledger):
 
 def waits(device, ledger, waiting, other):
     """Order one stream after another, as wait_stream does inside of the context."""
-    done = ledger.only_used_on(INDEX, waiting, other)
+    done = ledger.trails.only_used_on(INDEX, waiting, other)
     device.wait(device.streams[waiting], device.streams[other].past, 0)
-    ledger.release_ordered(done)
+    ledger.trails.release(done)
 
 
 # --- convert -------------------------------------------------------------------------------------------------
@@ -291,11 +291,11 @@ def test_a_wait_for_another_devices_default_stream_orders_nothing_here_s1(device
 def test_what_another_thread_does_during_the_wait_is_not_ordered_by_it_s1(device, ledger):
     with avoid_record_streams():
         tensor = used_on(device, 1)
-        done = ledger.only_used_on(INDEX, 0, 1)
+        done = ledger.trails.only_used_on(INDEX, 0, 1)
         device.wait(device.streams[0], device.streams[1].past, 0)
         device.launch(device.streams[1], device.blocks_of([tensor]))  # the other thread, after the event
         del tensor
-        ledger.release_ordered(done)
+        ledger.trails.release(done)
         device.settle()
         device.finish()
 
@@ -304,9 +304,9 @@ def test_a_wait_that_joins_a_capture_orders_nothing_that_ran_before_s1(device, l
     with avoid_record_streams():
         used_on(device, 1, home=2)
         device.begin_capture(1)
-        done = ledger.only_used_on(INDEX, 2, 1)
+        done = ledger.trails.only_used_on(INDEX, 2, 1)
         device.wait(device.streams[2], device.streams[1].past, device.capturing)
-        ledger.release_ordered(done)
+        ledger.trails.release(done)
         device.settle()
         device.end_capture()
         device.settle()
@@ -320,7 +320,7 @@ def test_a_record_that_another_thread_releases_is_all_there_or_gone_s1(device, l
     answered = threading.Event()
 
     class Turns:
-        """The ledger's lock: the asking thread gets it after the releasing one has let go of it, and not later."""
+        """The records' lock: the asking thread gets it after the releasing one has let go of it, and not later."""
 
         def __init__(self):
             self.lock = threading.RLock()
@@ -344,10 +344,10 @@ def test_a_record_that_another_thread_releases_is_all_there_or_gone_s1(device, l
     with avoid_record_streams():
         used_on(device, 1)
         (entry,) = ledger.entries
-        releasing = threading.Thread(target=ledger.release_ordered, args=([entry],))
-        ledger._of_records = Turns()
+        releasing = threading.Thread(target=ledger.trails.release, args=([entry],))
+        ledger.trails._of_records = Turns()
         try:
-            assert ledger.only_used_on(INDEX, 0, 1) == []
+            assert ledger.trails.only_used_on(INDEX, 0, 1) == []
         finally:
             answered.set()
             releasing.join(60)
@@ -362,8 +362,8 @@ def test_records_from_many_threads(device, ledger):
         try:
             for _ in range(200):
                 tensor = torch.empty(64, dtype=torch.uint8)
-                ledger.record(tensor.untyped_storage(), INDEX, 1, sys._getframe(), homeless=True)
-                ledger.release_ordered(ledger.only_used_on(INDEX, 0, 1))
+                ledger.trails.record(tensor.untyped_storage(), INDEX, 1, sys._getframe(), homeless=True)
+                ledger.trails.release(ledger.trails.only_used_on(INDEX, 0, 1))
                 del tensor
                 ledger.sweep()
         except Exception as error:

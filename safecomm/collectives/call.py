@@ -23,7 +23,8 @@ import torch.distributed.distributed_c10d as c10d
 from torch.nn import Parameter
 
 from safecomm import _torch, captures
-from safecomm.ledger import LEDGER, Lane
+from safecomm.entries import WorkLane
+from safecomm.ledger import LEDGER
 from safecomm.sites import outside
 from safecomm.streams import HOST
 from safecomm.work import MemberWork, Work, handle, member
@@ -422,7 +423,7 @@ def forwarded(
     return stand_in(call, original)
 
 
-def plain(lane: Lane, *tensors: Any) -> bool:
+def plain(lane: WorkLane, *tensors: Any) -> bool:
     """Return whether the direct call of ``lane``'s backend does with ``tensors`` what the dispatcher's would.
 
     Asked where ``lane.like_one`` and ``lane.like_two`` say no. The dispatcher does more with tensors that record a

@@ -23,7 +23,8 @@ from safecomm.collectives.call import (
     stand_in,
     storages_of,
 )
-from safecomm.ledger import LEDGER, leave_empty
+from safecomm.entries import leave_empty
+from safecomm.ledger import LEDGER
 from safecomm.streams import HOST
 from safecomm.work import Work
 

@@ -392,7 +392,7 @@ class _Holders:
         self._referrers: dict[int, list[Any]] = {}
         self._objects: dict[int, Any] = {}  # keeps the ids true
         self._works: dict[int, list[str]] = {}
-        for entry in [*LEDGER._entries(), *LEDGER.quarantine]:
+        for entry in LEDGER.entries:
             for storage in entry.storages:
                 if isinstance(storage, torch.UntypedStorage):
                     pending = entry.describe()

@@ -26,8 +26,9 @@ import torch.distributed
 
 from safecomm import _torch
 from safecomm.arena.arena import OPEN, taken
+from safecomm.entries import Entry, Pending
 from safecomm.errors import SafecommError
-from safecomm.ledger import LEDGER, Entry, Pending
+from safecomm.ledger import LEDGER
 from safecomm.work import Work
 
 log = logging.getLogger("safecomm")
@@ -154,7 +155,7 @@ def _install(counters: _Counters) -> None:
         del Entry.storages
 
     _installed.append(remove)
-    for entry in [*LEDGER._entries(), *LEDGER.quarantine]:
+    for entry in LEDGER.entries:
         if "recorded" not in vars(entry) or vars(entry)["recorded"][0] is not counters:
             counters.taken(entry, entry.nbytes)
 

@@ -141,8 +141,8 @@ def _summary(process: int) -> None:
         )
     lines = [
         f"safecomm: {sum(calls.values())} calls of collectives by it ({by_name or 'none'}); {beside}",
-        f"safecomm: {LEDGER.trails} uses of memory on another stream than its own, {patching.converted()} calls of "
-        f"record_stream, {LEDGER.dropped()} lines that drop handles, {LEDGER.failures} works that failed",
+        f"safecomm: {LEDGER.trails.count} uses of memory on another stream than its own, {patching.converted()} calls "
+        f"of record_stream, {LEDGER.dropped()} lines that drop handles, {LEDGER.failures} works that failed",
         f"safecomm: {sum(entry.nbytes for entry in held)} bytes in {len(held)} entries still held at the end{memory}",
     ]
     print("\n".join(lines), file=sys.stderr, flush=True)

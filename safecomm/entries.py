@@ -1,0 +1,363 @@
+"""What is held: entries, and the lanes that they are kept in.
+
+Three kinds of entry. A *work* holds what a running asynchronous collective reads and writes. A *trail* holds
+what was used on another stream than the one it was allocated on, until the device has passed an event there.
+A *record* holds what ``record_stream`` was called for: while others use it too it only waits, and from then on
+it is a trail. When they are let go is not decided here: see the rules at the head of ``safecomm/ledger.py``.
+
+Entries that end in the order in which they were made share a ``Lane``. The asynchronous collectives of one NCCL
+group do, so waiting for one of them settles all before it; Megatron and DeepSpeed wait only for the last of many.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+import types
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from safecomm import _torch
+from safecomm.sites import line_of
+from safecomm.streams import HOST, Streams
+
+_now = time.perf_counter
+
+
+@dataclass(frozen=True)
+class Pending:
+    """One entry of the ledger, as :func:`safecomm.pending` shows it."""
+
+    op: str
+    """The call, such as ``"all_reduce"``."""
+    nbytes: int
+    """Bytes of the storages that the entry holds."""
+    state: str
+    """``"in flight"``: a work that nobody has waited for; ``"recorded"``: ``record_stream`` was called for it, and
+    others still use it; ``"trailing"``: used on another stream than it was allocated on, which has not got there;
+    ``"quarantined"``: its work failed."""
+    group: str
+    """c10d's name of the group."""
+    device: str
+    """``"cpu"``, or such as ``"cuda:0"``."""
+    site: str
+    """File, line and function of the call."""
+    seconds: float
+    """Seconds since the call."""
+
+    def __str__(self) -> str:
+        held = f"{self.nbytes} bytes on {self.device}, {self.state} for {self.seconds:.3f} s"
+        return f"{self.op} of {held}, from {self.site}"
+
+
+class Entry:
+    """What is kept alive, for which call, and what ends it. A ``safecomm.Work`` is one, and so is a :class:`Trail`.
+
+    A work is its own entry, because an object more for each asynchronous call would cost as much as all the rest.
+    """
+
+    op: str
+    lane: Lane
+    storages: tuple[Any, ...]
+    pointers: tuple[int, ...]  # what an ordinary call was given: an address in each storage
+    since: float
+    code: types.CodeType  # with instruction, the call site: cheap to take, and a line number when somebody asks
+    instruction: int
+    inner: Any = None  # c10d's Work; None for trails and records
+    event: Any = None  # a trail's event; a record has one from when nobody else uses it
+    group: weakref.ref[Any] | None = None  # a trail's group; a work's is its lane's
+    stream: int = 0  # the stream of a trail's event, or of the launch of a work that is staged
+    staged: bool = False  # c10d has staging memory of the launch stream, which it gives back at the first wait anywhere
+    aliases: tuple[torch.Tensor, ...] = ()  # what c10d was given in place of the caller's tensors; emptied at release
+    emptied: bool = False  # the aliases were
+    settled: bool = False  # the host has waited for it before a capture
+    awaited: bool = False  # something else than the handle stands for the call, so nobody has forgotten it
+    rare: bool = False  # a work that did not come by WorkLane.hold: it may be staged, have aliases, be of a capture
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the storages held, each counted once."""
+        storages = [s for s in self.storages if isinstance(s, torch.UntypedStorage)]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+    @property
+    def site(self) -> str:
+        """Where the call was made, as ``file:line in function``."""
+        return line_of(self.code, self.instruction)
+
+    def belongs_to(self, group: Any) -> bool:
+        """Return whether this is an entry of ``group``; of any, if that is None."""
+        return group is None or group is self._group()
+
+    def _group(self) -> Any:
+        reference = self.group or self.lane.group
+        return None if reference is None else reference()
+
+    def describe(self, state: str = "") -> Pending:
+        """Return this entry as :func:`safecomm.pending` shows it."""
+        return Pending(
+            op=self.op,
+            nbytes=self.nbytes,
+            state=state or ("trailing" if self.event else "recorded" if self.lane.records else "in flight"),
+            group=_torch.group_name(self._group()),
+            device="cpu" if self.lane.index == HOST else f"cuda:{self.lane.index}",
+            site=self.site,
+            seconds=time.perf_counter() - self.since,
+        )
+
+
+class Launched(Entry):
+    """An asynchronous collective. ``safecomm.Work`` is this, with the rest of ``torch.distributed.Work``."""
+
+    lane: WorkLane
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Order the current stream after the collective (CUDA), or block the host until it is complete (CPU).
+
+        May be called again, also on another stream. ``timeout`` is torch's: with one, the host blocks on CUDA as well.
+
+        Raises
+        ------
+        CaptureBoundaryError
+            If the launch was inside a CUDA graph capture and the wait is not, or the other way round. CUDA has not seen
+            the call, so the capture goes on unharmed.
+        """
+        lane = self.lane
+        index = lane.index
+        rare = self.rare
+        stream = HOST
+        if index >= 0:
+            stream = lane.current(index)
+            if stream or rare:  # the default stream, which is 0, can't capture
+                if lane.ledger.check_boundary(self):
+                    return True
+                if lane.capture:
+                    timeout = None  # with one, the backend would ask the device, which would break the capture
+        try:
+            if rare:
+                lane.ledger.guard_staging(self)
+            done: bool = self.inner.wait() if timeout is None else self.inner.wait(timeout)
+        except Exception as error:
+            lane.ledger.fail(self, error)
+            raise
+        if done and self.storages:
+            entries = lane.entries
+            if (
+                rare
+                or len(entries) != 1
+                or not (index < 0 or lane.at_home(stream, self.pointers[0], self.pointers[-1]))
+                or entries.pop(self, lane) is lane
+            ):
+                lane.ledger.waited(self)
+            else:
+                # This is ledger.waited(self), written out for the ordinary program: a work that is alone in its lane,
+                # and was waited for on the stream that its memory was allocated on.
+                self.storages = ()
+                busy = lane.busy
+                busy.pop(lane, None)
+                if entries:  # another thread came in between
+                    busy[lane] = None
+        return done
+
+
+class Trail(Entry):
+    """Memory that was used on another stream than it was allocated on."""
+
+
+class Record(Entry):
+    """Memory that ``record_stream`` was called for."""
+
+    order: str  # "auto", or the one way to give it back: "order" or "defer"
+    homeless: bool  # where it was allocated does not matter: it is deferred
+
+
+_EMPTY: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+
+
+def leave_empty(alias: torch.Tensor) -> None:
+    """Take its memory from ``alias``, which c10d may keep until the group's next collective."""
+    key = alias.dtype, alias.device
+    empty = _EMPTY.get(key)
+    if empty is None:
+        with torch.inference_mode(False):
+            empty = torch.empty(0, dtype=alias.dtype, device=alias.device)
+        if type(empty) is torch.Tensor and _torch.has_plain_keys(empty):  # and not a mode's
+            _EMPTY[key] = empty
+    alias.data = empty
+
+
+W = TypeVar("W", bound=Entry)
+
+
+class Rules(Protocol):
+    """What a work and its lane ask of the ledger, which is above them."""
+
+    streams: Streams
+    """Who answers for the device."""
+    busy: dict[Lane, None]
+    """The lanes that hold anything."""
+
+    def hold(
+        self, work: W, op: str, inner: Any, group: Any, index: int, storages: tuple[Any, ...], frame: types.FrameType, /
+    ) -> W:
+        """Make ``work`` the entry of ``inner``, whatever kind of call that is of."""
+
+    def check_boundary(self, entry: Entry, /) -> bool:
+        """Raise CaptureBoundaryError if a wait would cross a capture's boundary; return whether there is none to do."""
+
+    def refuse_query_in_capture(self, entry: Entry, /) -> None:
+        """Raise CaptureBoundaryError where asking whether a work is complete would break a capture."""
+
+    def guard_staging(self, entry: Entry, /) -> None:
+        """See that c10d gives its staging back to the stream of the launch only after the work."""
+
+    def waited(self, entry: Entry, /) -> None:
+        """Settle a work that the current stream, or the host, has just waited for."""
+
+    def over(self, entry: Entry, /) -> None:
+        """Release a work that has just been seen to be complete."""
+
+    def fail(self, entry: Entry, error: BaseException, /) -> None:
+        """Quarantine a work that failed."""
+
+
+class Lane:
+    """Entries of one origin, in the order in which they were made: the works of a group, or the trails of a stream."""
+
+    __slots__ = (
+        "blind", "budget", "busy", "capture", "entries", "group", "index", "key", "ordered", "records", "stream",
+        "table",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        busy: dict[Lane, None],
+        table: dict[Any, Any],
+        key: Any,
+        index: int,
+        stream: int = 0,
+        capture: int = 0,
+        budget: int = 0,
+    ) -> None:
+        self.busy = busy  # the lanes that hold anything
+        self.table = table  # where this lane is found under its key
+        self.key = key
+        self.index = index  # device index, or HOST
+        self.stream = stream  # that of the trails, or of the first launch
+        self.capture = capture  # the graph capture that all of it is part of; 0 for none
+        self.budget = budget
+        # Weak, because a group that is still referred to when the interpreter ends can take the process down (gloo,
+        # torch 2.13). None for trails.
+        self.group: weakref.ref[Any] | None = None
+        self.ordered = True  # entries end in the order in which they were made
+        self.blind = False  # the backend does not tell when a work is over
+        self.records = False  # entries are records
+        # Not a plain dict: finding its first entry takes longer with every entry deleted before it.
+        self.entries: OrderedDict[Entry, None] = OrderedDict()
+
+    def oldest(self, count: int) -> tuple[Entry, ...]:
+        """Return the ``count`` oldest entries, also while other threads put entries in and take them out."""
+        while True:
+            try:
+                return tuple(itertools.islice(self.entries, count))
+            except RuntimeError:
+                continue
+
+    def first(self) -> Entry | None:
+        """Return the oldest entry, also while other threads take entries out."""
+        while self.entries:
+            with contextlib.suppress(RuntimeError, StopIteration):
+                return next(iter(self.entries))
+        return None
+
+    def take(self, entry: Entry) -> bool:
+        """Take ``entry`` out; False if another thread did."""
+        if self.entries.pop(entry, self) is self:
+            return False
+        self.emptied()
+        return True
+
+    def emptied(self) -> None:
+        """See whether an entry that was taken out was the last."""
+        if not self.entries:
+            busy = self.busy
+            busy.pop(self, None)
+            if self.entries:  # another thread came in between
+                busy[self] = None
+            elif self.capture:  # a capture comes only once
+                self.table.pop(self.key, None)
+
+    def nbytes(self) -> int:
+        """Return about how many bytes the entries hold: from the oldest ones, so that it takes constant time."""
+        sample = self.oldest(8)
+        return sum(entry.nbytes for entry in sample) * len(self.entries) // max(len(sample), 1)
+
+
+class WorkLane(Lane):
+    """The works of a group on one device, in one capture or in none, and what its direct calls need to know."""
+
+    __slots__ = ("at_home", "backend", "current", "ledger", "like_one", "like_two", "likes", "regions", "streamed")
+
+    def __init__(
+        self, ledger: Rules, table: dict[Any, Any], key: Any, index: int, stream: int, capture: int, budget: int
+    ) -> None:
+        super().__init__(ledger.busy, table, key, index, stream, capture, budget)
+        self.ledger = ledger
+        self.current = ledger.streams.current
+        self.at_home = ledger.streams.at_home
+        self.backend: Any = None  # of an ordinary lane: the C++ side of the group's backend, which direct calls go to
+        self.regions: dict[Any, Any] = {}  # c10d's open coalescing regions, by group
+        # Whether one tensor, or two, are like those of an earlier direct call; see look_alike().
+        self.like_one: Callable[..., bool] = _torch.unlike
+        self.like_two: Callable[..., bool] = _torch.unlike
+        self.likes: dict[Any, Callable[..., bool]] = {}
+        self.streamed = False  # waiting for a work orders a stream; with other backends than NCCL it blocks the host
+
+    def hold(
+        self,
+        work: W,
+        op: str,
+        inner: Any,
+        storages: tuple[torch.UntypedStorage, ...],
+        pointers: tuple[int, ...],
+        frame: types.FrameType,
+    ) -> W:
+        """Make ``work`` the entry of ``inner``, which was just launched from ``frame``, and return it.
+
+        For an ordinary call, of one or two ``storages``, with a pointer into each, on the group and device of this
+        lane. For others see ``Ledger.hold``.
+        """
+        index = self.index
+        if index >= 0 and (stream := self.current(index)) and self.ledger.streams.capture(stream):
+            group = self.group() if self.group is not None else None
+            return self.ledger.hold(work, op, inner, group, index, storages, frame)
+        work.op = op
+        work.inner = inner
+        work.pointers = pointers
+        work.code = frame.f_code
+        work.instruction = frame.f_lasti
+        work.since = _now()
+        work.lane = self
+        work.storages = storages  # last, as in each place: record_memory() looks at the rest when it is set
+        self.entries[work] = None
+        self.busy[self] = None
+        return work
+
+    def learn(self, tensors: tuple[torch.Tensor, ...]) -> None:
+        """Remember what ``tensors`` of a direct call are like, because those of the next one will be like them."""
+        now = self.like_one if len(tensors) == 1 else self.like_two
+        key = tuple((type(tensor), tensor.dtype, tensor.dim()) for tensor in tensors)
+        like = self.likes.get(key)
+        if like is None or like is now:  # or it has just said no: inside a mode, tensors are like others
+            like = self.likes[key] = _torch.look_alike(*tensors)
+        if len(tensors) == 1:
+            self.like_one = like
+        else:
+            self.like_two = like

@@ -1,0 +1,384 @@
+"""What was used on another stream than the one it was allocated on: trails, and what ``record_stream`` was called for.
+
+The part of the ledger that is about streams and not about works. It decides by the rules at the head of
+``safecomm/ledger.py``, and knows nothing of groups: what it needs of the device, it asks ``Streams``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import types
+import weakref
+from collections import deque
+from collections.abc import Iterable
+from sys import getrefcount
+from typing import Any
+
+import torch
+
+from safecomm import _torch
+from safecomm.entries import Entry, Lane, Record, Trail
+from safecomm.streams import HOST, Streams, capture_of, home_of
+
+LOOK = 64
+"""Entries of a lane of records that one call looks at."""
+
+TRAIL_SHARE = 64
+"""The share of the device's memory, one part in this many, that rule 3 leaves alone in the trails of a stream.
+
+More than for works: a trail is what overlapped compute leaves, and ordering the allocation stream after it can delay
+it.
+"""
+
+
+class Trails:
+    """The trails and records of the process, each in the lane of the stream of its use.
+
+    ``busy`` is the ledger's: the lanes that hold anything, of whatever kind. ``lag`` and ``budget`` are rule 3's;
+    ``budget=None`` is a share of the device's memory.
+    """
+
+    def __init__(self, streams: Streams, busy: dict[Lane, None], *, lag: int, budget: int | None = None) -> None:
+        self.count = 0  # how often memory was used on another stream than its own
+        self.recorded: dict[int, dict[tuple[int, int], Record]] = {}  # by storage; by stream and capture
+        self._streams = streams
+        self._busy = busy
+        self._lag = lag
+        self._budget = budget
+        self._lanes: dict[Any, Lane] = {}
+        # Around whatever touches records: they are looked at, marked and released in several steps, and torch lets
+        # other threads run in some. No collective takes it while there are none.
+        self._of_records = threading.RLock()
+        # What graphs have left: the device index, the streams, the storages, and the call site.
+        self.orphans: deque[tuple[int, tuple[int, ...], tuple[Any, ...], types.CodeType, int]] = deque()
+        self._orphanage = Lane(busy, self._lanes, "orphans", HOST)  # is busy while there are any
+
+    # --- what comes ---------------------------------------------------------------------------------------
+
+    def leave(
+        self,
+        op: str,
+        group: Any,
+        index: int,
+        storages: tuple[Any, ...],
+        code: types.CodeType,
+        instruction: int,
+        since: float,
+    ) -> None:
+        """Hold those of ``storages``, used on the current stream of ``index``, that were allocated on another (S1).
+
+        ``since`` is when, and the rest where, ``op`` was called.
+        """
+        stream = self._streams.current(index)
+        astray = tuple(s for s in storages if home_of(self._streams, s, stream) != stream)
+        if not astray:
+            return
+        capture = capture_of(self._streams, stream)
+        lane = self._lane((stream, index, capture), index, stream, capture)
+        self.count += 1
+        entry = Trail()
+        entry.op = op
+        entry.code = code
+        entry.instruction = instruction
+        entry.since = since
+        entry.event = self._streams.mark(index, stream)
+        entry.stream = stream
+        entry.group = None if group is None else weakref.ref(group)
+        entry.lane = lane
+        entry.storages = astray
+        lane.entries[entry] = None
+        self._busy[lane] = None
+
+    def record(
+        self,
+        storage: torch.UntypedStorage,
+        index: int,
+        stream: int,
+        frame: types.FrameType,
+        order: str = "auto",
+        *,
+        homeless: bool = False,
+    ) -> bool:
+        """Hold ``storage``, used on ``stream`` until nobody refers to it, as ``record_stream`` asks for.
+
+        ``order``: how it comes back. ``"order"``: the stream that it was allocated on is ordered after ``stream``, as
+        soon as nobody else refers to it. ``"defer"``: once the device has passed that point of ``stream``. ``"auto"``:
+        whatever comes first, but the former only when too much has piled up, or in a capture. ``homeless``: also if
+        nobody knows where it was allocated, or that was on another device; it can only be deferred then. False if it is
+        not held.
+        """
+        home = None if homeless else home_of(self._streams, storage, stream)
+        if home == stream:
+            return True
+        if home is None:
+            if not homeless:
+                return False
+            order = "defer"
+        capture = capture_of(self._streams, stream)
+        with self._of_records:
+            of_storage = self.recorded.setdefault(storage._cdata, {})
+            entry = of_storage.get((stream, capture))
+            if entry is not None and entry.event is None:
+                return True
+            lane = self._lane(("records", stream, index, capture), index, stream, capture)
+            lane.records = True
+            entry = of_storage[stream, capture] = Record()
+            entry.op = "record_stream"
+            entry.code = frame.f_code
+            entry.instruction = frame.f_lasti
+            entry.since = time.perf_counter()
+            entry.stream = stream
+            entry.order = order
+            entry.homeless = home is None
+            entry.lane = lane
+            entry.storages = (storage,)
+            lane.entries[entry] = None
+            self._busy[lane] = None
+        return True
+
+    def orphan(
+        self, index: int, streams: tuple[int, ...], storages: tuple[Any, ...], code: types.CodeType, instruction: int
+    ) -> None:
+        """Take over ``storages``, which only graphs have used, on ``streams``. May be called from a destructor."""
+        self.orphans.append((index, streams, storages, code, instruction))
+        self._busy[self._orphanage] = None
+
+    def adopt(self) -> None:
+        """Make trails of the orphans, as far as the streams that they were used on are not being captured."""
+        for _ in range(len(self.orphans)):
+            try:
+                orphan = self.orphans.popleft()
+            except IndexError:  # another thread was faster
+                break
+            index, streams, storages, code, instruction = orphan
+            # Graphs are replayed through their object, which notes the stream; for one that was not, the stream that is
+            # current now is the best guess.
+            streams = streams or (self._streams.current(index),)
+            if any(capture_of(self._streams, stream) for stream in streams):
+                self.orphans.append(orphan)
+                continue
+            for stream in streams:
+                with self._streams.using(index, stream):
+                    self.leave("a CUDA graph", None, index, storages, code, instruction, time.perf_counter())
+        if not self.orphans:
+            self._busy.pop(self._orphanage, None)
+            if self.orphans:  # a graph died in between
+                self._busy[self._orphanage] = None
+
+    def _lane(self, key: Any, index: int, stream: int, capture: int) -> Lane:
+        lane = self._lanes.get(key)
+        if lane is None:
+            budget = self._budget
+            if budget is None:
+                budget = self._streams.capacity(index) // TRAIL_SHARE
+            lane = self._lanes[key] = Lane(self._busy, self._lanes, key, index, stream, capture, budget)
+        return lane
+
+    # --- what is still used -------------------------------------------------------------------------------
+
+    def in_use(self, entry: Entry) -> bool:
+        """Return whether ``entry`` is a record of what others still use, so that it only waits for them."""
+        if not entry.lane.records:
+            return False
+        with self._of_records:
+            return entry.event is None and not self._alone(entry)
+
+    def _alone(self, entry: Entry) -> bool:
+        """Return whether nobody but records refers to what a record holds, neither in C++ nor in Python."""
+        if not entry.storages:
+            return False  # another thread has released it
+        (storage,) = entry.storages
+        shared = len(self.recorded[storage._cdata]) - 1 + _torch.KEPT.get(storage._cdata, 0)
+        return getrefcount(storage) - shared <= _UNSHARED_STORAGE and _torch.only_holder(storage)
+
+    # --- what goes: rule 1, ordered -----------------------------------------------------------------------
+
+    def only_used_on(self, index: int, stream: int, other: int) -> list[Entry]:
+        """Return what was allocated on ``stream``, and nothing but ``other`` uses any more.
+
+        To be asked before ``stream`` is ordered after ``other``, and given to :meth:`release` after it: in between,
+        other threads can use more there.
+        """
+        capture = capture_of(self._streams, stream)
+        if capture_of(self._streams, other) != capture:
+            return []  # the wait takes one of them into the other's capture, and orders nothing that ran before
+        found = []
+        for key in ((other, index, capture), ("records", other, index, capture)):
+            lane = self._lanes.get(key)
+            for entry in lane.oldest(LOOK) if lane is not None else ():
+                at_home = all(home_of(self._streams, storage, stream) == stream for storage in entry.storages)
+                if at_home and not self.in_use(entry):
+                    found.append(entry)
+        return found
+
+    def release(self, entries: Iterable[Entry]) -> None:
+        """Release ``entries``, whose allocation stream was ordered after their last use, or whose capture is over."""
+        for entry in tuple(entries):
+            if entry.lane.take(entry):  # else another thread has
+                self._release(entry)
+
+    def _release(self, entry: Entry) -> None:
+        if entry.lane.records:
+            self._forget_record(entry)
+        entry.storages = ()
+        if entry.event is not None and not entry.lane.capture:  # an event of a capture stays the graph's
+            self._streams.recycle(entry.lane.index, entry.event)
+
+    def _forget_record(self, entry: Entry) -> None:
+        with self._of_records:  # who asks whether a record is alone must find all of it, or nothing
+            if entry.storages:
+                cdata = entry.storages[0]._cdata
+                of_storage = self.recorded.get(cdata, {})
+                if of_storage.get((entry.stream, entry.lane.capture)) is entry:
+                    del of_storage[entry.stream, entry.lane.capture]
+                if not of_storage:
+                    self.recorded.pop(cdata, None)
+            entry.storages = ()
+
+    # --- rules 2 and 3: over, or too much behind ----------------------------------------------------------
+
+    def sweep(self, lane: Lane, capturing: int) -> None:
+        """Release what rules 2 and 3 allow of ``lane``; ``capturing``: a current stream is part of this capture."""
+        if lane.records:
+            self._sweep_records(lane, capturing)
+        elif lane.capture:
+            self._sweep_captured(lane, capturing)
+        elif not capturing:  # querying an event inside a capture would break the capture
+            self._sweep_eager(lane)
+
+    def _sweep_eager(self, lane: Lane) -> None:
+        while (entry := lane.first()) is not None:
+            over = self._streams.reached(entry.event)
+            if not over and (not self._behind(lane, entry) or self._blocked(entry)):
+                return
+            self._take(entry, over=over)
+
+    def _sweep_captured(self, lane: Lane, capturing: int) -> None:
+        if lane.capture == capturing:
+            for entry in tuple(lane.entries):
+                if self._forgotten(entry):
+                    self._take(entry, over=False)
+        elif self._streams.capture(lane.stream) != lane.capture:
+            self.release(lane.entries)  # the capture is over, and its memory is the graph's
+
+    def _forgotten(self, entry: Entry) -> bool:
+        """Return whether only the ledger still refers to what a captured trail holds, and all of it can be ordered."""
+        for storage in entry.storages:
+            home = home_of(self._streams, storage, entry.stream)
+            if home is None or not _torch.only_holder(storage) or self._streams.capture(home) != entry.lane.capture:
+                return False
+        return True
+
+    def _sweep_records(self, lane: Lane, capturing: int) -> None:
+        capture = capture_of(self._streams, lane.stream)
+        if capture == lane.capture == capturing:
+            for entry in lane.oldest(LOOK):
+                with self._of_records:
+                    done = not entry.storages or self._sweep_record(lane, entry)
+                if not done:
+                    with contextlib.suppress(KeyError):
+                        lane.entries.move_to_end(entry)
+        elif lane.capture and capture != lane.capture:
+            self.release(lane.entries)  # the capture is over: what it has recorded runs when the graph does
+
+    def _sweep_record(self, lane: Lane, entry: Entry) -> bool:
+        """Give back a record that nobody else refers to, if its turn has come; return whether it had."""
+        if entry.event is None:
+            if not self._alone(entry):
+                return False
+            home = home_of(self._streams, entry.storages[0], lane.stream)
+            if lane.capture if home is None else capture_of(self._streams, home) != lane.capture:
+                return False  # allocated outside of this capture, or inside of one that is going on elsewhere
+            entry.event = self._streams.mark(lane.index, lane.stream)
+        order = "order" if lane.capture else entry.order  # type: ignore[attr-defined]
+        over = not lane.capture and self._streams.reached(entry.event)
+        if over or order == "order" or (order == "auto" and self._behind(lane, entry)):
+            if over or not self._blocked(entry):
+                self._take(entry, over=over)
+            return True
+        return False
+
+    def _behind(self, lane: Lane, entry: Entry) -> bool:
+        """Return whether rule 3 applies: too much has piled up, and ordering a stream would bring ``entry`` back."""
+        return (
+            len(lane.entries) > self._lag
+            # What the caller still refers to would not come back by ordering anything.
+            and all(_torch.only_holder(storage) for storage in entry.storages)
+            and lane.nbytes() > lane.budget
+            and all(home_of(self._streams, storage, 0) is not None for storage in entry.storages)
+        )
+
+    def _blocked(self, entry: Entry) -> bool:
+        """Return whether a stream that the release of an eager entry would order is being captured just now."""
+        if entry.lane.capture:
+            return False
+        homes = {home_of(self._streams, storage, 0) for storage in entry.storages}
+        return any(home and self._streams.capture(home) for home in homes)
+
+    def _take(self, entry: Entry, *, over: bool) -> None:
+        """Release ``entry``; unless it is ``over``, order the streams that can reuse its memory after its event."""
+        lane = entry.lane
+        if not lane.take(entry):
+            return
+        if not over:
+            homes = {home_of(self._streams, storage, entry.stream) for storage in entry.storages}
+            for home in homes - {entry.stream, None}:
+                self._streams.order(lane.index, home, entry.event)  # type: ignore[arg-type]
+        self._release(entry)
+
+    # --- what frees itself, and the end -------------------------------------------------------------------
+
+    def freeing(self, storage: torch.UntypedStorage, *, order: bool = True) -> list[tuple[int, int]]:
+        """Make it safe that ``storage`` is about to free its memory by itself, which no reference can keep.
+
+        Orders the stream that it was allocated on after those that ``record_stream`` was called with. Returns those
+        with which that can't be done, or with ``order=False`` all of them, as pairs of device index and stream: they
+        are the allocator's to keep in order. Once the memory is gone, :meth:`freed` is to be called.
+        """
+        left = []
+        with self._of_records:
+            for (stream, _), entry in tuple(self.recorded.get(storage._cdata, {}).items()):
+                lane = entry.lane
+                home = None if entry.homeless else home_of(self._streams, storage, stream)
+                captures = {capture_of(self._streams, stream), capture_of(self._streams, home or 0)}
+                if order and captures == {lane.capture} and home is not None:
+                    event = self._streams.mark(lane.index, stream)
+                    self._streams.order(lane.index, home, event)
+                    if not lane.capture:
+                        self._streams.recycle(lane.index, event)
+                else:
+                    left.append((lane.index, stream))
+        return left
+
+    def freed(self, storage: torch.UntypedStorage) -> None:
+        """Forget what ``storage`` was recorded for: that memory is gone, after :meth:`freeing`."""
+        with self._of_records:
+            self.release(self.recorded.get(storage._cdata, {}).values())
+
+    def hand_over(self) -> list[tuple[torch.UntypedStorage, int, int]]:
+        """Let go of all records but those of captures; return what they held, the device index, and the stream."""
+        handed = []
+        for lane in tuple(self._busy):
+            for entry in tuple(lane.entries) if lane.records and not lane.capture else ():
+                with self._of_records:
+                    if lane.take(entry):
+                        handed.append((entry.storages[0], lane.index, lane.stream))
+                        self._release(entry)
+        return handed
+
+
+def _references_to_an_unshared_storage() -> int:
+    entry = Entry()
+    entry.storages = (torch.empty(0).untyped_storage(),)
+    (storage,) = entry.storages
+    return getrefcount(storage)
+
+
+_UNSHARED_STORAGE = _references_to_an_unshared_storage()
+"""References to a storage that only an entry holds: the entry's, and those of one variable and of the call that counts.
+
+Counted once, because versions of Python differ. Where it is compared, the count must be taken directly, on the only
+variable: how many references an argument of a Python function is worth changes as the interpreter specialises the call.
+"""
