@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -33,6 +34,20 @@ def test_a_machine_as_it_comes_is_green(machine):
     assert red(machine) == []
     for check in examine(machine, {}):
         assert check.sentence.endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("machine", "said"),
+    [
+        (H200, "can be used by groups"),
+        (replace(H200, low_latency="Triton is not installed"), "as they are: Triton is not installed."),
+        (replace(H200, no_peer_access=((0, 1), (1, 0))), "as they are: not all GPUs reach each other's memory."),
+    ],
+)
+def test_it_says_whether_low_latency_can_be_used(machine, said):
+    (check,) = [check for check in examine(machine, {}) if check.name == "low_latency()"]
+    assert check.ok
+    assert said in check.sentence
 
 
 def test_every_known_variable_has_a_sentence_for_every_machine():

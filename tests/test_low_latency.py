@@ -5,11 +5,15 @@ The peers' memory is shared memory of the machine, in place of symmetric memory.
 """
 
 import contextlib
+import io
 import itertools
 import json
 import logging
 import math
 import os
+import re
+import subprocess
+import sys
 import tempfile
 import warnings
 from datetime import timedelta
@@ -24,7 +28,7 @@ from ranks import launch, on, signal_to_peers, wait_for_signal
 import safecomm
 from safecomm.collectives.call import ENGINES
 from safecomm.ledger import LEDGER
-from safecomm.peers import choice, low_latency
+from safecomm.peers import choice, low_latency, tuning
 from safecomm.peers.choice import LowLatencyLimits
 from safecomm.peers.staging import SLOT, Layout
 
@@ -298,6 +302,12 @@ def test_lanes_lie_behind_each_other_and_hold_the_largest_call(world, one_shot, 
     assert (layout.nbytes, layout.all_chunks) == (end, turns)
 
 
+def test_the_bytes_of_staging_are_known_before():
+    assert choice.defaults(2).nbytes(2) == 24 * KIB * KIB
+    limits = LowLatencyLimits(one_shot=8 * KIB, two_shot=64 * KIB, scatter=0, gather=16 * KIB)
+    assert limits.nbytes(4) == 2 * 3 * (4 * 16 * KIB + 2 * 64 * KIB)
+
+
 @on(2, interpreted=True)
 def test_the_memory_goes_when_all_ranks_have_switched_it_off_s7():
     import gc
@@ -525,3 +535,107 @@ def test_everywhere_switches_groups_on_at_their_first_call_and_they_end_with_the
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     for ended in launch(2, everywhere_and_an_end):
         ended.check()
+
+
+def test_the_runner_switches_it_on_everywhere(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("from safecomm.collectives.call import ENGINES; print(list(ENGINES))")
+    command = [sys.executable, "-m", "safecomm", "run", "--low-latency", str(script)]
+    environment = {**os.environ, "PYTHONPATH": ":".join(filter(None, sys.path))}
+    by_flag = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    assert by_flag.stdout == "[None]\n"
+    command.remove("--low-latency")
+    environment["SAFECOMM_LOW_LATENCY"] = "1"
+    by_variable = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    assert by_variable.stdout == "[None]\n"
+
+
+# --- tuning ---------------------------------------------------------------------------------------------------------
+
+
+def test_limits_follow_from_the_times():
+    sizes = [1, 2, 4, 8]
+
+    def times(*us):
+        return dict(zip(sizes, us, strict=True))
+
+    nccl = times(9.0, 9.0, 9.0, 9.0)
+    us = {
+        "all_reduce": {"NCCL": nccl, "one_shot": times(2, 4, 8, 9), "two_shot": times(3, 3, 5, 9.1)},
+        "reduce_scatter": {"NCCL": nccl, "one_shot": times(9.2, 1, 1, 1)},
+        "all_gather": {"NCCL": nccl, "one_shot": times(2, 9.1, 3, 4)},
+    }
+    assert tuning.limits_of(us, sizes) == LowLatencyLimits(one_shot=1, two_shot=8, scatter=0, gather=8)
+    del us["all_reduce"]["two_shot"]
+    assert tuning.limits_of(us, sizes) == LowLatencyLimits(one_shot=8, two_shot=0, scatter=0, gather=8)
+
+
+@on(2, interpreted=True)
+def test_tuning_writes_limits_that_low_latency_reads(tmp_path):
+    low_latency.STAGINGS["gloo"] = SharedStaging
+    path = tmp_path / "tuned.json"
+    try:
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            tuning.tune(torch.device("cpu"), path, 2, lambda _: None, sizes=[2 * KIB])
+    finally:
+        del low_latency.STAGINGS["gloo"]
+    stock.barrier()
+    assert choice.read(path, 2) is not None
+    if stock.get_rank() == 0:
+        assert "2 KiB" in out.getvalue()
+        assert json.loads(path.read_text())["low_latency_measured"]["world"] == 2
+    with switched_on(limits=path) as ours:
+        assert ours.calls == 0
+
+
+# --- what a GPU would run -------------------------------------------------------------------------------------------
+
+COMPILE = """
+import json, re, sys
+import triton
+from triton import language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from safecomm.peers import kernels
+from safecomm.peers.engine import WARPS
+from safecomm.peers.staging import SLOT, free
+
+found = []
+for kernel, kind, dtype, bits, world in (
+    (kernels.one_shot, 0, tl.bfloat16, tl.int16, 2),
+    (kernels.one_shot, 2, tl.bfloat16, tl.int16, 4),
+    (kernels.one_shot, 1, tl.float32, tl.int32, 4),
+    (kernels.two_shot, 0, tl.bfloat16, tl.int16, 4),
+):
+    width = bits.primitive_bitwidth // 8
+    constants = dict(
+        KIND=kind, DTYPE=dtype, BITS=bits, FREE=free(width), WORLD=world, ME=1, ALIGNED=True, AREA=0, TURNS=16,
+        BLOCK=SLOT // width,
+    )
+    signature = {name: "i64" if name in ("out", "data", "address") else "i32" for name in kernel.arg_names}
+    signature |= dict.fromkeys(constants, "constexpr")
+    source = ASTSource(kernel, signature, {(kernel.arg_names.index(name),): value for name, value in constants.items()})
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": WARPS})
+    found.append([world, kernel.__name__, re.findall(r"\\s((?:ld|st)[.][\\w.:]+)", compiled.asm["ptx"])])
+print(json.dumps(found))
+"""
+
+
+def test_the_kernels_compile_for_hopper_with_polls_that_ask_again_and_pieces_of_16_bytes():
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": ":".join(filter(None, sys.path)), "TRITON_INTERPRET": "0"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    for world, name, accesses in json.loads(done.stdout):
+        polls = [access for access in accesses if access.startswith("ld.volatile")]
+        # A first look and the loop, for each peer, and twice in the two-shot kernel.
+        assert polls == ["ld.volatile.global.v4.b32"] * (2 * (world - 1) * (2 if name == "two_shot" else 1))
+        assert not any(".local" in access for access in accesses), "registers are spilt"
+        for access in accesses:
+            assert re.fullmatch(
+                r"ld\.param\..*|(ld|st)(\.volatile)?\.global\.(v4\.b32|b64)|(ld|st)\.shared\..*", access
+            ), (name, access)

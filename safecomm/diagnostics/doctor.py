@@ -20,6 +20,7 @@ import torch.distributed
 from torch.torch_version import TorchVersion
 
 from safecomm import _torch
+from safecomm.peers.low_latency import lacking
 
 _PATIENCE = 20  # seconds for nvidia-smi
 
@@ -57,6 +58,8 @@ class Machine:
     missing: tuple[str, ...] = ()
     """What safecomm leans on, and this torch does not have."""
     backends: tuple[str, ...] = ()
+    low_latency: str = ""
+    """What ``low_latency()`` does not find; ``""`` for nothing."""
 
     @property
     def at_least(self) -> Callable[[str], bool]:
@@ -158,6 +161,7 @@ def look() -> Machine:
         allocator_answers=allocator_answers,
         missing=tuple(_torch.missing()),
         backends=tuple(available),
+        low_latency=lacking(),
     )
 
 
@@ -190,6 +194,14 @@ def _of_the_machine(machine: Machine) -> Iterator[Check]:
             f"GPUs {', '.join(pairs)} can't reach each other's memory: their collectives go through the host."
             if pairs
             else "all GPUs reach each other's memory.",
+        )
+        why_not = machine.low_latency or ("not all GPUs reach each other's memory" if pairs else "")
+        yield Check(
+            "low_latency()",
+            True,
+            f"leaves groups as they are: {why_not}."
+            if why_not
+            else "can be used by groups of up to 8 ranks on this machine.",
         )
     yield Check(
         "allocation streams",

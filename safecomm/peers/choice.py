@@ -8,6 +8,8 @@ from pathlib import Path
 
 import torch
 
+from safecomm.peers.staging import Layout
+
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """Others go to NCCL: of integers, every bit pattern is data, and complex numbers are rare."""
 
@@ -27,6 +29,9 @@ OF_NAME = {
 ONE_SHOT, TWO_SHOT = "one_shot", "two_shot"
 
 KiB, MiB = 1 << 10, 1 << 20
+
+
+LARGEST = 64 * MiB
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,20 @@ class LowLatencyLimits:
             if not isinstance(value, int) or not 0 <= value <= LARGEST:
                 raise ValueError(f"LowLatencyLimits({name}={value!r}): expected bytes, from 0 to {LARGEST}")
 
+    def layout(self, world: int) -> Layout:
+        """Return where the staging of a group of ``world`` ranks has what."""
+        return Layout(world, max(self.one_shot, self.scatter, self.gather), self.two_shot)
+
+    def nbytes(self, world: int) -> int:
+        """Return the bytes of staging that each of ``world`` ranks needs.
+
+        Examples
+        --------
+        >>> LowLatencyLimits(one_shot=65536, two_shot=0, scatter=0, gather=0).nbytes(2) == 2 * 3 * 2 * 65536
+        True
+        """
+        return self.layout(world).nbytes
+
     def kernel(self, collective: str, nbytes: int) -> str | None:
         """Return the kernel that runs a call of ``nbytes``; None: NCCL does.
 
@@ -62,8 +81,6 @@ class LowLatencyLimits:
             return ONE_SHOT if nbytes <= self.one_shot else TWO_SHOT if nbytes <= self.two_shot else None
         return ONE_SHOT if nbytes <= (self.scatter if collective == SCATTER else self.gather) else None
 
-
-LARGEST = 64 * MiB
 
 DEFAULTS = {
     2: LowLatencyLimits(one_shot=2 * MiB, two_shot=0, scatter=MiB, gather=MiB),

@@ -20,7 +20,7 @@ from safecomm.errors import LowLatencyError
 from safecomm.ledger import LEDGER
 from safecomm.peers.choice import GATHER, REDUCE, SCATTER, LowLatencyLimits, defaults, read
 from safecomm.peers.engine import Engine
-from safecomm.peers.staging import Layout, SymmetricStaging
+from safecomm.peers.staging import SymmetricStaging
 from safecomm.streams import HOST
 
 log = logging.getLogger("safecomm")
@@ -184,7 +184,7 @@ def _make(
     if index != HOST and len(set(devices)) < world:
         return None, "several of its ranks are on one GPU"
     assert limits is not None
-    layout = Layout(world, max(limits.one_shot, limits.scatter, limits.gather), limits.two_shot)
+    layout = limits.layout(world)
     timeout = timeout or _torch.group_timeout(group, device.type) or timedelta(minutes=10)
     staging: Any = None
     engine: Engine | None = None
@@ -227,11 +227,16 @@ def _why_not(group: Any, backend: str, limits: LowLatencyLimits | None) -> str:
         return "it has one rank"
     if limits is None:
         return f"it has {group.size()} ranks, for which there are no limits"
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed"
     if _torch.store_of(group, "") is None:
         return f"torch {torch.__version__} does not give out the store of a group"
-    if backend == "nccl" and _torch.symmetric_memory() is None:
+    return lacking() if backend == "nccl" else ""
+
+
+def lacking() -> str:
+    """Return what is not installed that it needs on GPUs; ``""`` for nothing."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    if _torch.symmetric_memory() is None:
         return f"torch {torch.__version__} has no symmetric memory"
     return ""
 

@@ -18,8 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as stock
 
-from safecomm.collectives.gather import all_gather_into_tensor
-from safecomm.collectives.reduce import all_reduce, reduce_scatter_tensor
+from safecomm.collectives import gather, reduce
 from safecomm.peers.choice import GATHER, ONE_SHOT, REDUCE, SCATTER, TWO_SHOT, KiB, LowLatencyLimits, MiB
 from safecomm.peers.low_latency import low_latency
 
@@ -34,6 +33,10 @@ SLACK = 1.02
 
 NCCL = "NCCL"
 
+# What torch 2.13 calls them, because their older names warn there.
+_GATHER = "all_gather_single" if hasattr(gather, "all_gather_single") else "all_gather_into_tensor"
+_SCATTER = "reduce_scatter_single" if hasattr(reduce, "reduce_scatter_single") else "reduce_scatter_tensor"
+
 Call = Callable[[], None]
 
 
@@ -43,10 +46,11 @@ def calls(collective: str, nbytes: int, dtype: torch.dtype, device: torch.device
     part = torch.zeros(nbytes // dtype.itemsize, dtype=dtype, device=device)
     whole = torch.zeros(world * part.numel(), dtype=dtype, device=device)
     if collective == REDUCE:
-        return lambda: stock.all_reduce(part), lambda: all_reduce(part)
-    if collective == SCATTER:
-        return lambda: stock.reduce_scatter_tensor(part, whole), lambda: reduce_scatter_tensor(part, whole)
-    return lambda: stock.all_gather_into_tensor(whole, part), lambda: all_gather_into_tensor(whole, part)
+        return lambda: stock.all_reduce(part), lambda: reduce.all_reduce(part)
+    module, name = (reduce, _SCATTER) if collective == SCATTER else (gather, _GATHER)
+    theirs, ours = getattr(stock, name), getattr(module, name)
+    tensors = (part, whole) if collective == SCATTER else (whole, part)
+    return lambda: theirs(*tensors), lambda: ours(*tensors)
 
 
 def prepare(call: Call, device: torch.device) -> Callable[[], float]:
@@ -108,13 +112,13 @@ def limit(sizes: Iterable[int], kernel: Mapping[int, float], other: Mapping[int,
 def limits_of(us: Mapping[str, Mapping[str, Mapping[int, float]]], sizes: Iterable[int]) -> LowLatencyLimits:
     """Return the limits that follow from the times, by collective, engine and bytes."""
     sizes = list(sizes)
-    reduce = us[REDUCE]
-    best = {size: min(reduce[NCCL][size], reduce.get(TWO_SHOT, reduce[NCCL])[size]) for size in sizes}
-    one_shot = limit(sizes, reduce[ONE_SHOT], best)
+    reducing = us[REDUCE]
+    best = {size: min(reducing[NCCL][size], reducing.get(TWO_SHOT, reducing[NCCL])[size]) for size in sizes}
+    one_shot = limit(sizes, reducing[ONE_SHOT], best)
     two_shot = 0
-    if TWO_SHOT in reduce:
+    if TWO_SHOT in reducing:
         above = [size for size in sizes if size > one_shot]
-        two_shot = limit(above, reduce[TWO_SHOT], reduce[NCCL])
+        two_shot = limit(above, reducing[TWO_SHOT], reducing[NCCL])
     return LowLatencyLimits(
         one_shot=one_shot,
         two_shot=two_shot,

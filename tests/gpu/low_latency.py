@@ -56,13 +56,13 @@ def low_latency_results():
                         if not torch.equal(tensor.float(), expected_of(op, tensors).to(dtype).float()):
                             wrong.append(f"all_reduce {op} {dtype} {count} {offset}")
                 whole = torch.empty(world * count, dtype=dtype, device="cuda")
-                safecomm._all_gather_base(whole, tensors[rank()])
+                safecomm.all_gather_into_tensor(whole, tensors[rank()])
                 if not torch.equal(whole, torch.cat(tensors)):
                     wrong.append(f"all_gather {dtype} {count}")
                 wholes = [sent(peer, world * count, dtype, seed=1) for peer in range(world)]
                 mine = wholes[rank()].clone()
                 part = mine[rank() * count : (rank() + 1) * count]
-                safecomm._reduce_scatter_base(part, mine)
+                safecomm.reduce_scatter_tensor(part, mine)
                 total = expected_of(stock.ReduceOp.SUM, wholes)[rank() * count : (rank() + 1) * count]
                 if not torch.equal(part.float(), total.to(dtype).float()):
                     wrong.append(f"reduce_scatter {dtype} {count}")
@@ -119,7 +119,7 @@ def low_latency_graphs_and_streams():
             safecomm.all_reduce(static)
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
-                safecomm._all_gather_base(whole, part)
+                safecomm.all_gather_into_tensor(whole, part)
             torch.cuda.current_stream().wait_stream(side)
             safecomm.all_reduce(static, op=stock.ReduceOp.MAX)
         taken = on.calls
@@ -188,7 +188,7 @@ def low_latency_stress():
                     wrong += (tensor != world * number + sum(range(world))).sum()
                 elif kind == 2:
                     whole = torch.full((count * world,), float("nan"), dtype=dtype, device="cuda")
-                    safecomm._all_gather_base(
+                    safecomm.all_gather_into_tensor(
                         whole, torch.full((count,), float(number + rank()), dtype=dtype, device="cuda")
                     )
                     gathered = torch.arange(world, device="cuda") + number
@@ -196,7 +196,7 @@ def low_latency_stress():
                 elif kind == 3:
                     part = torch.full((count,), float("nan"), dtype=dtype, device="cuda")
                     given = torch.full((count * world,), float(number + rank()), dtype=dtype, device="cuda")
-                    safecomm._reduce_scatter_base(part, given)
+                    safecomm.reduce_scatter_tensor(part, given)
                     wrong += (part != world * number + sum(range(world))).sum()
                 else:
                     tensor = torch.full((count,), float(number + rank()), dtype=dtype, device="cuda")
