@@ -414,6 +414,8 @@ def test_ranks_that_differ_are_told_so():
         safecomm.all_reduce(torch.ones(3))
         with pytest.raises(safecomm.LowLatencyError, match=r"rank 0: all_reduce of 3 .*rank 1: all_reduce of 4 "):
             safecomm.all_reduce(torch.ones(3 + rank))
+        with pytest.raises(safecomm.LowLatencyError, match=r"rank 0: .* by a kernel; rank 1: .* by the backend"):
+            safecomm.all_reduce(torch.ones(3 if rank == 0 else 40 * KIB))
         tensor = torch.ones(3)
         safecomm.all_reduce(tensor)
         assert (tensor == 2).all(), "nothing was launched"

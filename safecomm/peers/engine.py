@@ -28,7 +28,7 @@ PROGRAMS = 128
 WARPS = 16
 
 REMEMBERED = 4096
-"""How many eager calls' sites are kept, for the error that names one."""
+"""How many eager calls' sites are kept, for the error that names one; and how many kinds of calls."""
 
 _OPS = {id(getattr(c10d.ReduceOp, name)): number for number, name in enumerate(("SUM", "AVG", "MAX", "MIN"))}
 _KINDS = {REDUCE: 0, SCATTER: 1, GATHER: 2}  # what the kernels know them by
@@ -102,19 +102,22 @@ class Engine:
         key = (name, data.dtype, data.numel(), out.dtype, out.numel(), id(op))
         plan = self._plans.get(key)
         if plan is None:
+            if len(self._plans) > REMEMBERED:
+                self._plans.clear()
             plan = self._plans[key] = self._plan(name, out, data, op)
-        if not plan:
-            return NOT_TAKEN
-        launchers, count, number = plan
         stream = capture = 0
         if index != HOST:
             stream = LEDGER.current(index)
             capture = LEDGER.streams.capture(stream) if stream else 0
             if capture and capture not in captures.RECORDING:
-                return NOT_TAKEN  # nobody sees its replays, which must be put in order
-        self.raise_failure()
+                plan = ()  # nobody sees its replays, which must be put in order
         if self._check:
-            self.compare(f"{name} of {data.numel()} elements of {data.dtype}{', captured' if capture else ''}")
+            how = f"{'by a kernel' if plan else 'by the backend'}{', captured' if capture else ''}"
+            self.compare(f"{name} of {data.numel()} elements of {data.dtype} {how}")
+        if not plan:
+            return NOT_TAKEN
+        self.raise_failure()
+        launchers, count, number = plan
         target, source = out.data_ptr(), data.data_ptr()
         frame = outside(("safecomm.collectives.", "safecomm.peers."))
         with self._lock:
@@ -295,7 +298,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     """Return whether ``tensor`` is what c10d would hand to NCCL as it is, and no gradient is recorded of it."""
     return (
         type(tensor) in PLAIN
-        and tensor.is_contiguous()
         and _torch.has_plain_keys(tensor)
+        and tensor.is_contiguous()
         and not (tensor.requires_grad and torch.is_grad_enabled())
     )
