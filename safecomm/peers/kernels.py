@@ -39,6 +39,7 @@ REDUCE, SCATTER, GATHER = _constants(3)
 LIMIT, WORD, FAILED, BASES = _constants(4)
 
 *_, SECTIONS = _constants(4)
+*_, LOOKS = _constants(65)
 
 if INTERPRETED:
 
@@ -75,22 +76,31 @@ def _positive(bits, FREE: tl.constexpr):
 
 
 @triton.jit
-def _deadline(table):
-    """Return when to give up: at once if an earlier call on this group has."""
-    limit = tl.load(table + LIMIT)
-    return tl.where(tl.load(table + FAILED) == 0, _clock() + limit, 0)
+def _patience(table):
+    """Return how many ns to wait for a peer: none if an earlier call on this group has given up."""
+    return tl.where(tl.load(table + FAILED) == 0, tl.load(table + LIMIT), 0)
 
 
 @triton.jit
-def _arrived(pointers, mask, deadline, late, FREE: tl.constexpr):
-    """Return what a peer has sent, once all of it is there; and 1 for late if it is not before the deadline."""
+def _arrived(pointers, mask, patience, late, FREE: tl.constexpr):
+    """Return what a peer has sent, once all of it is there; and 1 for late if that took too long, or was late already.
+
+    The clock is slow to read, so it is left alone until a few looks were in vain.
+    """
     bits = tl.load(pointers, mask=mask, other=0, volatile=True)
     waiting = tl.max((bits == FREE).to(tl.int32), axis=0)
+    looks = 0
+    began = tl.full([], 0, tl.int64)
     while waiting != 0:
         bits = tl.load(pointers, mask=mask, other=0, volatile=True)
         waiting = tl.max((bits == FREE).to(tl.int32), axis=0)
-        if waiting != 0:
-            if _clock() > deadline:
+        looks += 1
+        if looks == LOOKS:
+            looks = 0
+            now = _clock()
+            if began == 0:
+                began = now
+            if (late != 0) | (now - began >= patience):
                 late = 1
                 waiting = 0
     return bits, late
@@ -160,7 +170,8 @@ def one_shot(
     padded = (count + 15) // 16 * 16  # staging is used in pieces of 16 bytes; what is past the tensor's end is zero
     within = tl.arange(0, BLOCK)
     slot: tl.constexpr = BLOCK * (BITS.primitive_bitwidth // 8)
-    deadline = _deadline(table)
+    patience = _patience(table)
+    late = 0
     for chunk in range(tl.program_id(0), tl.cdiv(count, BLOCK), tl.num_programs(0)):
         at = chunk * BLOCK + within
         section = tl.load(table + TURNS + chunk).to(tl.int32)
@@ -177,14 +188,13 @@ def one_shot(
         used = AREA + ((chunk * SECTIONS + section) * WORLD).to(tl.int64) * slot
         free = AREA + ((chunk * SECTIONS + (section + 2) % SECTIONS) * WORLD).to(tl.int64) * slot
         _clear(_staging(table, ME, free, BITS) + within, WORLD, BLOCK, FREE, BITS)
-        late = 0
         total = tl.zeros([BLOCK], tl.float32)
         for rank in tl.static_range(WORLD):
             if rank == ME:
                 bits = _taken(source + (ME * count if KIND == SCATTER else 0), at, count, FREE)
             else:
                 sent = _staging(table, ME, used + rank * slot, BITS) + within
-                bits, late = _arrived(sent, at < padded, deadline, late, FREE)
+                bits, late = _arrived(sent, at < padded, patience, late, FREE)
             if KIND == GATHER:
                 tl.store(target + rank * count + at, _unless(late, bits, FREE, BITS), mask=at < count)
             else:
@@ -214,7 +224,8 @@ def two_shot(
     padded = (count + 15) // 16 * 16
     within = tl.arange(0, BLOCK)
     slot: tl.constexpr = BLOCK * (BITS.primitive_bitwidth // 8)
-    deadline = _deadline(table)
+    patience = _patience(table)
+    late = 0
     for chunk in range(tl.program_id(0), tl.cdiv(count, WORLD * BLOCK), tl.num_programs(0)):
         section = tl.load(table + TURNS + chunk).to(tl.int32)
         place = AREA + ((chunk * SECTIONS + section) * 2 * WORLD + ME).to(tl.int64) * slot
@@ -228,14 +239,13 @@ def two_shot(
         free = AREA + ((chunk * SECTIONS + (section + 2) % SECTIONS) * 2 * WORLD).to(tl.int64) * slot
         _clear(_staging(table, ME, free, BITS) + within, 2 * WORLD, BLOCK, FREE, BITS)
         at = (chunk * WORLD + ME) * BLOCK + within
-        late = 0
         total = tl.zeros([BLOCK], tl.float32)
         for rank in tl.static_range(WORLD):
             if rank == ME:
                 bits = _taken(source, at, count, FREE)
             else:
                 sent = _staging(table, ME, used + rank * slot, BITS) + within
-                bits, late = _arrived(sent, at < padded, deadline, late, FREE)
+                bits, late = _arrived(sent, at < padded, patience, late, FREE)
             value = bits.to(DTYPE, bitcast=True).to(tl.float32)
             total = value if rank == 0 else _combine(total, value, op)
         result = _positive(_rounded(total, op, late, DTYPE, BITS, WORLD), FREE)
@@ -248,12 +258,11 @@ def two_shot(
     for chunk in range(tl.program_id(0), tl.cdiv(count, WORLD * BLOCK), tl.num_programs(0)):
         section = tl.load(table + TURNS + chunk).to(tl.int32)
         used = AREA + ((chunk * SECTIONS + section) * 2 * WORLD).to(tl.int64) * slot
-        late = 0
         for rank in tl.static_range(WORLD):
             if rank != ME:
                 at = (chunk * WORLD + rank) * BLOCK + within
                 sent = _staging(table, ME, used + (WORLD + rank) * slot, BITS) + within
-                bits, late = _arrived(sent, at < padded, deadline, late, FREE)
+                bits, late = _arrived(sent, at < padded, patience, late, FREE)
                 tl.store(target + at, _unless(late, bits, FREE, BITS), mask=at < count)
         tl.store(table + TURNS + chunk, ((section + 1) % SECTIONS).to(tl.int64))
         _fail(table, late, call)
