@@ -272,8 +272,8 @@ USE_COUNT = _storage_use_count is not None and hasattr(torch._C, "_construct_sto
 storage_use_count: Callable[[int], int] = _storage_use_count or (lambda _: 0)
 """How many references there are in C++ to the storage at an address; nobody knows without ``USE_COUNT``."""
 
-KEPT: dict[int, int] = {}
-"""Storages that something keeps for good without using them, by ``_cdata``: how many references it has in Python.
+KEPT: dict[int, list[None]] = {}
+"""Storages that something keeps for good without using them, by ``_cdata``: an item for each reference in Python.
 
 In C++ it has one. An arena keeps its slots so.
 """

@@ -153,13 +153,13 @@ class CapturedGraph:
         pointer = storage.data_ptr()
         if pointer not in self._slots:
             self._slots[pointer] = storage
-            _torch.KEPT[storage._cdata] += 1
+            _torch.KEPT[storage._cdata].append(None)
 
     def _leave_slots(self) -> tuple[torch.UntypedStorage, ...]:
         slots = tuple(self._slots.values())
         self._slots.clear()
         for storage in slots:
-            _torch.KEPT[storage._cdata] -= 1
+            _torch.KEPT[storage._cdata].pop()
         return slots
 
     def check(self) -> None:

@@ -17,7 +17,7 @@ import time
 import types
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
@@ -194,6 +194,16 @@ def leave_empty(alias: torch.Tensor) -> None:
 
 
 W = TypeVar("W", bound=Entry)
+K = TypeVar("K")
+
+
+def keys_of(table: Mapping[K, Any]) -> list[K]:
+    """Return the keys of ``table``, which other threads and dying graphs and groups change at any time.
+
+    A list: making a tuple of a dictionary can run the garbage collector in the middle (before Python 3.12), and the
+    finalizer of a graph adds to what is being looked at.
+    """
+    return list(table)
 
 
 class Rules(Protocol):

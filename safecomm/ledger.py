@@ -38,7 +38,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from safecomm import _torch
-from safecomm.entries import Entry, Lane, Pending, W, WorkLane, leave_empty
+from safecomm.entries import Entry, Lane, Pending, W, WorkLane, keys_of, leave_empty
 from safecomm.errors import CaptureBoundaryError, PendingWorkError
 from safecomm.streams import HOST, CudaStreams, Streams, capture_of, home_of
 from safecomm.trails import Trails
@@ -151,7 +151,7 @@ class Ledger:
         """Let every call of ``group`` (None: of any group) take the long way, past whatever has to see all of them."""
         key = 0 if group is None else id(group)
         self._diverting[key] += 1
-        for known in tuple(self.direct) if group is None else (key,):
+        for known in keys_of(self.direct) if group is None else (key,):
             lane = self.direct.pop(known, None)
             if lane is not None:
                 self._diverted[known] = lane
@@ -159,7 +159,7 @@ class Ledger:
             yield
         finally:
             self._diverting -= Counter((key,))  # which keeps no zeros
-            for known in tuple(self._diverted) if group is None else (key,):
+            for known in keys_of(self._diverted) if group is None else (key,):
                 if not self._is_diverted(known) and (lane := self._diverted.pop(known, None)) is not None:
                     self.direct[known] = lane
 
@@ -187,7 +187,7 @@ class Ledger:
         entry.storages = ()
 
     def _take_and_release(self, entries: Iterable[Entry]) -> None:
-        for entry in tuple(entries):
+        for entry in list(entries):
             if entry.lane.take(entry):  # else another thread has
                 self._release(entry)
 
@@ -331,11 +331,11 @@ class Ledger:
         capturing = self._capturing()
         if self.trails.orphans and not capturing:
             self.trails.adopt()
-        for entry in tuple(self.quarantine):
+        for entry in keys_of(self.quarantine):
             if self._idle(entry) and self._pardon(entry):
                 self._release(entry)
         with self.streams.lenient():
-            for lane in tuple(self.busy):
+            for lane in keys_of(self.busy):
                 if not isinstance(lane, WorkLane):
                     self.trails.sweep(lane, capturing)
                 elif lane.capture:
@@ -350,9 +350,9 @@ class Ledger:
 
     def _capturing(self) -> int:
         """Return the capture that a current stream is part of; 0 if none is."""
-        indices = {entry.lane.index for entry in tuple(self.quarantine)}
-        indices |= {orphan[0] for orphan in tuple(self.trails.orphans)}
-        indices |= {lane.index for lane in tuple(self.busy)}
+        indices = {entry.lane.index for entry in keys_of(self.quarantine)}
+        indices |= {orphan[0] for orphan in list(self.trails.orphans)}
+        indices |= {lane.index for lane in keys_of(self.busy)}
         for index in indices - {HOST}:
             stream = self.streams.current(index)
             if stream and (capture := self.streams.capture(stream)):
@@ -448,9 +448,9 @@ class Ledger:
     def join_unwaited(self, capture: int, stream: int) -> list[str]:
         """Order ``stream`` after all works of ``capture`` that nobody has waited for there; describe each."""
         left = []
-        for lane in tuple(self.busy):
+        for lane in keys_of(self.busy):
             if lane.capture == capture and isinstance(lane, WorkLane):
-                for entry in tuple(lane.entries):
+                for entry in keys_of(lane.entries):
                     left.append(f"{entry.op} launched at {entry.site}")
                     with self.streams.using(lane.index, stream):
                         if lane.take(entry) and self._wait_here(entry):
@@ -459,7 +459,7 @@ class Ledger:
 
     def end_capture(self, capture: int) -> None:
         """Release what is held for ``capture``, which is over."""
-        for lane in tuple(self.busy):
+        for lane in keys_of(self.busy):
             if lane.capture == capture:
                 release = self._take_and_release if isinstance(lane, WorkLane) else self.trails.release
                 release(lane.entries)
@@ -501,7 +501,7 @@ class Ledger:
     def pending(self) -> list[Pending]:
         """Return what is held, oldest first, quarantined entries last."""
         entries = sorted(self._entries(), key=operator.attrgetter("since"))
-        failed = [entry.describe("quarantined") for entry in tuple(self.quarantine)]
+        failed = [entry.describe("quarantined") for entry in keys_of(self.quarantine)]
         return [entry.describe() for entry in entries] + failed
 
     def drain(self, *, wait: bool = False, timeout: timedelta | None = None, group: Any = None) -> int:
@@ -510,7 +510,7 @@ class Ledger:
             self._finish(timeout, group)
         else:
             self.sweep(thorough=True)
-        quarantined = [entry for entry in tuple(self.quarantine) if entry.belongs_to(group)]
+        quarantined = [entry for entry in keys_of(self.quarantine) if entry.belongs_to(group)]
         return sum(entry.nbytes for entry in self._unsettled(group) + quarantined)
 
     def _finish(self, timeout: timedelta | None, group: Any) -> None:
@@ -521,7 +521,7 @@ class Ledger:
         self._await_all(group, deadline)  # what a record holds may have been held by one of those too
 
     def _empty_quarantine(self, group: Any, deadline: float | None) -> None:
-        for entry in tuple(self.quarantine):
+        for entry in keys_of(self.quarantine):
             if entry.belongs_to(group):
                 if entry.lane.index != HOST:
                     self._synchronize(entry, deadline)
@@ -576,7 +576,7 @@ class Ledger:
 
     def _entries(self, group: Any = None) -> list[Entry]:
         """Return the entries of ``group`` (None: of all groups), without the quarantine."""
-        return [entry for lane in tuple(self.busy) for entry in tuple(lane.entries) if entry.belongs_to(group)]
+        return [entry for lane in keys_of(self.busy) for entry in keys_of(lane.entries) if entry.belongs_to(group)]
 
     def _unsettled(self, group: Any = None) -> list[Entry]:
         """Return the entries that the device will be over with: not the records of what others still use."""
@@ -604,9 +604,10 @@ class Ledger:
 
     def close(self, group: Any, reason: str) -> None:
         """Forget the lanes of ``group`` (None: of all groups), which is gone, and quarantine what they still hold."""
-        for key, lane in tuple(self._lanes.items()):
-            if lane.group is not None and (group is None or lane.group() is group):
-                for entry in tuple(lane.entries):
+        for key in keys_of(self._lanes):
+            lane = self._lanes.get(key)
+            if lane is not None and lane.group is not None and (group is None or lane.group() is group):
+                for entry in keys_of(lane.entries):
                     self.fail(entry, RuntimeError(reason))
                 self._group_died(key)
 
@@ -619,7 +620,7 @@ class Ledger:
         # A backend that goes only when modules are torn down can take the process down (gloo, torch 2.13).
         self.direct.clear()
         self._diverted.clear()
-        for lane in self._lanes.values():
+        for lane in list(self._lanes.values()):
             lane.backend = None
         left = self._entries() + list(self.quarantine)
         if left:

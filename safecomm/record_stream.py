@@ -159,6 +159,8 @@ class _Interception:
             "inductor::resize_storage_bytes_", key, self.resize_storage, needs_original=True
         )
         self._replace(torch.UntypedStorage, "resize_", self._around_resize)
+        if self._resize.original is None:  # before torch 2.9; what C++ resizes there is not seen
+            self._replace(torch.Tensor, "resize_", self._around_tensor_resize)
         self._replace(torch.cuda.Stream, "wait_stream", self._around_wait_stream)
         captures.watch()
 
@@ -263,6 +265,13 @@ class _Interception:
         @functools.wraps(original)
         def resize_(storage: Any, size: Any) -> Any:
             return self._resized(storage, lambda: original(storage, size))
+
+        return resize_
+
+    def _around_tensor_resize(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def resize_(tensor: torch.Tensor, *size: Any, **how: Any) -> Any:
+            return self._resized(tensor.untyped_storage(), lambda: original(tensor, *size, **how))
 
         return resize_
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from safecomm import _torch
-from safecomm.entries import Entry, Lane, Record, Trail
+from safecomm.entries import Entry, Lane, Record, Trail, keys_of
 from safecomm.streams import HOST, Streams, capture_of, home_of
 
 LOOK = 64
@@ -152,20 +152,30 @@ class Trails:
                 orphan = self.orphans.popleft()
             except IndexError:  # another thread was faster
                 break
-            index, streams, storages, code, instruction = orphan
-            # Graphs are replayed through their object, which notes the stream; for one that was not, the stream that is
-            # current now is the best guess.
-            streams = streams or (self._streams.current(index),)
-            if any(capture_of(self._streams, stream) for stream in streams):
+            try:
+                adopted = self._adopt(*orphan)
+            except BaseException:
+                self.orphans.append(orphan)  # it stays held (S4)
+                raise
+            if not adopted:
                 self.orphans.append(orphan)
-                continue
-            for stream in streams:
-                with self._streams.using(index, stream):
-                    self.leave("a CUDA graph", None, index, storages, code, instruction, time.perf_counter())
         if not self.orphans:
             self._busy.pop(self._orphanage, None)
             if self.orphans:  # a graph died in between
                 self._busy[self._orphanage] = None
+
+    def _adopt(
+        self, index: int, streams: tuple[int, ...], storages: tuple[Any, ...], code: types.CodeType, instruction: int
+    ) -> bool:
+        # Graphs are replayed through their object, which notes the stream; for one that was not, the stream that is
+        # current now is the best guess.
+        streams = streams or (self._streams.current(index),)
+        if any(capture_of(self._streams, stream) for stream in streams):
+            return False
+        for stream in streams:
+            with self._streams.using(index, stream):
+                self.leave("a CUDA graph", None, index, storages, code, instruction, time.perf_counter())
+        return True
 
     def _lane(self, key: Any, index: int, stream: int, capture: int) -> Lane:
         lane = self._lanes.get(key)
@@ -190,7 +200,7 @@ class Trails:
         if not entry.storages:
             return False  # another thread has released it
         (storage,) = entry.storages
-        shared = len(self.recorded[storage._cdata]) - 1 + _torch.KEPT.get(storage._cdata, 0)
+        shared = len(self.recorded[storage._cdata]) - 1 + len(_torch.KEPT.get(storage._cdata, ()))
         return getrefcount(storage) - shared <= _UNSHARED_STORAGE and _torch.only_holder(storage)
 
     # --- what goes: rule 1, ordered -----------------------------------------------------------------------
@@ -215,7 +225,7 @@ class Trails:
 
     def release(self, entries: Iterable[Entry]) -> None:
         """Release ``entries``, whose allocation stream was ordered after their last use, or whose capture is over."""
-        for entry in tuple(entries):
+        for entry in list(entries):
             if entry.lane.take(entry):  # else another thread has
                 self._release(entry)
 
@@ -257,7 +267,7 @@ class Trails:
 
     def _sweep_captured(self, lane: Lane, capturing: int) -> None:
         if lane.capture == capturing:
-            for entry in tuple(lane.entries):
+            for entry in keys_of(lane.entries):
                 if self._forgotten(entry):
                     self._take(entry, over=False)
         elif self._streams.capture(lane.stream) != lane.capture:
@@ -294,11 +304,12 @@ class Trails:
             entry.event = self._streams.mark(lane.index, lane.stream)
         order = "order" if lane.capture else entry.order  # type: ignore[attr-defined]
         over = not lane.capture and self._streams.reached(entry.event)
-        if over or order == "order" or (order == "auto" and self._behind(lane, entry)):
-            if over or not self._blocked(entry):
-                self._take(entry, over=over)
-            return True
-        return False
+        if not over and order != "order" and not (order == "auto" and self._behind(lane, entry)):
+            return False
+        if not over and self._blocked(entry):
+            return False
+        self._take(entry, over=over)
+        return True
 
     def _behind(self, lane: Lane, entry: Entry) -> bool:
         """Return whether rule 3 applies: too much has piled up, and ordering a stream would bring ``entry`` back."""
@@ -322,10 +333,14 @@ class Trails:
         lane = entry.lane
         if not lane.take(entry):
             return
-        if not over:
-            homes = {home_of(self._streams, storage, entry.stream) for storage in entry.storages}
+        try:
+            homes = set() if over else {home_of(self._streams, storage, entry.stream) for storage in entry.storages}
             for home in homes - {entry.stream, None}:
                 self._streams.order(lane.index, home, entry.event)  # type: ignore[arg-type]
+        except BaseException:  # nothing is ordered, so it stays held (S4)
+            lane.entries[entry] = None
+            self._busy[lane] = None
+            raise
         self._release(entry)
 
     # --- what frees itself, and the end -------------------------------------------------------------------
@@ -360,8 +375,8 @@ class Trails:
     def hand_over(self) -> list[tuple[torch.UntypedStorage, int, int]]:
         """Let go of all records but those of captures; return what they held, the device index, and the stream."""
         handed = []
-        for lane in tuple(self._busy):
-            for entry in tuple(lane.entries) if lane.records and not lane.capture else ():
+        for lane in keys_of(self._busy):
+            for entry in keys_of(lane.entries) if lane.records and not lane.capture else ():
                 with self._of_records:
                     if lane.take(entry):
                         handed.append((entry.storages[0], lane.index, lane.stream))

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as stock
 import torch.distributed.distributed_c10d as c10d
 from calls import ALL, COALESCED, DTYPES, LAYOUTS, MOVES, OPS, POINT_TO_POINT, REDUCTIONS, Setting, bits, finish, shapes
-from ranks import launch, on, subgroup
+from ranks import launch, on, subgroup, until
 
 import safecomm
 
@@ -502,7 +502,9 @@ def _results_of_a_region(library):
     with library._coalescing_manager(async_ops=True) as manager:
         library.all_reduce(one)
         library.all_reduce(other)
-    results = manager.works[0].result()
+    (work,) = manager.works
+    until(getattr(work, "inner", work).is_completed)  # before, gloo's answers or raises, as it comes
+    results = work.result()
     manager.wait()
     return results
 

@@ -8,6 +8,7 @@ import inspect
 import logging
 import sys
 import threading
+import unittest.mock
 
 import pytest
 import torch
@@ -222,6 +223,34 @@ def test_resize_of_the_tensor_is_ordered_before_s1(device, ledger):
         other.resize_(7)
         assert other.shape == (7,)
         assert device.calls["order"] == 1
+
+
+def test_resize_of_the_tensor_is_seen_where_torchs_kernel_can_not_be_called_s1(device, ledger, monkeypatch):
+    monkeypatch.delattr(torch.library, "get_kernel", raising=False)
+    with avoid_record_streams():
+        tensor = used_on(device, 1)
+        tensor.resize_(1 << 16)
+        assert device.calls["order"] == 1
+        assert ledger.pending() == []
+        assert torch.empty(0).resize_(7, 2).shape == (7, 2)
+    assert "resize_" not in vars(torch.Tensor)
+
+
+def test_what_could_not_be_ordered_stays_held_s4(device, ledger, monkeypatch):
+    with avoid_record_streams(release="order"):
+        tensor = used_on(device, 1)
+        del tensor
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                device, "order", raising := unittest.mock.Mock(side_effect=RuntimeError("the device is gone"))
+            )
+            with pytest.raises(RuntimeError, match="the device is gone"):
+                ledger.sweep()
+            assert raising.called
+        assert len(ledger.pending()) == 1
+        ledger.sweep()
+        assert ledger.pending() == []
+        device.settle()
 
 
 def test_data_swapped_under_it_stays_held_s1(device, ledger):

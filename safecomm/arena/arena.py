@@ -391,7 +391,7 @@ class Arena:
             template = torch.empty(0, dtype=dtype, device=self._device)
             slot.template = template.set_(slot.storage, 0, shape)  # type: ignore[call-overload]
         slot.cdata = slot.storage._cdata
-        _torch.KEPT[slot.cdata] = _KEEPING
+        _torch.KEPT[slot.cdata] = [None] * _KEEPING
         weakref.finalize(slot.storage, _torch.KEPT.pop, slot.cdata, None).atexit = False
 
     def before_capture(self) -> None:
@@ -520,7 +520,7 @@ class Arena:
                 if slot.bucket == bucket.name:
                     shape, dtype = slot.identity
                     who = [*holders.get(slot.pointer, ())]
-                    if _torch.KEPT[slot.cdata] > _KEEPING:
+                    if len(_torch.KEPT[slot.cdata]) > _KEEPING:
                         who.append("a CUDA graph")
                     tensors = _use_count(slot.cdata) - 2
                     if tensors > 0:
@@ -625,7 +625,7 @@ class Arena:
 
 def _idle(slot: Slot, but_for_graph: bool) -> bool:
     """Return whether nobody refers to the storage of ``slot``, or nobody but the graph that was captured with it."""
-    leases = _torch.KEPT[slot.cdata] - _KEEPING
+    leases = len(_torch.KEPT[slot.cdata]) - _KEEPING
     if leases and not but_for_graph:
         return False
     # In C++ the template refers to it, and what Python has made of it; there, the slot.
