@@ -8,7 +8,7 @@ import threading
 
 import pytest
 import torch
-from ranks import on
+from ranks import on, until
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import safecomm
@@ -175,7 +175,7 @@ def test_a_running_collective_keeps_its_slot():
     assert "all_reduce from " in arena.map()
     work.wait()
     del work
-    assert arena.stats().in_use == 512
+    until(lambda: arena.stats().in_use == 512)  # gloo's thread lets go a moment after the wait
     del other
     arena.close()
 
