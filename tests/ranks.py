@@ -16,6 +16,7 @@ import inspect
 import multiprocessing
 import os
 import pickle
+import runpy
 import signal
 import subprocess
 import sys
@@ -327,6 +328,30 @@ def launch(world: int, body, *arguments, timeout: float = LIMIT, limit: float = 
                 deadline = min(deadline, time.monotonic() + 3 * GRACE)
             ended.append(Ended(status, out.read_text(), err.read_text()))
         return ended
+
+
+def run_program(program: str) -> Ended:
+    """Run a program, given as text, in an interpreter of its own, which has torch imported, and safecomm not."""
+    return launch(0, _run, program)[0]
+
+
+def _run(_: int, program: str) -> None:
+    assert "safecomm" not in sys.modules
+    exec(program, {"__name__": "program"})
+
+
+def run_module(name: str, *arguments: str, cwd: str, **environment: str) -> Ended:
+    """Run ``python -m name arguments`` in such an interpreter."""
+    return launch(0, _run_module, name, arguments, cwd, environment)[0]
+
+
+def _run_module(_: int, name: str, arguments: tuple[str, ...], cwd: str, environment: dict[str, str]) -> None:
+    assert "safecomm" not in sys.modules
+    os.environ.update(environment)
+    os.chdir(cwd)
+    sys.path.insert(0, cwd)
+    sys.argv[:] = ["-m", *arguments]
+    runpy._run_module_as_main(name)  # all that the interpreter itself does for -m
 
 
 def _become(connection: Connection) -> bytes | None:
