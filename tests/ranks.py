@@ -275,10 +275,10 @@ class Interpreters:
     def start(self, out: str, err: str, limit: float, task: tuple) -> int:
         """Return the id of a new interpreter that runs ``task``, with this process's environment."""
         self._connection.send((dict(os.environ), sys.path, out, err, limit, pickle.dumps(task)))
-        before = set(self._statuses)
-        while not (new := set(self._statuses) - before):
-            self._receive()
-        return new.pop()
+        while True:
+            process, status = self._receive()
+            if status is None:
+                return process
 
     def status(self, process: int, deadline: float) -> int:
         """Return the exit status of an interpreter, which is killed at the ``deadline``."""
@@ -290,9 +290,10 @@ class Interpreters:
                 deadline = time.monotonic() + GRACE
         return self._statuses.pop(process)
 
-    def _receive(self) -> None:
+    def _receive(self) -> tuple[int, int | None]:
         process, status = self._connection.recv()
         self._statuses[process] = status
+        return process, status
 
     def close(self) -> None:
         self._connection.close()
@@ -306,28 +307,49 @@ def _interpreters() -> Interpreters:
     return interpreters
 
 
+class Launch:
+    """``body(rank, *arguments)`` in interpreters of their own, which have begun."""
+
+    def __init__(
+        self, ranks: int, body, *arguments, port: int = 0, timeout: float = LIMIT, limit: float = LIMIT
+    ) -> None:
+        self._interpreters = _interpreters()
+        self._folder = tempfile.TemporaryDirectory()
+        self._started = []
+        for rank in range(ranks):
+            out, err = (Path(self._folder.name) / f"{rank}.{name}" for name in ("out", "err"))
+            task = (rank, ranks, port, timeout, body.__module__, body.__name__, arguments)
+            process = self._interpreters.start(str(out), str(err), limit - 2 * GRACE, task)
+            self._started.append((process, out, err))
+        self._deadline = time.monotonic() + limit
+
+    def end(self) -> list[Ended]:
+        """Wait for all of them, and return how they ended."""
+        deadline, ended = self._deadline, []
+        with self._folder:
+            for process, out, err in self._started:
+                status = self._interpreters.status(process, deadline)
+                if status:  # the others may be waiting for it in vain
+                    deadline = min(deadline, time.monotonic() + 3 * GRACE)
+                ended.append(Ended(status, out.read_text(), err.read_text()))
+        self._started.clear()
+        return ended
+
+    def close(self) -> None:
+        """Kill those whose end nobody has waited for."""
+        self._deadline = 0.0
+        self.end()
+
+
 def launch(world: int, body, *arguments, timeout: float = LIMIT, limit: float = LIMIT) -> list[Ended]:
     """Run ``body(rank, *arguments)`` in ``world`` interpreters of their own, in a gloo group with ``timeout``.
 
     ``world`` 0: one interpreter, without a group.
     """
-    store = _server() if world else None
-    port = store.port if store else 0
-    interpreters = _interpreters()
-    with tempfile.TemporaryDirectory() as folder:
-        started = []
-        for rank in range(max(world, 1)):
-            out, err = Path(folder) / f"{rank}.out", Path(folder) / f"{rank}.err"
-            task = (rank, world, port, timeout, body.__module__, body.__name__, arguments)
-            started.append((interpreters.start(str(out), str(err), limit - 2 * GRACE, task), out, err))
-        deadline = time.monotonic() + limit
-        ended = []
-        for process, out, err in started:
-            status = interpreters.status(process, deadline)
-            if status:  # the others may be waiting for it in vain
-                deadline = min(deadline, time.monotonic() + 3 * GRACE)
-            ended.append(Ended(status, out.read_text(), err.read_text()))
-        return ended
+    if not world:
+        return Launch(1, body, *arguments, limit=limit).end()
+    store = _server()
+    return Launch(world, body, *arguments, port=store.port, timeout=timeout, limit=limit).end()
 
 
 def run_program(program: str) -> Ended:
@@ -400,7 +422,7 @@ def _main() -> None:
 
     rank, world, port, timeout, module, name, arguments = pickle.loads(task)
     torch.set_num_threads(1)
-    if world:
+    if port:
         ranks._join(rank, world, port, "launch", timeout)
     getattr(importlib.import_module(module), name)(rank, *arguments)
 
