@@ -2,12 +2,12 @@
 
 ``@on(2)`` makes a function a test that runs in every rank of the pool of that size. The pool's processes stay alive;
 one that fails or hangs takes the pool with it, with a report of every rank, and the next test gets a new pool.
-``launch`` starts interpreters for one function and tells how each of them ended.
+``launch`` runs a function in interpreters of its own and tells how each of them ended.
 """
 
 from __future__ import annotations
 
-import contextlib
+import atexit
 import dataclasses
 import faulthandler
 import functools
@@ -16,6 +16,7 @@ import inspect
 import multiprocessing
 import os
 import pickle
+import runpy
 import signal
 import subprocess
 import sys
@@ -260,56 +261,174 @@ class Ended:
             assert sign not in self.err, self.err
 
 
+class Interpreters:
+    """A process that has torch imported, and becomes an interpreter for each task: it forks, and the fork goes on.
+
+    Starting Python and importing torch takes longer than any task. The fork comes back into the main module and ends
+    with it, so what happens at the end of an interpreter happens as in any other.
+    """
+
+    def __init__(self) -> None:
+        self._connection, theirs = multiprocessing.Pipe()
+        self._process = subprocess.Popen(
+            [sys.executable, "-X", "faulthandler", __file__, str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdout=subprocess.DEVNULL,
+        )
+        theirs.close()
+        self._statuses: dict[int, int | None] = {}
+
+    def start(self, out: str, err: str, limit: float, task: tuple) -> int:
+        """Return the id of a new interpreter that runs ``task``, with this process's environment."""
+        self._connection.send((dict(os.environ), sys.path, out, err, limit, pickle.dumps(task)))
+        while True:
+            process, status = self._receive()
+            if status is None:
+                return process
+
+    def status(self, process: int, deadline: float) -> int:
+        """Return the exit status of an interpreter, which is killed at the ``deadline``."""
+        while self._statuses[process] is None:
+            if self._connection.poll(max(deadline - time.monotonic(), 0)):
+                self._receive()
+            else:
+                os.kill(process, signal.SIGKILL)
+                deadline = time.monotonic() + GRACE
+        return self._statuses.pop(process)
+
+    def _receive(self) -> tuple[int, int | None]:
+        process, status = self._connection.recv()
+        self._statuses[process] = status
+        return process, status
+
+    def close(self) -> None:
+        self._connection.close()
+        self._process.wait()
+
+
+@functools.cache
+def _interpreters() -> Interpreters:
+    interpreters = Interpreters()
+    atexit.register(interpreters.close)
+    return interpreters
+
+
+class Launch:
+    """``body(rank, *arguments)`` in interpreters of their own, which have begun."""
+
+    def __init__(
+        self, ranks: int, body, *arguments, port: int = 0, timeout: float = LIMIT, limit: float = LIMIT
+    ) -> None:
+        self._interpreters = _interpreters()
+        self._folder = tempfile.TemporaryDirectory()
+        self._started = []
+        for rank in range(ranks):
+            out, err = (Path(self._folder.name) / f"{rank}.{name}" for name in ("out", "err"))
+            task = (rank, ranks, port, timeout, body.__module__, body.__name__, arguments)
+            process = self._interpreters.start(str(out), str(err), limit - 2 * GRACE, task)
+            self._started.append((process, out, err))
+        self._deadline = time.monotonic() + limit
+
+    def end(self) -> list[Ended]:
+        """Wait for all of them, and return how they ended."""
+        deadline, ended = self._deadline, []
+        with self._folder:
+            for process, out, err in self._started:
+                status = self._interpreters.status(process, deadline)
+                if status:  # the others may be waiting for it in vain
+                    deadline = min(deadline, time.monotonic() + 3 * GRACE)
+                ended.append(Ended(status, out.read_text(), err.read_text()))
+        self._started.clear()
+        return ended
+
+    def close(self) -> None:
+        """Kill those whose end nobody has waited for."""
+        self._deadline = 0.0
+        self.end()
+
+
 def launch(world: int, body, *arguments, timeout: float = LIMIT, limit: float = LIMIT) -> list[Ended]:
     """Run ``body(rank, *arguments)`` in ``world`` interpreters of their own, in a gloo group with ``timeout``.
 
     ``world`` 0: one interpreter, without a group.
     """
-    store = _server() if world else None
-    with contextlib.ExitStack() as stack:
-        started = []
-        for rank in range(max(world, 1)):
-            task = (
-                sys.path,
-                rank,
-                world,
-                store.port if store else 0,
-                timeout,
-                body.__module__,
-                body.__name__,
-                arguments,
-            )
-            out, err = (stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2))
-            process = subprocess.Popen(
-                [sys.executable, "-X", "faulthandler", __file__, pickle.dumps(task).hex(), str(limit - 2 * GRACE)],
-                stdout=out,
-                stderr=err,
-            )
-            started.append((process, out, err))
-        deadline = time.monotonic() + limit
-        ended = []
-        for process, out, err in started:
+    if not world:
+        return Launch(1, body, *arguments, limit=limit).end()
+    store = _server()
+    return Launch(world, body, *arguments, port=store.port, timeout=timeout, limit=limit).end()
+
+
+def run_program(program: str) -> Ended:
+    """Run a program, given as text, in an interpreter of its own, which has torch imported, and safecomm not."""
+    return launch(0, _run, program)[0]
+
+
+def _run(_: int, program: str) -> None:
+    assert "safecomm" not in sys.modules
+    exec(program, {"__name__": "program"})
+
+
+def run_module(name: str, *arguments: str, cwd: str, **environment: str) -> Ended:
+    """Run ``python -m name arguments`` in such an interpreter."""
+    return launch(0, _run_module, name, arguments, cwd, environment)[0]
+
+
+def _run_module(_: int, name: str, arguments: tuple[str, ...], cwd: str, environment: dict[str, str]) -> None:
+    assert "safecomm" not in sys.modules
+    os.environ.update(environment)
+    os.chdir(cwd)
+    sys.path.insert(0, cwd)
+    sys.argv[:] = ["-m", *arguments]
+    runpy._run_module_as_main(name)  # all that the interpreter itself does for -m
+
+
+def _become(connection: Connection) -> bytes | None:
+    """Fork for each task that comes, and return the task in the fork; None when the tests are over."""
+    running: dict[int, int] = {}  # the processes, by the end of a pipe that says when the other end is closed
+    while True:
+        for ready in wait([connection, *running]):
+            if ready is not connection:
+                process = running.pop(ready)
+                os.close(ready)
+                connection.send((process, os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])))
+                continue
             try:
-                process.wait(max(deadline - time.monotonic(), 0))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-            if process.returncode:  # the others may be waiting for it in vain
-                deadline = min(deadline, time.monotonic() + 3 * GRACE)
-            out.seek(0)
-            err.seek(0)
-            ended.append(Ended(process.returncode, out.read(), err.read()))
-        return ended
+                environment, path, out, err, limit, task = connection.recv()
+            except EOFError:
+                return None
+            here, there = os.pipe()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # of threads of libraries, which are idle
+                process = os.fork()
+            if process:
+                os.close(there)
+                running[here] = process
+                connection.send((process, None))
+                continue
+            # "there" stays open for as long as this process lives.
+            connection.close()
+            for descriptor in (here, *running):
+                os.close(descriptor)
+            for descriptor, name in ((1, out), (2, err)):
+                file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+                os.dup2(file, descriptor)
+                os.close(file)
+            os.environ.clear()
+            os.environ.update(environment)
+            sys.path[:] = path
+            faulthandler.dump_traceback_later(limit)
+            return task
 
 
 def _main() -> None:
-    faulthandler.dump_traceback_later(float(sys.argv[2]))
-    path, rank, world, port, timeout, module, name, arguments = pickle.loads(bytes.fromhex(sys.argv[1]))
-    sys.path[:] = path
+    task = _become(Connection(int(sys.argv[1])))
+    if task is None:
+        return
     import ranks  # this file, under the name that the tests know
 
+    rank, world, port, timeout, module, name, arguments = pickle.loads(task)
     torch.set_num_threads(1)
-    if world:
+    if port:
         ranks._join(rank, world, port, "launch", timeout)
     getattr(importlib.import_module(module), name)(rank, *arguments)
 

@@ -16,9 +16,10 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import Phase
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from programs import Running, programs
 from simulated import INDEX, Block, FakeGraph, FakeGroup, Launched, SimulatedDevice, Violation, call, call_sync
 
 from safecomm import _torch, captures
@@ -402,24 +403,13 @@ class ArenaPrograms(RuleBasedStateMachine):
             raise Violation(f"illegal calls: {self.device.faults}")
 
 
-def programs(count: int, **more: Any) -> settings:
-    """Return settings under which the machine runs ``count`` programs, the same on every run."""
-    return settings(
-        max_examples=count,
-        stateful_step_count=20,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        print_blob=False,
-        report_multiple_bugs=False,
-        suppress_health_check=list(HealthCheck),
-        **more,
-    )
+STEPS = 20
 
 
 def test_random_programs_of_the_arena() -> None:
     """S1, S5, S6 and no leak: in 5,000 programs no byte has two owners, and none is kept for nobody."""
-    run_state_machine_as_test(ArenaPrograms, settings=programs(5000))
+    for running in [Running(ArenaPrograms, 2500, STEPS, number) for number in range(2)]:
+        running.check()
 
 
 # --- arenas with one rule broken, each of which the programs have to catch -------------------------------------
@@ -548,4 +538,4 @@ def takes_from_a_shelf_blindly() -> Any:
 def test_programs_catch_an_arena_that(broken: Any) -> None:
     """The promises are really tested: an arena with one rule broken does not get through."""
     with broken(), pytest.raises(BaseException):  # noqa: B017, PT011
-        run_state_machine_as_test(ArenaPrograms, settings=programs(5000, phases=[Phase.generate]))
+        run_state_machine_as_test(ArenaPrograms, settings=programs(5000, STEPS, phases=[Phase.generate]))

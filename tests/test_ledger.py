@@ -14,7 +14,6 @@ import contextlib
 import itertools
 import logging
 import sys
-import tempfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,9 +22,8 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from hypothesis.configuration import set_hypothesis_home_dir
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
@@ -33,6 +31,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from programs import Running, programs
 from simulated import INDEX, FakeGraph, FakeGroup, Launched, SimulatedDevice, call, call_sync
 
 from safecomm.captures import CapturedGraph
@@ -40,9 +39,6 @@ from safecomm.errors import CaptureBoundaryError
 from safecomm.ledger import Ledger
 from safecomm.streams import HOST
 from safecomm.trails import Trails
-
-# The programs are the same on every run: there is nothing to keep, and a directory in the checkout is in pytest's way.
-set_hypothesis_home_dir(Path(tempfile.gettempdir()) / "hypothesis")
 
 BYTES = st.sampled_from([64, 64, 128, 0])  # few sizes, so that freed memory is handed out again
 PICK = st.integers(0, 5)
@@ -546,27 +542,22 @@ class HostPrograms(RuleBasedStateMachine):
             self.group.forget()
 
 
-def programs(count: int, **more: Any) -> settings:
-    """Return settings under which a machine runs ``count`` programs, the same on every run."""
-    return settings(
-        max_examples=count,
-        stateful_step_count=30,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        print_blob=False,
-        report_multiple_bugs=False,
-        suppress_health_check=list(HealthCheck),
-        **more,
-    )
+STEPS = 30
+COUNTS = {Programs: 600, CapturingPrograms: 700, GraphPrograms: 600, HostPrograms: 300}
 
 
-@pytest.mark.parametrize(
-    ("machine", "count"), [(Programs, 600), (CapturingPrograms, 700), (GraphPrograms, 600), (HostPrograms, 300)]
-)
-def test_random_programs_s1_s2_s3_s4_s5(machine: type[RuleBasedStateMachine], count: int) -> None:
+@pytest.fixture(scope="module")
+def running() -> Iterator[dict[type[RuleBasedStateMachine], Running]]:
+    running = {machine: Running(machine, count, STEPS) for machine, count in COUNTS.items()}
+    yield running
+    for one in running.values():
+        one.close()
+
+
+@pytest.mark.parametrize("machine", COUNTS)
+def test_random_programs_s1_s2_s3_s4_s5(running: Any, machine: type[RuleBasedStateMachine]) -> None:
     """S1 to S5: no random program breaks a promise."""
-    run_state_machine_as_test(machine, settings=programs(count))
+    running[machine].check()
 
 
 # --- the proof that the machines bite -----------------------------------------------------------------------
@@ -755,7 +746,7 @@ def test_machine_catches_a_ledger_that(broken: type, machine: type[RuleBasedStat
     ledger = broken if issubclass(broken, Ledger) else ledger_with(broken)
     mutant = type(machine.__name__, (machine,), {"ledger_type": ledger})
     with pytest.raises(AssertionError):
-        run_state_machine_as_test(mutant, settings=programs(2000, phases=[Phase.generate]))
+        run_state_machine_as_test(mutant, settings=programs(2000, STEPS, phases=[Phase.generate]))
 
 
 # --- single promises ----------------------------------------------------------------------------------------

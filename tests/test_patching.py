@@ -15,6 +15,7 @@ import textwrap
 import threading
 import types
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ import torch.distributed as stock
 import torch.distributed._functional_collectives
 import torch.distributed.distributed_c10d as c10d
 from calls import ALL, Setting
-from ranks import on
+from ranks import on, run_module, run_program
 from test_compile import all_gather_of_one, all_reduce, asynchronous, barrier, compiled, region, theirs
 
 import safecomm
@@ -343,17 +344,17 @@ def test_a_wrapper_put_over_ours_stays_and_is_over_torchs_after_undoing():
 
 @on(2)
 def test_every_collective_is_covered_and_gives_the_same_bits():
-    for call in ALL.values():
-        setting = Setting(asynchronous=True)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            expected = outcome(stock, call, setting)
-            with safecomm.patched(strict=True):
+    setting = Setting(asynchronous=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected = {call: outcome(stock, call, setting) for call in ALL.values()}
+        with safecomm.patched(strict=True):  # one patch for all: each looks through all objects of the process
+            for call in ALL.values():
                 before = sum(counted().values())
                 found = outcome(stock, call, setting)
                 assert safecomm.past() == {}, call
                 assert sum(counted().values()) > before, call
-        assert found == expected, (call, found, expected)
+                assert found == expected[call], (call, found, expected[call])
     safecomm.drain(wait=True)
     assert safecomm.pending() == []
 
@@ -505,16 +506,29 @@ def test_the_same_graphs_as_torchs_s9(make):
 # --- the runner ------------------------------------------------------------------------------------------------
 
 
-def python(*arguments, cwd, status=0, **environment):
+def python(*arguments, cwd, status=0):
     ended = subprocess.run(
-        [sys.executable, *map(str, arguments)],
+        [sys.executable, *arguments],
         cwd=cwd,
         capture_output=True,
         text=True,
         timeout=120,
-        env={**os.environ, "PYTHONPATH": ROOT, **environment},
+        env={**os.environ, "PYTHONPATH": ROOT},
     )
     assert ended.returncode == status, (ended.returncode, ended.stdout, ended.stderr)
+    return ended
+
+
+def pythons(*commands, cwd):
+    """Run several at the same time."""
+    with ThreadPoolExecutor() as threads:
+        return list(threads.map(lambda arguments: python(*arguments, cwd=cwd), commands))
+
+
+def run(*arguments, cwd, status=0, **environment):
+    """Run ``python -m safecomm run``."""
+    ended = run_module("safecomm", "run", *map(str, arguments), cwd=str(cwd), **environment)
+    assert ended.status == status, (ended.status, ended.out, ended.err)
     return ended
 
 
@@ -526,13 +540,14 @@ print(dist.all_reduce.__code__.co_filename.split("/")[-3:-1])
 
 
 def test_a_script_sees_what_it_sees_without(tmp_path):
-    (tmp_path / "script.py").write_text(SAY)
-    (tmp_path / "beside.py").write_text("")
-    (tmp_path / "script.py").write_text(SAY + "import beside\n")
-    alone = python("script.py", "-x", "--", "--flag", "--", cwd=tmp_path).stdout.splitlines()
-    ran = python("-m", "safecomm", "run", "script.py", "-x", "--", "--flag", "--", cwd=tmp_path)
+    directory = tmp_path / "elsewhere"  # than where it is started
+    directory.mkdir()
+    (directory / "beside.py").write_text("")
+    (directory / "script.py").write_text(SAY + "import beside\n")
+    command = ["elsewhere/script.py", "-x", "--", "--flag", "--"]
+    alone, ran = pythons(command, ["-m", "safecomm", "run", *command], cwd=tmp_path)
     with_us = ran.stdout.splitlines()
-    assert with_us[0] == alone[0]
+    assert with_us[0] == alone.stdout.splitlines()[0]
     assert with_us[1] == "['safecomm', 'collectives']"
     assert ran.stderr.count("safecomm: ") == 3, ran.stderr
     assert len(ran.stderr.splitlines()) == 3
@@ -543,9 +558,9 @@ def test_a_module_sees_what_it_sees_without(tmp_path):
     package.mkdir()
     (package / "__init__.py").write_text("")
     (package / "tool.py").write_text(SAY.replace("__spec__ is None", "__spec__.name"))
-    alone = python("-m", "program.tool", "1", cwd=tmp_path).stdout.splitlines()
-    with_us = python("-m", "safecomm", "run", "-m", "program.tool", "1", cwd=tmp_path).stdout.splitlines()
-    assert with_us[0] == alone[0]
+    command = ["-m", "program.tool", "1"]
+    alone, with_us = pythons(command, ["-m", "safecomm", "run", *command], cwd=tmp_path)
+    assert with_us.stdout.splitlines()[0] == alone.stdout.splitlines()[0]
 
 
 @pytest.mark.parametrize(
@@ -563,15 +578,12 @@ def test_a_module_sees_what_it_sees_without(tmp_path):
 )
 def test_it_ends_as_it_would_without(tmp_path, program):
     (tmp_path / "script.py").write_text(program + "\n")
-    ended = []
-    for arguments in (["script.py"], ["-m", "safecomm", "run", "script.py"]):
-        done = subprocess.run(
-            [sys.executable, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=120,
-            env={**os.environ, "PYTHONPATH": ROOT},
-        )  # fmt: skip
-        said = [line for line in done.stderr.splitlines() if not line.startswith("safecomm: ")]
-        ended.append((done.returncode, done.stdout, said))
-    assert ended[1] == ended[0]
+    alone = subprocess.run(
+        [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120
+    )
+    with_us = run_module("safecomm", "run", "script.py", cwd=str(tmp_path))
+    said = [line for line in with_us.err.splitlines() if not line.startswith("safecomm: ")]
+    assert (with_us.status, with_us.out, said) == (alone.returncode, alone.stdout, alone.stderr.splitlines())
 
 
 def test_an_interrupt_ends_it_as_without(tmp_path):
@@ -596,10 +608,10 @@ def test_an_interrupt_ends_it_as_without(tmp_path):
 )
 def test_bad_arguments_run_nothing(tmp_path, arguments, said):
     (tmp_path / "runner_target.py").write_text("print('ran')\n")
-    ended = python("-m", "safecomm", "run", *arguments, cwd=tmp_path, status=2)
-    assert said in ended.stderr
-    assert "Traceback" not in ended.stderr
-    assert ended.stdout == ""
+    ended = run(*arguments, cwd=tmp_path, status=2)
+    assert said in ended.err
+    assert "Traceback" not in ended.err
+    assert ended.out == ""
 
 
 def test_a_package_sees_what_it_sees_without(tmp_path):
@@ -609,8 +621,9 @@ def test_a_package_sees_what_it_sees_without(tmp_path):
         "import sys, torch.distributed as dist\nprint(sys.argv, dist.all_reduce.__code__.co_filename.split('/')[-3])\n"
     )
     (package / "__main__.py").write_text("print(__package__)\n")
-    alone = python("-m", "package", "x", cwd=tmp_path).stdout.splitlines()
-    with_us = python("-m", "safecomm", "run", "-m", "package", "x", cwd=tmp_path).stdout.splitlines()
+    command = ["-m", "package", "x"]
+    ended = pythons(command, ["-m", "safecomm", "run", *command], cwd=tmp_path)
+    alone, with_us = (one.stdout.splitlines() for one in ended)
     assert with_us[1:] == alone[1:]
     assert "safecomm" in with_us[0]
     assert "run" not in with_us[0]
@@ -637,15 +650,14 @@ dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("wraps", ["@functools.wraps(inner)", ""])
-def test_a_wrapper_that_was_there_before_safecomm_is_always_called(tmp_path, wraps):
-    (tmp_path / "script.py").write_text(WRAPPED_BEFORE.format(wraps=wraps))
-    python("script.py", cwd=tmp_path)
+def test_a_wrapper_that_was_there_before_safecomm_is_always_called(wraps):
+    run_program(WRAPPED_BEFORE.format(wraps=wraps)).check()
 
 
 def test_a_module_that_fails_to_import_shows_its_own_error(tmp_path):
     (tmp_path / "broken.py").write_text("import no_such_thing\n")
-    ended = python("-m", "safecomm", "run", "-m", "broken", cwd=tmp_path, status=1)
-    assert "No module named 'no_such_thing'" in ended.stderr
+    ended = run("-m", "broken", cwd=tmp_path, status=1)
+    assert "No module named 'no_such_thing'" in ended.err
 
 
 def test_a_script_that_patches_torch_itself(tmp_path):
@@ -665,28 +677,24 @@ def test_a_script_that_patches_torch_itself(tmp_path):
             """
         )
     )
-    ended = python("-m", "safecomm", "run", "--strict", "script.py", cwd=tmp_path)
-    assert ended.stdout == "mine\n"
-    assert "all_reduce 1" in ended.stderr
-    assert "0 calls went past it" in ended.stderr
+    ended = run("--strict", "script.py", cwd=tmp_path)
+    assert ended.out == "mine\n"
+    assert "all_reduce 1" in ended.err
+    assert "0 calls went past it" in ended.err
 
 
 def test_the_variables_do_what_the_options_do(tmp_path):
     (tmp_path / "script.py").write_text(
         "import safecomm.patching.patch as patch\nprint(patch.strict(), patch._state.avoided is not None)\n"
     )
-    options = python("-m", "safecomm", "run", "--strict", "--avoid-record-streams", "script.py", cwd=tmp_path)
-    variables = python(
-        "-m", "safecomm", "run", "script.py", cwd=tmp_path, SAFECOMM_STRICT="1", SAFECOMM_AVOID_RECORD_STREAMS="1"
-    )
-    assert options.stdout == variables.stdout == "True True\n"
+    options = run("--strict", "--avoid-record-streams", "script.py", cwd=tmp_path)
+    variables = run("script.py", cwd=tmp_path, SAFECOMM_STRICT="1", SAFECOMM_AVOID_RECORD_STREAMS="1")
+    assert options.out == variables.out == "True True\n"
 
 
 def test_arena_and_record(tmp_path):
     (tmp_path / "script.py").write_text("import safecomm, torch\nprint(safecomm.empty(100, device='cpu').shape)\n")
-    ended = python(
-        "-m", "safecomm", "run", "--arena", "1MiB", "--record", tmp_path, "script.py", cwd=tmp_path, RANK="0"
-    )
-    assert "torch.Size([100])" in ended.stdout
-    assert "of 1.00 MiB, 0 requests did not fit" in ended.stderr
+    ended = run("--arena", "1MiB", "--record", tmp_path, "script.py", cwd=tmp_path, RANK="0")
+    assert "torch.Size([100])" in ended.out
+    assert "of 1.00 MiB, 0 requests did not fit" in ended.err
     assert list(tmp_path.glob("run.*.jsonl"))

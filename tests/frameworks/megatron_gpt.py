@@ -6,10 +6,12 @@
     torchrun --nproc-per-node 4 megatron_gpt.py --device cuda --tp 2 --ddp --overlap --dist-opt
     ... --patch safecomm                safecomm.patch() before megatron is imported
     ... --patch safecomm --patch-late   after it
+    ... --way --sp --ddp --way --moe 4  one training after the other in the same processes, each with its own options;
+                                        what stands before the first --way holds for all of them
 
 Needs torch, megatron-core, packaging, numpy; neither apex nor TransformerEngine, and no CUDA for --device cpu.
-Rank 0 prints one line of JSON: losses, gradient norms, a hash of every rank's weights, memory. Run it with and without
---patch, and compare the lines.
+Rank 0 prints one line of JSON for each training: losses, gradient norms, a hash of every rank's weights, memory. Run it
+with and without --patch, and compare the lines.
 """
 
 import argparse
@@ -19,6 +21,7 @@ import importlib
 import json
 import os
 import statistics
+import sys
 import time
 import warnings
 
@@ -29,7 +32,7 @@ def E(k, d):
     return os.environ.get("MTS_" + k.upper().replace("-", "_"), d)
 
 
-def args_():
+def args_(argv):
     p = argparse.ArgumentParser()
     p.add_argument("--device", default=E("device", "cpu"), choices=["cpu", "cuda"])
     p.add_argument("--dtype", default=E("dtype", "fp32"), choices=["fp32", "bf16"])
@@ -63,13 +66,24 @@ def args_():
     p.add_argument(
         "--count", action="store_true", default=bool(int(E("count", "0"))), help="count torch.distributed calls"
     )
-    a = p.parse_args()
+    a = p.parse_args(argv)
     if a.dist_opt:
         a.ddp = True
     return a
 
 
-A = args_()
+def ways_():
+    parts = [[]]
+    for argument in sys.argv[1:]:
+        if argument == "--way":
+            parts.append([])
+        else:
+            parts[-1].append(argument)
+    return [args_(parts[0] + part) for part in parts[1:] or [[]]]
+
+
+WAYS = ways_()
+A = WAYS[0]  # the one that is being trained; --device, --patch and --count are the same in all
 import torch
 import torch.distributed as dist
 
@@ -181,12 +195,15 @@ import megatron.core
 if A.patch_late:
     apply_patch()
 
-if A.sp:  # torch_norm.py asserts "sequence parallel not supported by torch LayerNorm" (no apex, no TE)
+# torch_norm.py asserts "sequence parallel not supported by torch LayerNorm" (no apex, no TE)
+if any(a.sp for a in WAYS):
     from megatron.core.transformer import torch_norm
 
     _new = torch_norm.WrappedTorchNorm.__new__
 
     def _sp_norm(cls, config, *a, **k):
+        if not A.sp:
+            return _new(cls, config, *a, **k)
         config.sequence_parallel = False
         try:
             m = _new(cls, config, *a, **k)
@@ -199,7 +216,8 @@ if A.sp:  # torch_norm.py asserts "sequence parallel not supported by torch Laye
     torch_norm.WrappedTorchNorm.__new__ = staticmethod(_sp_norm)
 
 
-if A.moe:  # megatron-core 0.16 without TE: NameError in moe_utils.RouterGatingLinearFunction.forward
+# megatron-core 0.16 without TE: NameError in moe_utils.RouterGatingLinearFunction.forward
+if any(a.moe for a in WAYS):
     from megatron.core.transformer.moe import moe_utils
 
     if not hasattr(moe_utils, "te_general_gemm"):
@@ -297,16 +315,9 @@ def compare(step):
     return dict(ratio=ratio("patched"), control=ratio("unpatched again"), step_ms=step_ms)
 
 
-def main():
-    backend = "nccl" if A.device == "cuda" else "gloo"
-    lr = int(os.environ.get("LOCAL_RANK", "0"))
-    if A.device == "cuda":
-        torch.cuda.set_device(lr)
-        torch.backends.cuda.matmul.allow_tf32 = False
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    dev = torch.device("cuda", lr) if A.device == "cuda" else torch.device("cpu")
+def train():
+    dev = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if A.device == "cuda" else torch.device("cpu")
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[A.dtype]
-    dist.init_process_group(backend)
     rank, world = dist.get_rank(), dist.get_world_size()
     ps.initialize_model_parallel(
         tensor_model_parallel_size=A.tp,
@@ -465,11 +476,20 @@ def main():
                     mem=mem,
                     secs=round(time.time() - t0, 2),
                 )
-            )
+            ),
+            flush=True,
         )
     dist.barrier()
-    dist.destroy_process_group()
+    ps.destroy_model_parallel()
 
 
 if __name__ == "__main__":
-    main()
+    if A.device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        torch.backends.cuda.matmul.allow_tf32 = False
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    dist.init_process_group("nccl" if A.device == "cuda" else "gloo")
+    for way in WAYS:
+        A = way
+        train()
+    dist.destroy_process_group()
