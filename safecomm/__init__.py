@@ -141,7 +141,7 @@ if "SAFECOMM_LOG" in os.environ or "SAFECOMM_RECORD" in os.environ:
 
     _environment.apply()
 
-if os.environ.get("SAFECOMM_LOW_LATENCY", "0") != "0":
+if os.environ.get("SAFECOMM_LOW_LATENCY", "0") not in ("", "0"):
     from safecomm.peers import low_latency as _low_latency
 
     _low_latency.everywhere(None if os.environ["SAFECOMM_LOW_LATENCY"] == "1" else os.environ["SAFECOMM_LOW_LATENCY"])

@@ -299,13 +299,15 @@ def _around_begin(original: Any) -> Any:
         # A pool by its name, because a graph does not tell its pool before the capture has ended.
         older = [] if pool is None else LEDGER.streams.allocated(tuple(pool))
         pool = torch.cuda.graph_pool_handle() if pool is None else pool
-        for prepare in BEFORE:
-            prepare(torch.cuda.current_device())
+        if _watchers:
+            for prepare in BEFORE:
+                prepare(torch.cuda.current_device())
         original(graph, pool, *args, **kwargs)
         index = torch.cuda.current_device()
         stream = LEDGER.current(index)
         capture = LEDGER.streams.capture(stream)
-        if capture:
+        # Where somebody has put theirs between two of ours, the inner one has begun already.
+        if capture and _watchers and capture not in RECORDING:
             begin(CapturedGraph(LEDGER, graph, pool, older, index, stream, capture, _caller()), graph)
 
     return capture_begin

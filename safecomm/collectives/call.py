@@ -345,6 +345,8 @@ def forwarded(
     recording = captures.RECORDING
     count = counter(name)
     profiler = _torch.profiler
+    takeable = coalesced and not hasattr(original, "__deprecated__")  # whose warning is its own
+    known = set(names)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if compiling() or (p2p and inside.batch):
@@ -377,7 +379,7 @@ def forwarded(
             captures.check_group(name, group, tensors)
         try:
             result = NOT_TAKEN
-            if ENGINES and coalesced and group not in _torch.world.pg_coalesce_state:
+            if ENGINES and takeable and group not in _torch.world.pg_coalesce_state and set(kwargs) <= known:
                 engine = ENGINES.get(group) or ENGINES.get(None)
                 if engine is not None:
                     op, given = _operation(args, kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from datetime import timedelta
 from typing import Any
 
@@ -25,8 +26,13 @@ def _target(group: Any) -> Any:
 
 
 def _end_engines(target: Any, patience: timedelta) -> None:
+    """Switch low_latency() off for ``target`` (None: for all groups), whatever becomes of it."""
+    waits = []
     for group in [group for group in ENGINES if group is not None and target in (None, group)]:
-        ENGINES.pop(group).end(patience)
+        with contextlib.suppress(Exception):  # of a device that is gone
+            waits.append(ENGINES.pop(group).leave(patience))
+    for wait in waits:  # after all of them: another rank may have them in another order
+        wait()
 
 
 def destroy_process_group(group: Any = None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 import types
 from collections.abc import Callable
 from datetime import timedelta
@@ -13,7 +14,7 @@ import torch
 import torch.distributed.distributed_c10d as c10d
 
 from safecomm import _torch, captures
-from safecomm.collectives.call import NOT_TAKEN, PLAIN
+from safecomm.collectives.call import NOT_TAKEN, OPS, PLAIN
 from safecomm.errors import LowLatencyError, PeerTimeoutError
 from safecomm.ledger import LEDGER
 from safecomm.peers.choice import DTYPES, GATHER, OF_NAME, REDUCE, SCATTER, TWO_SHOT, LowLatencyLimits
@@ -30,7 +31,11 @@ WARPS = 16
 REMEMBERED = 4096
 """How many eager calls' sites are kept, for the error that names one; and how many kinds of calls."""
 
-_OPS = {id(getattr(c10d.ReduceOp, name)): number for number, name in enumerate(("SUM", "AVG", "MAX", "MIN"))}
+_REDUCTIONS = tuple(getattr(c10d.ReduceOp, name) for name in ("SUM", "AVG", "MAX", "MIN"))  # in the kernels' order
+_UNKNOWN = -1
+_NUMBERS = {id(op): _REDUCTIONS.index(op) if op in _REDUCTIONS else _UNKNOWN for op in OPS} | {id(None): _UNKNOWN}
+"""What the kernels know reduce operations by, for those that are members of the enum, which live for ever."""
+
 _KINDS = {REDUCE: 0, SCATTER: 1, GATHER: 2}  # what the kernels know them by
 
 _Site = tuple[int, str, types.CodeType, int]
@@ -55,9 +60,10 @@ class Engine:
         self.group = group
         self.index = index
         self.taken = 0  # calls
+        self.everywhere = False  # nobody has asked for it for this group alone
         self.limits = limits
         self.timeout = timeout
-        self.failure: PeerTimeoutError | None = None
+        self.failure = ""  # what there is to say of the call that has given up
         self._kernels = kernels
         self._staging = staging
         self._layout = layout
@@ -65,7 +71,7 @@ class Engine:
         self._world = group.size()
         device = torch.device("cpu") if index == HOST else torch.device("cuda", index)
         # The host's error word. Pinned memory has the same address on the device.
-        self._word_memory = torch.zeros(1, dtype=torch.int64, pin_memory=index != HOST)
+        self._word_memory = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=index != HOST)
         self._word = ctypes.c_int64.from_address(self._word_memory.data_ptr())
         head = [int(timeout.total_seconds() * 1e9), self._word_memory.data_ptr(), 0, *staging.bases]
         self._first_turn = len(head)
@@ -81,7 +87,8 @@ class Engine:
         self.store = store
         self._check = check
         self._compared = 0
-        self.end: Callable[[timedelta], None] = lambda _: None  # what the end of the group calls
+        # What the end of the group calls: tells the peers, and returns what waits for them.
+        self.leave: Callable[[timedelta], Callable[[], None]] = lambda _: lambda: None
         self.nbytes = int(staging.block.nbytes + self._table.nbytes)
 
     # --- a call ---------------------------------------------------------------------------------------------
@@ -99,12 +106,15 @@ class Engine:
         if index != HOST and torch.cuda.current_device() != index:
             with torch.cuda.device(index):
                 return self.run(group, name, tensors, op, asynchronous)
-        key = (name, data.dtype, data.numel(), out.dtype, out.numel(), id(op))
+        number = _NUMBERS.get(id(op))
+        if number is None:  # another object that may be equal to a member, such as a copy
+            number = next((place for place, known in enumerate(_REDUCTIONS) if op == known), _UNKNOWN)
+        key = (name, data.dtype, data.numel(), out.dtype, out.numel(), number)
         plan = self._plans.get(key)
         if plan is None:
             if len(self._plans) > REMEMBERED:
                 self._plans.clear()
-            plan = self._plans[key] = self._plan(name, out, data, op)
+            plan = self._plans[key] = self._plan(name, out, data, number)
         stream = capture = 0
         if index != HOST:
             stream = LEDGER.current(index)
@@ -113,11 +123,11 @@ class Engine:
                 plan = ()  # nobody sees its replays, which must be put in order
         if self._check:
             how = f"{'by a kernel' if plan else 'by the backend'}{', captured' if capture else ''}"
-            self.compare(f"{name} of {data.numel()} elements of {data.dtype} {how}")
+            self.compare(f"{name} of {data.numel()} elements of {data.dtype}, operation {op}, {how}")
         if not plan:
             return NOT_TAKEN
         self.raise_failure()
-        launchers, count, number = plan
+        launchers, count = plan
         target, source = out.data_ptr(), data.data_ptr()
         frame = outside(("safecomm.collectives.", "safecomm.peers."))
         with self._lock:
@@ -131,18 +141,29 @@ class Engine:
                 self._recent[call % REMEMBERED] = site
                 if index != HOST:
                     self.order.follow(stream)
-            # The aligned one is the second of the two.
-            launchers[not (target | source) & 15](stream, target, source, self._table_pointer, call, count, number)
+            aligned = not (target | source) & 15
+            launchers[aligned](stream, target, source, self._table_pointer, call, count, max(number, 0))
         self.taken += 1
         return LaunchedKernel(self, tensors[:1]) if asynchronous else None
 
-    def _plan(self, name: str, out: torch.Tensor, data: torch.Tensor, op: Any) -> Any:
-        """Return how calls like this one are run: what launches them, and two of the arguments; () if they are not."""
+    @property
+    def late(self) -> bool:
+        """Whether a call has given up."""
+        return self._word.value != 0
+
+    def prepare(self, name: str, tensors: list[torch.Tensor]) -> None:
+        """Compile what a call needs, and launch nothing."""
+        self._plan(name, tensors[0], tensors[-1], 0)
+
+    def _plan(self, name: str, out: torch.Tensor, data: torch.Tensor, number: int) -> Any:
+        """Return how calls like this one are run: what launches them, unaligned and aligned, and on how many elements.
+
+        () if they are the backend's.
+        """
         collective = OF_NAME[name]
-        number = 0 if collective == GATHER else _OPS.get(id(op))
         part, whole = (data, out) if collective == GATHER else (out, data)
         count, dtype = part.numel(), data.dtype
-        if number is None or dtype not in DTYPES or out.dtype is not dtype:
+        if dtype not in DTYPES or out.dtype is not dtype or (number == _UNKNOWN and collective != GATHER):
             return ()
         if whole.numel() != (count if collective == REDUCE else count * self._world) or not count:
             return ()
@@ -154,7 +175,7 @@ class Engine:
         grid = min(PROGRAMS, -(-count // (block * self._world if two_shot else block)))
         aligned = (False, count % 16 == 0)
         launchers = tuple(self._launcher(collective, two_shot, dtype, one, grid) for one in aligned)
-        return launchers, count, number
+        return launchers, count
 
     def _launcher(
         self, collective: str, two_shot: bool, dtype: torch.dtype, aligned: bool, grid: int
@@ -181,6 +202,11 @@ class Engine:
                 launcher = self._launchers[key] = kernels.launcher(kernel, constants, grid, WARPS)
         return launcher
 
+    def before_capture(self, index: int) -> None:
+        """See to the order of what is launched by now; a capture is about to begin on device ``index``."""
+        with self._lock:
+            self.order.before_capture(index)
+
     def _prepare_replay(self, stream: int) -> None:
         """Put the replay of a graph on ``stream``, which is about to be launched, in its order."""
         self.raise_failure()
@@ -189,23 +215,40 @@ class Engine:
 
     # --- when ranks differ, or a peer does not come -----------------------------------------------------------
 
+    def set_patience(self, patience: timedelta) -> None:
+        """Let the calls from here on wait for their peers for that long."""
+        self._table[0] = int(patience.total_seconds() * 1e9)
+
     def raise_failure(self) -> None:
         """Raise PeerTimeoutError if a call has given up."""
         call = self._word.value
         if not call:
             return
-        if self.failure is None:
+        if not self.failure:
             site = self._captured.get(call) or self._recent[call % REMEMBERED]
             what = "a call that was forgotten since"
             if site is not None and site[0] == call:
                 what = f"{site[1]} called at {line_of(site[2], site[3])}"
-            self.failure = PeerTimeoutError(
+            self.failure = (
                 f"rank {self._rank} of group {_torch.group_name(self.group)!r} has waited {self.timeout} for its peers "
                 f"in {what}: a rank has died, is stuck, or has not made that call. Its result is NaN, and so are those "
                 "of the calls after it. The group can't be used with low_latency() any more; end the job, or make the "
                 "group anew."
             )
-        raise self.failure
+        raise PeerTimeoutError(self.failure)  # a new one: the traceback of an old one would keep the caller's tensors
+
+    def idle(self, patience: timedelta) -> bool:
+        """Wait until the last call is over; return whether it is after ``patience``."""
+        if self.index == HOST or not patience:
+            return self.index == HOST
+        event = self.order.mark()
+        deadline = time.monotonic() + patience.total_seconds()
+        with LEDGER.streams.lenient():
+            while event is not None and not LEDGER.streams.reached(event):
+                if time.monotonic() > deadline:
+                    return False
+                time.sleep(1e-3)
+        return True
 
     def compare(self, what: str) -> None:
         """Raise LowLatencyError, on every rank, unless all ranks call ``what`` now."""
@@ -213,9 +256,13 @@ class Engine:
         number, self._compared = self._compared, self._compared + 1
         store.set(f"call/{number}/{self._rank}", what)
         keys = [f"call/{number}/{rank}" for rank in range(self._world)]
+        given_up = f"call/{number}/given up"
         try:
             store.wait(keys, self.timeout)
+            if store.check([given_up]):
+                raise TimeoutError("another rank has given up")
         except Exception as error:  # of the kind that each store has
+            store.set(given_up, "1")
             raise LowLatencyError(
                 f"low_latency(check=True): rank {self._rank} calls {what}, and not every rank of the group has made "
                 f"its call number {number} within {self.timeout}. Nothing was launched."
@@ -295,10 +342,8 @@ class LaunchedKernel(c10d.Work):
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether ``tensor`` is what c10d would hand to NCCL as it is, and no gradient is recorded of it."""
-    return (
-        type(tensor) in PLAIN
-        and _torch.has_plain_keys(tensor)
-        and tensor.is_contiguous()
-        and not (tensor.requires_grad and torch.is_grad_enabled())
-    )
+    """Return whether ``tensor`` is what c10d would hand to NCCL as it is.
+
+    Whether a gradient is recorded does not matter, to NCCL neither, and could differ between ranks.
+    """
+    return type(tensor) in PLAIN and _torch.has_plain_keys(tensor) and tensor.is_contiguous()

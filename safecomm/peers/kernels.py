@@ -76,16 +76,11 @@ def _positive(bits, FREE: tl.constexpr):
 
 
 @triton.jit
-def _patience(table):
-    """Return how many ns to wait for a peer: none if an earlier call on this group has given up."""
-    return tl.where(tl.load(table + FAILED) == 0, tl.load(table + LIMIT), 0)
-
-
-@triton.jit
 def _arrived(pointers, mask, patience, late, FREE: tl.constexpr):
     """Return what a peer has sent, once all of it is there; and 1 for late if that took too long, or was late already.
 
-    The clock is slow to read, so it is left alone until a few looks were in vain.
+    The clock is slow to read, so it is left alone until a few looks were in vain. Each thread reads its own, so whether
+    it took too long is reduced like the elements: all threads must leave the loop, which has barriers, together.
     """
     bits = tl.load(pointers, mask=mask, other=0, volatile=True)
     waiting = tl.max((bits == FREE).to(tl.int32), axis=0)
@@ -98,9 +93,9 @@ def _arrived(pointers, mask, patience, late, FREE: tl.constexpr):
         if looks == LOOKS:
             looks = 0
             now = _clock()
-            if began == 0:
-                began = now
-            if (late != 0) | (now - began >= patience):
+            began = tl.where(began == 0, now, began)
+            tired = tl.max(((bits == FREE) & (now - began >= patience)).to(tl.int32), axis=0)
+            if (late | tired) != 0:
                 late = 1
                 waiting = 0
     return bits, late
@@ -140,10 +135,10 @@ def _clear(pointers, SLOTS: tl.constexpr, BLOCK: tl.constexpr, FREE: tl.constexp
 
 @triton.jit
 def _fail(table, late, call):
-    """Tell the host, and the calls that come after, that a peer was late."""
+    """Tell the calls that come after that a peer was late; and the host, if this call is the first."""
     if late != 0:
-        tl.store(table + FAILED, 1)
-        tl.store(tl.load(table + WORD).to(tl.pointer_type(tl.int64)), call.to(tl.int64))
+        if tl.atomic_cas(table + FAILED, tl.full([], 0, tl.int64), tl.full([], 1, tl.int64)) == 0:
+            tl.store(tl.load(table + WORD).to(tl.pointer_type(tl.int64)), call.to(tl.int64))
 
 
 @triton.jit
@@ -170,7 +165,11 @@ def one_shot(
     padded = (count + 15) // 16 * 16  # staging is used in pieces of 16 bytes; what is past the tensor's end is zero
     within = tl.arange(0, BLOCK)
     slot: tl.constexpr = BLOCK * (BITS.primitive_bitwidth // 8)
-    patience = _patience(table)
+    # A call after one that has given up waits for nobody. It sends nothing either, because a peer that is only slow may
+    # still be in the earlier one.
+    well = tl.load(table + FAILED) == 0
+    patience = tl.where(well, tl.load(table + LIMIT), 0)
+    sendable = tl.where(well, padded, 0)
     late = 0
     for chunk in range(tl.program_id(0), tl.cdiv(count, BLOCK), tl.num_programs(0)):
         at = chunk * BLOCK + within
@@ -181,7 +180,9 @@ def one_shot(
             peer = (ME + step) % WORLD
             if KIND == SCATTER:
                 bits = _taken(source + peer * count, at, count, FREE)
-            tl.store(_staging(table, peer, place, BITS) + within, bits, mask=at < padded)
+            tl.store(_staging(table, peer, place, BITS) + within, bits, mask=at < sendable)
+        if KIND == GATHER:  # before a peer's part is stored, which the input may overlap
+            tl.store(target + ME * count + at, bits, mask=at < count)
     for chunk in range(tl.program_id(0), tl.cdiv(count, BLOCK), tl.num_programs(0)):
         at = chunk * BLOCK + within
         section = tl.load(table + TURNS + chunk).to(tl.int32)
@@ -190,16 +191,16 @@ def one_shot(
         _clear(_staging(table, ME, free, BITS) + within, WORLD, BLOCK, FREE, BITS)
         total = tl.zeros([BLOCK], tl.float32)
         for rank in tl.static_range(WORLD):
-            if rank == ME:
-                bits = _taken(source + (ME * count if KIND == SCATTER else 0), at, count, FREE)
-            else:
+            if rank != ME:
                 sent = _staging(table, ME, used + rank * slot, BITS) + within
                 bits, late = _arrived(sent, at < padded, patience, late, FREE)
-            if KIND == GATHER:
-                tl.store(target + rank * count + at, _unless(late, bits, FREE, BITS), mask=at < count)
-            else:
+            elif KIND != GATHER:
+                bits = _taken(source + (ME * count if KIND == SCATTER else 0), at, count, FREE)
+            if KIND != GATHER:
                 value = bits.to(DTYPE, bitcast=True).to(tl.float32)
                 total = value if rank == 0 else _combine(total, value, op)
+            elif rank != ME:
+                tl.store(target + rank * count + at, _unless(late, bits, FREE, BITS), mask=at < count)
         if KIND != GATHER:
             tl.store(target + at, _rounded(total, op, late, DTYPE, BITS, WORLD), mask=at < count)
         tl.store(table + TURNS + chunk, ((section + 1) % SECTIONS).to(tl.int64))
@@ -224,7 +225,11 @@ def two_shot(
     padded = (count + 15) // 16 * 16
     within = tl.arange(0, BLOCK)
     slot: tl.constexpr = BLOCK * (BITS.primitive_bitwidth // 8)
-    patience = _patience(table)
+    # A call after one that has given up waits for nobody. It sends nothing either, because a peer that is only slow may
+    # still be in the earlier one.
+    well = tl.load(table + FAILED) == 0
+    patience = tl.where(well, tl.load(table + LIMIT), 0)
+    sendable = tl.where(well, padded, 0)
     late = 0
     for chunk in range(tl.program_id(0), tl.cdiv(count, WORLD * BLOCK), tl.num_programs(0)):
         section = tl.load(table + TURNS + chunk).to(tl.int32)
@@ -232,7 +237,8 @@ def two_shot(
         for step in tl.static_range(1, WORLD):
             peer = (ME + step) % WORLD
             at = (chunk * WORLD + peer) * BLOCK + within
-            tl.store(_staging(table, peer, place, BITS) + within, _taken(source, at, count, FREE), mask=at < padded)
+            bits = _taken(source, at, count, FREE)
+            tl.store(_staging(table, peer, place, BITS) + within, bits, mask=at < sendable)
     for chunk in range(tl.program_id(0), tl.cdiv(count, WORLD * BLOCK), tl.num_programs(0)):
         section = tl.load(table + TURNS + chunk).to(tl.int32)
         used = AREA + ((chunk * SECTIONS + section) * 2 * WORLD).to(tl.int64) * slot
@@ -252,7 +258,7 @@ def two_shot(
         for step in tl.static_range(1, WORLD):
             peer = (ME + step) % WORLD
             there = _staging(table, peer, used + (WORLD + ME) * slot, BITS) + within
-            tl.store(there, result, mask=at < padded)
+            tl.store(there, result, mask=at < sendable * (1 - late))
         tl.store(target + at, result, mask=at < count)
         _fail(table, late, call)
     for chunk in range(tl.program_id(0), tl.cdiv(count, WORLD * BLOCK), tl.num_programs(0)):

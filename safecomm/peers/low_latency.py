@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import os
 import socket
+import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,9 @@ STAGINGS: dict[str, Any] = {"nccl": SymmetricStaging}
 
 PATIENCE = timedelta(seconds=30)
 """How long leaving waits for the other ranks."""
+
+FIRST_PATIENCE = timedelta(seconds=30)
+"""How long the first calls, which try the kernels, wait for their peers."""
 
 _KEPT: list[Engine] = []
 """Engines into whose memory a peer may still store."""
@@ -68,9 +73,7 @@ class low_latency:  # noqa: N801
     Raises
     ------
     LowLatencyError
-        If it is on for the group already, or the ranks differ in what they ask for.
-    ValueError
-        For a file of limits that is not one.
+        If it is on for the group already, the ranks differ in what they ask for, or a rank can't read its limits.
     CaptureBoundaryError
         On entering or leaving inside of a CUDA graph capture.
     LiveGraphError
@@ -114,9 +117,13 @@ class low_latency:  # noqa: N801
         group = self._group or default_group()
         if not isinstance(group, c10d.ProcessGroup):
             raise LowLatencyError(f"low_latency({group!r}): expected a process group that this rank is in")
-        if isinstance(ENGINES.get(group), Engine):
-            raise LowLatencyError("low_latency(): it is on for this group already")
         captures.refuse_capture("low_latency()")
+        before = ENGINES.get(group)
+        if isinstance(before, Engine):
+            if not before.everywhere:
+                raise LowLatencyError("low_latency(): it is on for this group already")
+            captures.refuse_live(group)
+            before.leave(PATIENCE)()
         self._group = group
         self._engine, self.reason = _make(group, self._limits, self._timeout, self._check)
         if self._engine is None:
@@ -125,31 +132,42 @@ class low_latency:  # noqa: N801
         self._undo = LEDGER.diverted(group)
         self._undo.__enter__()
         captures.watch()
-        captures.BEFORE.append(self._engine.order.before_capture)
-        self._engine.end = self._end
+        captures.BEFORE.append(self._engine.before_capture)
+        self._engine.leave = self._leave
         ENGINES[group] = self._engine
         return self
 
     def disable(self) -> None:
         """Switch it off, on all ranks of the group together, and give its memory back once all of them are here."""
-        if self._engine is not None:
+        engine = self._engine
+        if engine is not None:
             captures.refuse_capture("low_latency.disable()")
             captures.refuse_live(self._group)
-            self._end(PATIENCE)
+            self._leave(PATIENCE)()
+            engine.raise_failure()
 
-    def _end(self, patience: timedelta) -> None:
+    def _leave(self, patience: timedelta) -> Callable[[], None]:
+        """Switch it off here, and return what waits for the other ranks and gives the memory back."""
         engine, self._engine = self._engine, None
         if engine is None:
-            return
+            return lambda: None
         self.reason = "it was switched off"
         ENGINES.pop(self._group, None)
-        captures.BEFORE.remove(engine.order.before_capture)
+        captures.BEFORE.remove(engine.before_capture)
         captures.unwatch()
         self._undo.__exit__(None, None, None)
         _KEPT.append(engine)
-        if _fence(engine, patience):
-            _KEPT.remove(engine)
-            engine.raise_failure()
+        deadline = time.monotonic() + patience.total_seconds()
+        idle = engine.idle(patience) and not engine.late
+        if idle and patience:
+            engine.store.set(f"over/{engine.group.rank()}", "1")
+
+        def wait() -> None:
+            left = timedelta(seconds=max(deadline - time.monotonic(), 1.0))
+            if idle and patience and _all_over(engine, left):
+                _KEPT.remove(engine)
+
+        return wait
 
     def __enter__(self) -> low_latency:
         return self.enable()
@@ -158,23 +176,29 @@ class low_latency:  # noqa: N801
         if kind is None:
             self.disable()
         else:  # the peers may be anywhere
-            self._end(timedelta())
+            self._leave(timedelta())()
 
 
 def _make(
     group: Any, limits: LowLatencyLimits | str | Path | None, timeout: timedelta | None, check: bool
 ) -> tuple[Engine | None, str]:
-    """Return an engine for ``group``, or None and why there is none: the same on every rank."""
-    world = group.size()
-    backend = _torch.backend_name(group, "cuda" if torch.cuda.is_available() else "cpu")
-    index = torch.cuda.current_device() if backend == "nccl" else HOST
-    device = torch.device("cpu") if index == HOST else torch.device("cuda", index)
-    if isinstance(limits, (str, Path)):
-        limits = read(limits, world)
-    limits = limits or defaults(world)
-    reason = _why_not(group, backend, limits)
-    mine = (reason, (repr(limits), repr(timeout), check), socket.gethostname(), _identity(index), uuid.uuid4().hex)
-    reasons, asked, hosts, devices, names = zip(*_everyones(mine, group), strict=True)
+    """Return an engine for ``group``, or None and why there is none: the same on every rank.
+
+    Whatever can go wrong on one rank alone is told to the others before anybody goes on.
+    """
+    world, rank = group.size(), group.rank()
+    reason, problem, found, index, backend = "", "", None, HOST, ""
+    try:
+        backend = _torch.backend_name(group, "cuda" if torch.cuda.is_available() else "cpu")
+        index = torch.cuda.current_device() if backend == "nccl" else HOST
+        found = (read(limits, world) if isinstance(limits, (str, Path)) else limits) or defaults(world)
+        reason = _why_not(group, backend, found)
+    except (OSError, ValueError) as error:
+        problem = f"rank {rank}: {error}"
+    mine = (problem, reason, (repr(found), repr(timeout), check), _host(), _device(index), uuid.uuid4().hex)
+    problems, reasons, asked, hosts, devices, names = zip(*_everyones(mine, group), strict=True)
+    if any(problems):
+        raise LowLatencyError(f"low_latency(): {'; '.join(filter(None, problems))}")
     if any(reasons):
         return None, next(filter(None, reasons))
     if len(set(asked)) > 1:
@@ -183,8 +207,9 @@ def _make(
         return None, f"its ranks are on {len(set(hosts))} hosts"
     if index != HOST and len(set(devices)) < world:
         return None, "several of its ranks are on one GPU"
-    assert limits is not None
-    layout = limits.layout(world)
+    assert found is not None
+    layout = found.layout(world)
+    device = torch.device("cpu") if index == HOST else torch.device("cuda", index)
     timeout = timeout or _torch.group_timeout(group, device.type) or timedelta(minutes=10)
     staging: Any = None
     engine: Engine | None = None
@@ -199,11 +224,13 @@ def _make(
     try:
         staging.meet(group)
         store = _torch.store_of(group, f"safecomm/low_latency/{names[0]}")
-        engine = Engine(group, index, staging, layout, limits, timeout, store, check=check)
+        engine = Engine(group, index, staging, layout, found, timeout, store, check=check)
+        for call in _first_calls(engine):
+            engine.prepare(*call[:2])  # compiles: other ranks are not to wait for that in a kernel
     except Exception as error:
-        reason = f"the ranks can't reach each other's memory: {error}"
-    if not all(_everyones(engine is not None, group)):
-        return None, reason or "a rank can't reach the memory of the others"
+        reason = f"the ranks can't reach each other's memory, or its kernels can't be compiled: {error}"
+    if not all(_everyones(not reason, group)):
+        return None, reason or "a rank can't reach the memory of the others, or can't compile its kernels"
     assert engine is not None
     reason = _try(engine)
     if not all(_everyones(not reason, group)):
@@ -227,6 +254,8 @@ def _why_not(group: Any, backend: str, limits: LowLatencyLimits | None) -> str:
         return "it has one rank"
     if limits is None:
         return f"it has {group.size()} ranks, for which there are no limits"
+    if backend == "nccl" and os.environ.get("TRITON_INTERPRET", "0") != "0":
+        return "TRITON_INTERPRET is set, so kernels would not run on the GPU"
     if _torch.store_of(group, "") is None:
         return f"torch {torch.__version__} does not give out the store of a group"
     return lacking() if backend == "nccl" else ""
@@ -241,58 +270,62 @@ def lacking() -> str:
     return ""
 
 
-def _identity(index: int) -> str:
+def _host() -> str:
+    """Return what tells this machine from others, also from those with its name."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
+
+
+def _device(index: int) -> str:
     return "" if index == HOST else str(torch.cuda.get_device_properties(index).uuid)
 
 
-def _fence(engine: Engine, patience: timedelta) -> bool:
-    """Wait until the devices of all ranks are done with the group's calls; False if a rank does not get there in time.
+def _all_over(engine: Engine, patience: timedelta) -> bool:
+    """Wait until all ranks are done with the group's calls; False if one does not get there in time.
 
     Through the group's store and not by a collective, which could not be given up.
     """
-    if engine.index != HOST:
-        torch.cuda.synchronize(engine.index)
-    if engine.failure is not None or not patience:
-        return False
-    world, rank = engine.group.size(), engine.group.rank()
     try:
-        engine.store.set(f"over/{rank}", "1")
-        engine.store.wait([f"over/{peer}" for peer in range(world)], patience)
+        engine.store.wait([f"over/{rank}" for rank in range(engine.group.size())], patience)
     except Exception as error:  # of the kind that each store has
-        log.warning("low_latency(): not every rank has switched it off: %s", error)
+        log.warning("low_latency(): not every rank has switched it off, so its memory is kept: %s", error)
         return False
     return True
 
 
-def _first_calls(limits: LowLatencyLimits) -> Iterator[tuple[str, int]]:
-    """Yield a collective for each kernel, and the number of fp32 elements of a rank's part."""
-    for collective, largest in ((REDUCE, limits.one_shot), (SCATTER, limits.scatter), (GATHER, limits.gather)):
-        yield collective, min(largest // 4, 4100)
+def _first_calls(engine: Engine) -> Iterator[tuple[str, list[torch.Tensor], torch.Tensor]]:
+    """Yield a call for each kernel: its name, its tensors, and the result."""
+    limits, world, rank = engine.limits, engine.group.size(), engine.group.rank()
+    device = "cpu" if engine.index == HOST else f"cuda:{engine.index}"
+    sizes = [(REDUCE, limits.one_shot), (SCATTER, limits.scatter), (GATHER, limits.gather)]
+    counts = [(collective, min(largest // 4, 4100)) for collective, largest in sizes]
     if limits.two_shot > limits.one_shot:
-        yield REDUCE, limits.one_shot // 4 + 1
+        counts.append((REDUCE, limits.one_shot // 4 + 1))
+    for collective, count in counts:
+        part = torch.arange(count, device=device, dtype=torch.float32).remainder_(251)
+        total = world * part + sum(range(world))
+        if collective == REDUCE:
+            tensor = part + rank
+            yield "all_reduce", [tensor, tensor], total
+        elif collective == SCATTER:
+            yield "reduce_scatter_tensor", [torch.empty_like(part), (part + rank).repeat(world)], total
+        else:
+            gathered = torch.cat([part + peer for peer in range(world)])
+            yield "all_gather_into_tensor", [torch.empty_like(gathered), part + rank], gathered
 
 
 def _try(engine: Engine) -> str:
-    """Run each kernel once, which compiles it, and return what is wrong; ``""`` for nothing."""
-    world, rank = engine.group.size(), engine.group.rank()
-    device = "cpu" if engine.index == HOST else f"cuda:{engine.index}"
-    names = {REDUCE: "all_reduce", SCATTER: "_reduce_scatter_base", GATHER: "_all_gather_base"}
+    """Run each kernel once, and return what is wrong; ``""`` for nothing."""
     try:
-        for collective, count in _first_calls(engine.limits):
-            part = torch.arange(count, device=device, dtype=torch.float32).remainder_(251)
-            total = world * part + sum(range(world))
-            if collective == REDUCE:
-                data = out = part + rank
-                expected = total
-            elif collective == SCATTER:
-                data, out, expected = (part + rank).repeat(world), torch.empty_like(part), total
-            else:
-                data, out = part + rank, part.repeat(world)
-                expected = torch.cat([part + peer for peer in range(world)])
-            result = engine.run(engine.group, names[collective], [out, data], c10d.ReduceOp.SUM, False)
-            if result is None and bool((out != expected).any()):
-                return f"a first {collective} gave wrong results"
-        engine.raise_failure()
+        engine.set_patience(FIRST_PATIENCE)
+        for name, tensors, expected in _first_calls(engine):
+            if engine.run(engine.group, name, tensors, c10d.ReduceOp.SUM, False) is None:
+                if not engine.idle(2 * FIRST_PATIENCE):
+                    return "a first call does not end"
+                engine.raise_failure()
+                if bool((tensors[0] != expected).any()):
+                    return f"a first {name} gave wrong results"
+        engine.set_patience(engine.timeout)
     except Exception as error:
         return f"a first call failed: {error}"
     engine.taken = 0
@@ -304,6 +337,8 @@ class _Everywhere:
 
     def __init__(self, limits: str | None) -> None:
         self._limits = limits
+        self._diversion = LEDGER.diverted()  # kept, because it ends with its object
+        self._diversion.__enter__()
 
     def run(self, group: Any, name: str, tensors: list[Any], op: Any, asynchronous: bool) -> Any:
         """As :meth:`Engine.run`; it switches low_latency() on for ``group`` first, which all its ranks do here."""
@@ -312,6 +347,8 @@ class _Everywhere:
         ENGINES[group] = _Stays()  # also for the calls that switching on makes
         if _torch.backend_name(group, "cuda") in STAGINGS and group.size() > 1:
             low_latency(group, limits=self._limits).enable()
+            if isinstance(ENGINES[group], Engine):
+                ENGINES[group].everywhere = True
         return ENGINES[group].run(group, name, tensors, op, asynchronous)
 
 
@@ -322,8 +359,9 @@ class _Stays:
         """Leave the call to the backend."""
         return NOT_TAKEN
 
-    def end(self, patience: timedelta) -> None:
+    def leave(self, patience: timedelta) -> Callable[[], None]:
         """Do nothing."""
+        return lambda: None
 
 
 def everywhere(limits: str | None = None) -> None:
@@ -333,5 +371,4 @@ def everywhere(limits: str | None = None) -> None:
     one that is not.
     """
     if None not in ENGINES:
-        LEDGER.diverted().__enter__()
         ENGINES[None] = _Everywhere(limits)
