@@ -764,6 +764,21 @@ def group(device: SimulatedDevice) -> Iterator[FakeGroup]:
     group.forget()
 
 
+def test_a_group_takes_the_long_way_for_as_long_as_anybody_wants_it_to(device: SimulatedDevice) -> None:
+    ledger, group, other = Ledger(device), object(), object()
+    lanes: Any = {id(group): "its lane", id(other): "the other's"}
+    ledger.direct.update(lanes)
+    with ledger.diverted(group):
+        assert list(ledger.direct) == [id(other)]
+        with ledger.diverted():
+            assert not ledger.direct
+            with ledger.diverted(group):
+                pass
+            assert not ledger.direct
+        assert list(ledger.direct) == [id(other)]
+    assert ledger.direct == lanes
+
+
 @pytest.mark.parametrize("stream", [0, 2])
 def test_ordinary_program_needs_one_block_and_asks_nothing_s2(device, group, stream) -> None:
     """S2: allocated, launched and waited on one stream, memory is back at the wait, and nobody was asked."""
