@@ -277,7 +277,7 @@ def _host() -> str:
 
 
 def _device(index: int) -> str:
-    return "" if index == HOST else str(torch.cuda.get_device_properties(index).uuid)
+    return "" if index == HOST else str(getattr(torch.cuda.get_device_properties(index), "uuid", index))
 
 
 def _all_over(engine: Engine, patience: timedelta) -> bool:
