@@ -319,6 +319,7 @@ class Launch:
     def __init__(
         self, ranks: int, body, *arguments, port: int = 0, timeout: float = LIMIT, limit: float = LIMIT
     ) -> None:
+        self.store: stock.Store | None = None  # which the ranks use, and somebody has to keep
         self._interpreters = _interpreters()
         self._folder = tempfile.TemporaryDirectory()
         self._started = []
@@ -368,18 +369,35 @@ def _run(_: int, program: str) -> None:
     exec(program, {"__name__": "program"})
 
 
-def run_module(name: str, *arguments: str, cwd: str, **environment: str) -> Ended:
-    """Run ``python -m name arguments`` in such an interpreter."""
-    return launch(0, _run_module, name, arguments, cwd, environment)[0]
+def run_python(*arguments: str, cwd: str, **environment: str) -> Ended:
+    """Run ``python arguments``, a script or ``-m`` and a module, in such an interpreter."""
+    return launch(0, _run_python, arguments, cwd, environment)[0]
 
 
-def _run_module(_: int, name: str, arguments: tuple[str, ...], cwd: str, environment: dict[str, str]) -> None:
+def start_ranks(world: int, *arguments: str, cwd: str, limit: float, **environment: str) -> Launch:
+    """Begin ``python arguments`` on ``world`` ranks, which find one another as those of torchrun do."""
+    store = _server()
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    environment = {**environment, **where, "WORLD_SIZE": str(world)}
+    started = Launch(world, _run_python, arguments, cwd, environment, limit=limit)
+    started.store = store
+    return started
+
+
+def _run_python(rank: int, arguments: tuple[str, ...], cwd: str, environment: dict[str, str]) -> None:
     assert "safecomm" not in sys.modules
     os.environ.update(environment)
+    if "WORLD_SIZE" in environment:
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
     os.chdir(cwd)
-    sys.path.insert(0, cwd)
-    sys.argv[:] = ["-m", *arguments]
-    runpy._run_module_as_main(name)  # all that the interpreter itself does for -m
+    if arguments[0] == "-m":
+        sys.path.insert(0, cwd)
+        sys.argv[:] = ["-m", *arguments[2:]]
+        runpy._run_module_as_main(arguments[1])  # all that the interpreter itself does for -m
+    else:
+        sys.path.insert(0, os.path.dirname(arguments[0]))
+        sys.argv[:] = arguments
+        runpy.run_path(arguments[0], run_name="__main__")
 
 
 def _become(connection: Connection) -> bytes | None:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -39,12 +40,29 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
 
 
-def test_demo_shows_progress_a_table_and_writes_json(tmp_path):
-    path = tmp_path / "demo.json"
-    done = subprocess.run(
-        command("-m", "safecomm", *TINY, "--json", str(path)),
-        env=environment(), capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """The demo and the example, which run at the same time: most of it is one process that starts."""
+    path = tmp_path_factory.mktemp("demo") / "demo.json"
+    launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "--standalone")
+    commands = {
+        "demo": command("-m", "safecomm", *TINY, "--json", str(path)),
+        "example": command(*launcher, str(ROOT / "examples" / "tensor_parallel.py")),
+    }
+    with ThreadPoolExecutor(len(commands)) as threads:
+        yield (
+            path,
+            {
+                name: threads.submit(
+                    subprocess.run, arguments, env=environment(), capture_output=True, text=True, timeout=120
+                )
+                for name, arguments in commands.items()
+            },
+        )
+
+
+def test_demo_shows_progress_a_table_and_writes_json(runs):
+    path, done = runs[0], runs[1]["demo"].result()
     assert done.returncode == 0, done.stderr
 
     for number, (way, library) in enumerate(WAYS, 1):
@@ -179,12 +197,8 @@ def test_numbers_that_differ_are_status_1(monkeypatch, capsys):
     assert "the numbers differ" in capsys.readouterr().err
 
 
-def test_tensor_parallel_example():
-    launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "--standalone")
-    done = subprocess.run(
-        command(*launcher, str(ROOT / "examples" / "tensor_parallel.py")),
-        env=environment(), capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+def test_tensor_parallel_example(runs):
+    done = runs[1]["example"].result()
     assert done.returncode == 0, done.stderr
     assert "as on one rank" in done.stdout
     assert "still held by safecomm: nothing" in done.stdout

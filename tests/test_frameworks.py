@@ -16,13 +16,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as stock
-from ranks import on, signal_to_peers, wait_for_signal
+from ranks import on, signal_to_peers, start_ranks, wait_for_signal
 from torch import nn
 
 import safecomm
 
 ROOT = Path(safecomm.__file__).parents[1]
 SCRIPT = ROOT / "tests" / "frameworks" / "megatron_gpt.py"
+LIMIT = 110
+"""Seconds until a run counts as hanging."""
 
 WAYS = {
     "TP": [],
@@ -41,9 +43,9 @@ BUFFERED = [way for way, options in WAYS.items() if "--sp" in options]
 
 HOW = {
     "unpatched": ([], [], list(WAYS)),
+    "by the runner": (["-m", "safecomm", "run"], [], list(WAYS)),
     "early": ([], ["--patch", "safecomm"], list(WAYS)),
     "late": ([], ["--patch", "safecomm", "--patch-late"], list(WAYS)),
-    "by the runner": (["-m", "safecomm", "run"], [], list(WAYS)),
     "by the runner, with an arena": (["-m", "safecomm", "run", "--arena", "16MiB"], [], BUFFERED),
 }
 """The options before and after the script, and the ways that it trains."""
@@ -63,30 +65,44 @@ class Run:
         return self.trained[way]
 
 
+def start(how, thread):
+    """Begin a run, and return what waits for its end."""
+    before, after, ways = HOW[how]
+    options = [option for way in ways for option in ("--way", *WAYS[way])]
+    command = [*before, str(SCRIPT), "--device", "cpu", *after, *options]
+    if how == "by the runner":  # one of them as a person would start it
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "SAFECOMM_STRICT": "1"}
+        started = thread.submit(
+            subprocess.run, [*torchrun, *command], capture_output=True, text=True, timeout=LIMIT, env=environment
+        )
+    else:
+        started = start_ranks(2, *command, cwd=str(ROOT), limit=LIMIT, SAFECOMM_STRICT="1")
+
+    def end():
+        if how == "by the runner":
+            ended = started.result()
+            status, out, said = ended.returncode, ended.stdout, ended.stderr
+        else:
+            ended = started.end()
+            status, out, said = max(abs(one.status) for one in ended), ended[0].out, "".join(one.err for one in ended)
+        lines = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+        if len(lines) == len(ways):
+            assert status == 0, said
+        return Run(dict(zip(ways, lines, strict=False)), said)
+
+    return end
+
+
 @pytest.fixture(scope="module")
 def runs():
-    """Each of ``HOW``, in one launch for all ways: importing Megatron takes ten times as long as training."""
-
-    def run(how):
-        before, after, ways = HOW[how]
-        ended = subprocess.run(
-            [
-                sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-                *before, str(SCRIPT), "--device", "cpu", *after,
-                *(argument for way in ways for argument in ("--way", *WAYS[way])),
-            ],
-            capture_output=True,
-            text=True,
-            timeout=110,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "SAFECOMM_STRICT": "1", "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
-        lines = [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("{")]
-        if len(lines) == len(ways):
-            assert ended.returncode == 0, ended.stderr
-        return Run(dict(zip(ways, lines, strict=False)), ended.stderr)
-
-    with ThreadPoolExecutor(2) as several:  # while one starts, the other trains
-        return dict(zip(HOW, several.map(run, HOW), strict=True))
+    """Each of ``HOW``, for all ways: importing Megatron takes ten times as long as training."""
+    runs, names = {}, list(HOW)
+    with ThreadPoolExecutor(1) as thread:
+        for several in (names[place : place + 2] for place in range(0, len(names), 2)):  # one starts, another trains
+            ends = {how: start(how, thread) for how in several}
+            runs.update((how, end()) for how, end in ends.items())
+    return runs
 
 
 @needs_megatron

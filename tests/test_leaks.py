@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import weakref
+from typing import ClassVar
 
 import pytest
 import torch
@@ -326,6 +327,31 @@ def test_gpt2_raises_no_alarm():
             optimizer.step()
             optimizer.zero_grad(set_to_none=False)
     assert watched.steps == 20
+    assert watched.leaks == [], str(watched)
+
+
+class Output:
+    """What a model returns."""
+
+    __slots__ = ("result",)
+    before: ClassVar[Output | None]
+    """The one before the last; its result is gone."""
+
+
+def test_an_output_is_not_taken_for_an_earlier_one_that_was_in_its_place():
+    model, out, places = Model(), Output(), []
+    Output.before = Output()
+    with leaks.watch(model) as watched:
+        for _ in range(6):
+            result = model(torch.randn(4, 8)).detach()
+            del Output.before
+            following = Output()  # which is given the place that has just become free
+            out.result = None
+            Output.before, out = out, following
+            out.result = result
+            places.append(id(out))
+            del following, result
+    assert places[0] == places[2] == places[4] != places[1] == places[3] == places[5]
     assert watched.leaks == [], str(watched)
 
 

@@ -24,7 +24,7 @@ import torch.distributed as stock
 import torch.distributed._functional_collectives
 import torch.distributed.distributed_c10d as c10d
 from calls import ALL, Setting
-from ranks import on, run_module, run_program
+from ranks import on, run_program, run_python
 from test_compile import all_gather_of_one, all_reduce, asynchronous, barrier, compiled, region, theirs
 
 import safecomm
@@ -496,11 +496,10 @@ def test_compiled_whole_whatever_the_order_s9(order):
 @pytest.mark.parametrize("make", [all_reduce, all_gather_of_one, asynchronous, barrier, region])
 @on(2)
 def test_the_same_graphs_as_torchs_s9(make):
-    for fullgraph in (True, False):
-        expected = compiled(theirs(make), make, "eager", fullgraph=fullgraph)
-        with safecomm.patched():
-            found = compiled(theirs(make), make, "eager", fullgraph=fullgraph)
-        assert found == expected, (fullgraph, found, expected)
+    expected = [compiled(theirs(make), make, "eager", fullgraph=fullgraph) for fullgraph in (True, False)]
+    with safecomm.patched():
+        found = [compiled(theirs(make), make, "eager", fullgraph=fullgraph) for fullgraph in (True, False)]
+    assert found == expected, (found, expected)
 
 
 # --- the runner ------------------------------------------------------------------------------------------------
@@ -527,7 +526,7 @@ def pythons(*commands, cwd):
 
 def run(*arguments, cwd, status=0, **environment):
     """Run ``python -m safecomm run``."""
-    ended = run_module("safecomm", "run", *map(str, arguments), cwd=str(cwd), **environment)
+    ended = run_python("-m", "safecomm", "run", *map(str, arguments), cwd=str(cwd), **environment)
     assert ended.status == status, (ended.status, ended.out, ended.err)
     return ended
 
@@ -581,7 +580,7 @@ def test_it_ends_as_it_would_without(tmp_path, program):
     alone = subprocess.run(
         [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120
     )
-    with_us = run_module("safecomm", "run", "script.py", cwd=str(tmp_path))
+    with_us = run_python("-m", "safecomm", "run", "script.py", cwd=str(tmp_path))
     said = [line for line in with_us.err.splitlines() if not line.startswith("safecomm: ")]
     assert (with_us.status, with_us.out, said) == (alone.returncode, alone.stdout, alone.stderr.splitlines())
 

@@ -665,7 +665,7 @@ def test_no_reference_cycles(name):
 
     use()
     until(lambda: dist.drain() == 0)
-    until(lambda: gc.collect() == 0)  # what earlier tests have left, such as Dynamo's
+    until(lambda: gc.collect() == 0)  # what the compiler left in this process goes in more than one collection
     gc.disable()
     try:
         references, memory = use()
@@ -674,7 +674,7 @@ def test_no_reference_cycles(name):
         until(lambda: all(each.expired() for each in memory))  # a thread of gloo may have been last
         gc.set_debug(gc.DEBUG_SAVEALL)
         gc.collect()
-        assert gc.garbage == [], [(type(thing), repr(thing)[:200]) for thing in gc.garbage]
+        assert gc.garbage == [], [repr(thing)[:200] for thing in gc.garbage[:10]]
     finally:
         gc.set_debug(0)
         gc.garbage.clear()

@@ -178,9 +178,9 @@ class watch:  # noqa: N801
             survivors = {cdata: one for cdata, one in alive.items() if cdata not in kept}
             if not survivors:
                 return []
-            # At the beginning of both of the last steps: what is made anew in each can have the address of the one
-            # before the last.
-            holders = _Holders(survivors, self.owners, self._frames, self._before[0] & self._before[1])
+            # At both moments: what a variable had at one of them may be gone, and another one be in its place.
+            old = self._before[0] & self._before[1]
+            holders = _Holders(survivors, self.owners, self._frames, old)
             found: dict[tuple[Any, tuple[str, ...], str], list[tuple[int, int]]] = {}
             for cdata, (_, nbytes, step, stack) in survivors.items():
                 held = holders.of(cdata)
