@@ -11,7 +11,6 @@ group do, so waiting for one of them settles all before it; Megatron and DeepSpe
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import time
 import types
@@ -283,8 +282,10 @@ class Lane:
     def first(self) -> Entry | None:
         """Return the oldest entry, also while other threads take entries out."""
         while self.entries:
-            with contextlib.suppress(RuntimeError, StopIteration):
+            try:
                 return next(iter(self.entries))
+            except (RuntimeError, StopIteration):
+                continue
         return None
 
     def take(self, entry: Entry) -> bool:
@@ -360,14 +361,28 @@ class WorkLane(Lane):
         self.busy[self] = None
         return work
 
+    def recall(self, tensors: tuple[torch.Tensor, ...]) -> bool:
+        """Return whether ``tensors`` are like those of any direct call; the next one's are then compared with these."""
+        like = self.likes.get(_kinds_of(tensors))
+        if like is None or not like(*tensors):
+            return False
+        self._compare_with(like, len(tensors))
+        return True
+
     def learn(self, tensors: tuple[torch.Tensor, ...]) -> None:
-        """Remember what ``tensors`` of a direct call are like, because those of the next one will be like them."""
-        now = self.like_one if len(tensors) == 1 else self.like_two
-        key = tuple((type(tensor), tensor.dtype, tensor.dim()) for tensor in tensors)
-        like = self.likes.get(key)
-        if like is None or like is now:  # or it has just said no: inside a mode, tensors are like others
-            like = self.likes[key] = _torch.look_alike(*tensors)
-        if len(tensors) == 1:
+        """Remember what ``tensors`` of a direct call are like, because those of the next one will be like them.
+
+        Asked where :meth:`recall` says no.
+        """
+        like = self.likes[_kinds_of(tensors)] = _torch.look_alike(*tensors)
+        self._compare_with(like, len(tensors))
+
+    def _compare_with(self, like: Callable[..., bool], count: int) -> None:
+        if count == 1:
             self.like_one = like
         else:
             self.like_two = like
+
+
+def _kinds_of(tensors: tuple[torch.Tensor, ...]) -> Any:
+    return tuple([(type(tensor), tensor.dtype, tensor.dim()) for tensor in tensors])

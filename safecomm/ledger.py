@@ -28,7 +28,7 @@ import threading
 import time
 import types
 import weakref
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from sys import getrefcount
@@ -74,7 +74,8 @@ class Ledger:
         self.trails = Trails(streams, self.busy, lag=lag, budget=trail_budget)
         self.direct: dict[int, WorkLane] = {}  # by the id of a group that is c10d's own: the lane of its ordinary calls
         self._diverted: dict[int, WorkLane] = {}  # the same while they take the long way
-        self._diverting: Counter[int] = Counter()  # how often all calls are, as 0, and those of a group, by its id
+        self._diverting = 0  # how often they are to
+        self._diverting_lock = threading.Lock()
         self._lanes: dict[Any, WorkLane] = {}
         self._reported: set[tuple[types.CodeType, int]] = set()
         self.failures = 0
@@ -138,7 +139,7 @@ class Ledger:
             # stays False, torch 2.13), and a second wait for it hangs. So it is never polled, and waited for once.
             lane.blind = backend == "gloo" and p2p
             self._lanes[key] = lane
-            direct = self._diverted if self._is_diverted(id(group)) else self.direct
+            direct = self._diverted if self._diverting else self.direct
             known = backend in ("nccl", "gloo")  # the works of others may be something else: the fake one's never end
             if type(group) is ProcessGroup and known and not capture and not p2p and id(group) not in direct:
                 lane.backend = _torch.backend_of(group, "cpu" if index == HOST else "cuda")
@@ -147,24 +148,25 @@ class Ledger:
         return lane
 
     @contextlib.contextmanager
-    def diverted(self, group: Any = None) -> Iterator[None]:
-        """Let every call of ``group`` (None: of any group) take the long way, past whatever has to see all of them."""
-        key = 0 if group is None else id(group)
-        self._diverting[key] += 1
-        for known in keys_of(self.direct) if group is None else (key,):
-            lane = self.direct.pop(known, None)
-            if lane is not None:
-                self._diverted[known] = lane
+    def diverted(self) -> Iterator[None]:
+        """Let every call take the long way, past whatever has to see all of them."""
+        with self._diverting_lock:
+            self._diverting += 1
+            self._move(self.direct, self._diverted)
         try:
             yield
         finally:
-            self._diverting -= Counter((key,))  # which keeps no zeros
-            for known in keys_of(self._diverted) if group is None else (key,):
-                if not self._is_diverted(known) and (lane := self._diverted.pop(known, None)) is not None:
-                    self.direct[known] = lane
+            with self._diverting_lock:
+                self._diverting -= 1
+                if not self._diverting:
+                    self._move(self._diverted, self.direct)
 
-    def _is_diverted(self, key: int) -> bool:
-        return self._diverting[0] > 0 or self._diverting[key] > 0
+    @staticmethod
+    def _move(lanes: dict[int, WorkLane], to: dict[int, WorkLane]) -> None:
+        for key in keys_of(lanes):
+            lane = lanes.pop(key, None)  # its group may have died since
+            if lane is not None:
+                to[key] = lane
 
     def _group_died(self, key: tuple[int, int, int, bool]) -> None:
         # A group has died. What its lane holds stays in busy, and is swept.
@@ -350,12 +352,13 @@ class Ledger:
 
     def _capturing(self) -> int:
         """Return the capture that a current stream is part of; 0 if none is."""
-        indices = {entry.lane.index for entry in keys_of(self.quarantine)}
-        indices |= {orphan[0] for orphan in list(self.trails.orphans)}
-        indices |= {lane.index for lane in keys_of(self.busy)}
-        for index in indices - {HOST}:
-            stream = self.streams.current(index)
-            if stream and (capture := self.streams.capture(stream)):
+        indices = {lane.index for lane in keys_of(self.busy)}
+        if self.quarantine:
+            indices.update([entry.lane.index for entry in keys_of(self.quarantine)])
+        if self.trails.orphans:
+            indices.update([orphan[0] for orphan in list(self.trails.orphans)])
+        for index in indices:
+            if index != HOST and (stream := self.current(index)) and (capture := self.streams.capture(stream)):
                 return capture
         return 0
 
@@ -428,13 +431,16 @@ class Ledger:
         lane = entry.lane
         stream = self.current(lane.index)
         homes = {home_of(self.streams, storage, stream) for storage in entry.storages} or {stream}
-        if None in homes:  # memory of nobody knows which stream: wait here, and leave a trail for it
+        nobodys = None in homes
+        if nobodys:  # nobody knows the stream of some of it: wait here, and leave a trail for it
             homes = (homes - {None}) | {stream}
         for home in homes:
-            with self.streams.using(lane.index, home):  # type: ignore[arg-type]
+            # Making another stream the current one takes longer than all the rest.
+            there: Any = contextlib.nullcontext() if home == stream else self.streams.using(lane.index, home)  # type: ignore[arg-type]
+            with there:
                 if not self._wait_here(entry):
                     return False
-        if any(home_of(self.streams, storage, stream) is None for storage in entry.storages):
+        if nobodys:
             self._leave_trail(entry)
         return True
 

@@ -112,11 +112,27 @@ BUCKETS: dict[Any, Any] = {}
 ENGINES: dict[Any, Any] = {}
 """What ``low_latency()`` has put before the backend, by group; under None, what does so for groups that are not there.
 
-Calls of these groups are forwarded.
+``forwarded`` asks them, and before it, for the calls that have a direct way, :func:`by_engine`.
 """
 
 NOT_TAKEN: Any = object()
 """What an engine answers for a call that is the backend's."""
+
+
+def by_engine(name: str, group: Any, tensors: list[Any], op: Any) -> bool:
+    """Let the engine of ``group`` run a synchronous call of c10d's function ``name``; return whether it has.
+
+    Not where something else has to see the call: it is forwarded then, and an engine is asked there.
+    """
+    if BUCKETS or captures.RECORDING or _torch.profiler._is_profiler_enabled or group in _torch.world.pg_coalesce_state:
+        return False
+    engine = ENGINES.get(group) or ENGINES[None]
+    if engine.run(group, name, tensors, op, False) is NOT_TAKEN:
+        return False
+    index = tensors[0].get_device()
+    if index >= 0 and not _at_home(_current(index), tensors[0].data_ptr(), tensors[-1].data_ptr()):
+        LEDGER.trail(name, group, index, storages_of(tensors), caller())
+    return True
 
 
 def at_once(group: Any) -> contextlib.AbstractContextManager[Any]:
@@ -431,6 +447,8 @@ def plain(lane: WorkLane, *tensors: Any) -> bool:
     Asked where ``lane.like_one`` and ``lane.like_two`` say no. The dispatcher does more with tensors that record a
     gradient, with negative views, nested and quantized tensors; c10d does with complex ones.
     """
+    if lane.recall(tensors):
+        return True
     index = lane.index
     learnable = True
     for tensor in tensors:

@@ -14,7 +14,9 @@ from torch.overrides import has_torch_function_unary
 
 from safecomm import _torch
 from safecomm.collectives.call import (
+    ENGINES,
     REGIONS,
+    by_engine,
     counter,
     direct,
     direct_options,
@@ -65,6 +67,12 @@ def _all_gather(output_tensor: Any, input_tensor: Any, group: Any = None, async_
     if _busy:
         LEDGER.sweep()
     to = _groups[_DEFAULT] if group is None else group
+    if ENGINES and (to in ENGINES or None in ENGINES):
+        if async_op:
+            return _forward_all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
+        if by_engine(_NAME, to, [output_tensor, input_tensor], None):
+            _count()
+            return None
     lane = _direct.get(id(to))
     if (
         lane is None

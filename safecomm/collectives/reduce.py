@@ -14,7 +14,9 @@ from torch.overrides import has_torch_function_unary
 
 from safecomm import _torch
 from safecomm.collectives.call import (
+    ENGINES,
     REGIONS,
+    by_engine,
     counter,
     direct,
     direct_options,
@@ -57,6 +59,12 @@ def all_reduce(tensor: Any, op: Any = c10d.ReduceOp.SUM, group: Any = None, asyn
     if _busy:
         LEDGER.sweep()
     to = _groups[_DEFAULT] if group is None else group
+    if ENGINES and (to in ENGINES or None in ENGINES):
+        if async_op:
+            return _forward_all_reduce(tensor, op=op, group=group, async_op=async_op)
+        if by_engine("all_reduce", to, [tensor], op):
+            _count_all_reduce()
+            return None
     lane = _direct.get(id(to))
     if (
         lane is None
@@ -114,6 +122,12 @@ def _reduce_scatter(
     if _busy:
         LEDGER.sweep()
     to = _groups[_DEFAULT] if group is None else group
+    if ENGINES and (to in ENGINES or None in ENGINES):
+        if async_op:
+            return _forward_reduce_scatter(output, input, op=op, group=group, async_op=async_op)
+        if by_engine(_NAME, to, [output, input], op):
+            _count_reduce_scatter()
+            return None
     lane = _direct.get(id(to))
     if (
         lane is None

@@ -23,10 +23,11 @@ from safecomm.peers.staging import SLOT, WIDTHS, Layout, free
 from safecomm.sites import line_of, outside
 from safecomm.streams import HOST
 
-PROGRAMS = 128
+PROGRAMS = 256
 """The largest grid. A program waits for the peers' program of its number, so all must fit on the device at once."""
 
-WARPS = 16
+WARPS = 8
+"""Of 32 threads. With them, and a slot of 16 bytes for each thread, small tensors were the fastest on two H200."""
 
 REMEMBERED = 4096
 """How many eager calls' sites are kept, for the error that names one; and how many kinds of calls."""
@@ -101,9 +102,9 @@ class Engine:
         """
         out, data = tensors[0], tensors[-1]
         index = self.index
-        if not (_is_plain(out) and _is_plain(data)) or out.get_device() != index or data.get_device() != index:
+        if not _is_plain(data, index) or (out is not data and not _is_plain(out, index)):
             return NOT_TAKEN
-        if index != HOST and torch.cuda.current_device() != index:
+        if index != HOST and _torch.current_device() != index:
             with torch.cuda.device(index):
                 return self.run(group, name, tensors, op, asynchronous)
         number = _NUMBERS.get(id(op))
@@ -341,9 +342,14 @@ class LaunchedKernel(c10d.Work):
         return future
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether ``tensor`` is what c10d would hand to NCCL as it is.
+def _is_plain(tensor: torch.Tensor, index: int) -> bool:
+    """Return whether ``tensor``, on device ``index``, is what c10d would hand to NCCL as it is.
 
     Whether a gradient is recorded does not matter, to NCCL neither, and could differ between ranks.
     """
-    return type(tensor) in PLAIN and _torch.has_plain_keys(tensor) and tensor.is_contiguous()
+    return (
+        type(tensor) in PLAIN
+        and tensor.get_device() == index
+        and tensor.is_contiguous()
+        and _torch.has_plain_keys(tensor)
+    )

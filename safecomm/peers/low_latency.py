@@ -19,7 +19,6 @@ import torch.distributed.distributed_c10d as c10d
 from safecomm import _torch, captures
 from safecomm.collectives.call import ENGINES, NOT_TAKEN, default_group
 from safecomm.errors import LowLatencyError
-from safecomm.ledger import LEDGER
 from safecomm.peers.choice import GATHER, REDUCE, SCATTER, LowLatencyLimits, defaults, read
 from safecomm.peers.engine import Engine
 from safecomm.peers.staging import SymmetricStaging
@@ -98,7 +97,6 @@ class low_latency:  # noqa: N801
         self._timeout = timeout
         self._check = check
         self._engine: Engine | None = None
-        self._undo: Any = None
         self.reason = "it was not switched on"
         """Why the group's calls are not taken; ``""`` if they are."""
 
@@ -129,8 +127,6 @@ class low_latency:  # noqa: N801
         if self._engine is None:
             log.warning("low_latency(): group %r stays as it is: %s", _torch.group_name(group), self.reason)
             return self
-        self._undo = LEDGER.diverted(group)
-        self._undo.__enter__()
         captures.watch()
         captures.BEFORE.append(self._engine.before_capture)
         self._engine.leave = self._leave
@@ -155,7 +151,6 @@ class low_latency:  # noqa: N801
         ENGINES.pop(self._group, None)
         captures.BEFORE.remove(engine.before_capture)
         captures.unwatch()
-        self._undo.__exit__(None, None, None)
         _KEPT.append(engine)
         deadline = time.monotonic() + patience.total_seconds()
         idle = engine.idle(patience) and not engine.late
@@ -337,8 +332,6 @@ class _Everywhere:
 
     def __init__(self, limits: str | None) -> None:
         self._limits = limits
-        self._diversion = LEDGER.diverted()  # kept, because it ends with its object
-        self._diversion.__enter__()
 
     def run(self, group: Any, name: str, tensors: list[Any], op: Any, asynchronous: bool) -> Any:
         """As :meth:`Engine.run`; it switches low_latency() on for ``group`` first, which all its ranks do here."""

@@ -14,8 +14,8 @@ import torch
 
 from safecomm import _torch
 
-SLOT = 8 << 10
-"""Bytes that one program sends to one peer at a time: 16 for each of its 512 threads."""
+SLOT = 4 << 10
+"""Bytes that one program sends to one peer at a time: 16 for each of its 256 threads."""
 
 SECTIONS = 3
 """Sections of a chunk, which take turns."""
