@@ -1,14 +1,16 @@
 """Memory lost to fragmentation in 300 steps whose sequence length changes every step: arena against none.
 
-    python benchmarks/arena_fragmentation.py --out FILE [--ranks 2] [--programs recompute keep]
+    python benchmarks/arena_fragmentation.py --out FILE [--ranks 2] [--programs tiled recompute keep]
 
-Starts one torchrun for each combination of arena or none, and allocator settings, because the settings are read once a
-process. The program is the same: layers with sequence parallelism, of which each gathers its input, multiplies, and
-scatters its output, and a backward that goes the same way back. "recompute" holds only the inputs of the layers, which
-were scattered, and computes the rest again (full activation recomputation); "keep" holds the activations, which are not
-buffers of the communication. With "arena" the gathered and the scattered buffers come from an arena whose size is that
-of a recorded pass over all lengths. "overhead" is the peak of what is reserved, minus the peak of what the program has
-in use without an arena. An existing FILE keeps the programs that are not run again.
+Starts one torchrun for each program, and combination of arena or none and allocator settings, because the settings are
+read once a process; all of them at once, because nothing is timed. The programs are the same: layers with sequence
+parallelism, of which each gathers its input, multiplies, and scatters its output, and a backward that goes the same way
+back. They differ in what else changes its size with the length. "tiled" works on 512 tokens at a time, holds only the
+inputs of the layers, which were scattered, and computes the rest again: nothing does but the buffers of the
+communication. "recompute" is that without tiles, so that the activations inside of a layer do; "keep" holds those to
+the backward. With "arena" the buffers of the communication, what is gathered and what is scattered, come from an arena
+whose size is that of a recorded pass over all lengths. "overhead" is the peak of what is reserved, minus the peak of
+what the program has in use without an arena. An existing FILE keeps the programs that are not run again.
 """
 
 import argparse
@@ -19,6 +21,7 @@ import random
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -28,7 +31,9 @@ import safecomm
 
 MIB = 1 << 20
 SETTINGS = {"default": "", "expandable": "expandable_segments:True"}
-LENGTHS = [512 * n for n in range(1, 33)]
+TILE = 512
+LENGTHS = [TILE * n for n in range(1, 33)]
+PROGRAMS = ("tiled", "recompute", "keep")
 
 
 def step(length, weights, library, program):
@@ -49,21 +54,46 @@ def step(length, weights, library, program):
         scatter(x, product)
         return x
 
+    def tiles(*tensors):
+        return zip(*[tensor.split(TILE) for tensor in tensors], strict=True)
+
+    def forward(x, first, second):
+        """Return what is to be scattered, and what is kept for the backward."""
+        if program != "tiled":
+            inner = torch.nn.functional.gelu(gathered(x) @ first)
+            return inner @ second, None if program == "recompute" else inner
+        whole = gathered(x)
+        product = safecomm.empty(length, hidden, dtype=dtype, device="cuda")
+        for tile, out in tiles(whole, product):
+            torch.mm(torch.nn.functional.gelu(tile @ first), second, out=out)
+        return product, None
+
+    def backward(x, kept, inner, first, second):
+        """Return what is to be scattered."""
+        if program != "tiled":
+            if inner is None:
+                inner = torch.nn.functional.gelu(gathered(kept) @ first)
+            gradient = gathered(x) @ second.T
+            gradient *= inner
+            return gradient @ first.T
+        whole, gradient = gathered(kept), gathered(x)
+        product = safecomm.empty(length, hidden, dtype=dtype, device="cuda")
+        for tile, other, out in tiles(whole, gradient, product):
+            torch.mm(torch.nn.functional.gelu(tile @ first) * (other @ second.T), first.T, out=out)
+        return product
+
     x = safecomm.empty(length // world, hidden, dtype=dtype, device="cuda").fill_(1)
     saved = []
     for first, second in weights:
-        inner = torch.nn.functional.gelu(gathered(x) @ first)
-        saved.append((x, None if program == "recompute" else inner))
-        x = scattered(inner @ second)
-        del inner
+        product, inner = forward(x, first, second)
+        saved.append((x, inner))
+        x = scattered(product)
+        del product, inner
     for first, second in reversed(weights):
         kept, inner = saved.pop()
-        if inner is None:
-            inner = torch.nn.functional.gelu(gathered(kept) @ first)
-        gradient = gathered(x) @ second.T
-        gradient *= inner
-        x = scattered(gradient @ first.T)
-        del inner, gradient, kept
+        product = backward(x, kept, inner, first, second)
+        x = scattered(product)
+        del product, inner, kept
 
 
 def run(way, program, out):
@@ -118,7 +148,7 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", required=True)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--programs", nargs="*", default=["recompute", "keep"], choices=["recompute", "keep"])
+    parser.add_argument("--programs", nargs="*", default=PROGRAMS, choices=PROGRAMS)
     parser.add_argument("--way", choices=("stock", "arena"), help="used by the script itself")
     arguments = parser.parse_args()
     if arguments.way:
@@ -126,8 +156,9 @@ def main():
         return
     out = Path(arguments.out)
     results = json.loads(out.read_text()) if out.exists() else {"programs": {}}
-    for program in arguments.programs:
-        found = measure(program, arguments.ranks)
+    with ThreadPoolExecutor() as pool:
+        measured = list(pool.map(lambda program: measure(program, arguments.ranks), arguments.programs))
+    for program, found in zip(arguments.programs, measured, strict=True):
         rows = {}
         for name, figures in found.items():
             # The same program has the same in use, whoever hands it out: what stock's allocator counts.
@@ -154,22 +185,26 @@ def main():
 
 def measure(program, ranks):
     """Run ``program`` in each way, in processes of their own."""
-    found = {}
-    for name, setting in SETTINGS.items():
-        for way in ("stock", "arena"):
-            with tempfile.TemporaryDirectory() as folder:
-                path = Path(folder) / "figures.json"
+    with tempfile.TemporaryDirectory() as folder:
+        running = {}
+        for name, setting in SETTINGS.items():
+            for way in ("stock", "arena"):
                 # Without what torchrun sets, if this runs under one.
                 theirs = ("TORCHELASTIC", "MASTER_", "GROUP_", "ROLE_", "RANK", "LOCAL_", "WORLD_SIZE", "OMP_")
                 environment = {key: value for key, value in os.environ.items() if not key.startswith(theirs)}
                 environment["PYTORCH_CUDA_ALLOC_CONF"] = setting
-                subprocess.run(
+                path = Path(folder) / f"{way} {name}.json"
+                running[f"{way}, {name}"] = path, subprocess.Popen(
                     [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks),
                      __file__, "--way", way, "--programs", program, "--out", str(path)],
-                    check=True, env=environment,
+                    env=environment,
                 )  # fmt: skip
-                found[f"{way}, {name}"] = json.loads(path.read_text())
-    return found
+        found = {}
+        for name, (path, process) in running.items():
+            if process.wait():
+                raise SystemExit(f"{program}, {name} ended with status {process.returncode}")
+            found[name] = json.loads(path.read_text())
+        return found
 
 
 if __name__ == "__main__":

@@ -5,6 +5,11 @@ import pathlib
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+PROGRAMS = {
+    "tiled": "layers computed in tiles",
+    "recompute": "recomputed activations",
+    "keep": "kept activations",
+}
 BEGIN, END = "<!-- figures:begin -->", "<!-- figures:end -->"
 
 
@@ -158,14 +163,16 @@ def arena(times, lists, stress, fragmentation, calls):
             " / ".join(f"{calls[name]['allocations a step']:.0f}" for name in ("ordinary memory", "arena")),
         )
     )
-    for name, row in fragmentation["programs"]["recompute"].items():
-        rows.append(
-            (
-                f"300 steps of 32 sequence lengths, recomputed activations, {name.replace('stock', 'no arena')} "
-                "settings of the allocator: MiB reserved beyond the most in use",
-                row["overhead MiB"],
+    for program, ways in fragmentation["programs"].items():
+        for name, row in ways.items():
+            way, settings = name.replace("stock", "no arena").split(", ")
+            rows.append(
+                (
+                    f"300 steps of 32 sequence lengths, {PROGRAMS[program]}, {way}, {settings} settings of the "
+                    "allocator: MiB reserved beyond the most in use",
+                    row["overhead MiB"],
+                )
             )
-        )
     for name, row in lists["rows"].items():
         if "slices" in name and int(name.split(", ")[1].split()[0]) >= 16:
             rows.append(

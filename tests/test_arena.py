@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import threading
 
 import pytest
@@ -281,6 +282,35 @@ def test_an_arena_of_a_plan_is_exactly_large_enough(tmp_path):
     with use_arena(smaller), pytest.raises(ArenaFullError):
         [varied(length) for length in lengths]
     smaller.close()
+
+
+def test_an_arena_of_a_plan_of_all_lengths_is_large_enough_for_any_order_of_them():
+    """A layer's buffers are two for what is gathered, one for what is scattered, and the latter of all layers live."""
+
+    def step(length):
+        part = safecomm.empty(length, 512)
+        kept = []
+        for _ in range(8):
+            whole, product = safecomm.empty(length, 1024), safecomm.empty(length, 1024)
+            kept.append(part)
+            del whole
+            part = safecomm.empty(length, 512)
+            del product
+        for _ in range(8):
+            one = kept.pop()
+            wholes, product = [safecomm.empty(length, 1024) for _ in range(2)], safecomm.empty(length, 1024)
+            del wholes
+            part = safecomm.empty(length, 512)
+            del product, one
+
+    lengths = range(1, 17)
+    with record_plan("cpu") as plan:
+        for length in lengths:
+            step(length)
+    dice = random.Random(5)
+    with use_arena(Arena.from_plan(plan, "cpu", full="raise")):
+        for _ in range(200):
+            step(dice.choice(lengths))
 
 
 def test_a_plan_says_when_it_is_none(tmp_path):

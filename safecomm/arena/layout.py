@@ -157,6 +157,7 @@ class Layout:
         self._spare: dict[Any, Slot] = {}  # slots that are not cut out now, to be cut out again as they were
         self.taken = dict.fromkeys(self.bounds, 0)  # bytes that are cut out
         self.high_water = dict.fromkeys(self.bounds, 0)
+        self._tight: set[str] = set()  # buckets that had no room before what was idle was gathered
         self.lock = threading.RLock()
 
     def take(
@@ -177,9 +178,12 @@ class Layout:
                 return slot, NOBODY
             size = rounded(nbytes)
             space = self.spaces[bucket]
+            if self._all_idle(bucket):
+                self.harvest()  # a step begins: behind the slots of the last one, its first would be in the way
             found = space.take(size, usable)
             if found is None:
                 self.harvest()
+                self._tight.add(bucket)
                 found = space.take(size, usable)
                 if found is None:
                     return None
@@ -206,6 +210,14 @@ class Layout:
                 shelf.first = slot
             return slot, after - {stream}
 
+    def _all_idle(self, bucket: str) -> bool:
+        """Return whether nobody uses any of the slots that are cut out of ``bucket``, of which there are some."""
+        idle = self._idle
+        first, last = self.bounds[bucket]
+        starts = self._starts
+        mine = starts[bisect.bisect_left(starts, first) : bisect.bisect_left(starts, last)]
+        return bool(mine) and all(idle(self.cut[start], False) for start in mine)
+
     def put(self, slot: Slot) -> None:
         """Put a slot on its shelf, as the last that was handed out."""
         slot.shelf.slots.append(slot)
@@ -219,6 +231,11 @@ class Layout:
         with self.lock:
             slots, ready, idle = shelf.slots, shelf.ready, self._idle
             anew = shelf.first is None or idle(shelf.first, shelf.first.capture > 0)
+            if anew and slots and (bucket := slots[0].bucket) in self._tight and self._all_idle(bucket):
+                # The last step had to use places that it could not have begun with. This one is to go the same way.
+                self._tight.discard(bucket)
+                self.harvest()
+                return None
             if not anew:
                 with contextlib.suppress(IndexError):
                     return ready.pop()

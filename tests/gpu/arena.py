@@ -394,12 +394,10 @@ def arena_300_steps_of_32_lengths():
             out = Path(folder) / "fragmentation.json"
             done = subprocess.run(
                 [sys.executable, str(ROOT / "benchmarks/arena_fragmentation.py"), "--out", str(out),
-                 "--ranks", str(stock.get_world_size()), "--programs", "recompute"],
+                 "--ranks", str(stock.get_world_size()), "--programs", "tiled"],
                 capture_output=True, text=True, check=False,
             )  # fmt: skip
-            figures[0] = (
-                json.loads(out.read_text())["programs"]["recompute"] if out.exists() else done.stdout + done.stderr
-            )
+            figures[0] = json.loads(out.read_text())["programs"]["tiled"] if out.exists() else done.stdout + done.stderr
         store.set("fragmentation", "measured")
     else:  # not in a collective, which would keep this GPU busy
         store.wait(["fragmentation"], datetime.timedelta(seconds=520))
