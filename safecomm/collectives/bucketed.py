@@ -11,7 +11,7 @@ import json
 import operator
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from safecomm.collectives.call import BUCKETS, COMPLEX, OPS, PLAIN, default_grou
 from safecomm.errors import SafecommError
 from safecomm.ledger import LEDGER
 from safecomm.sites import outside
-from safecomm.streams import HOST
+from safecomm.streams import HOST, capture_of
 
 BUCKET_MB = 32.0
 """MiB of a bucket where the caller says nothing."""
@@ -64,15 +64,13 @@ class Run:
         # depends on. Two of them, because weights and biases take turns.
         self.like = self.other = _torch.unlike
         self._likes: dict[tuple[int, ...], Callable[..., bool]] = {}  # by the numbers of dimensions
-        self.lines = True  # all tensors have one dimension
 
     def add(self, tensors: _Call) -> None:
         """Add a call at the end."""
         self.outputs.append(tensors[0])
         self.inputs.extend(tensors[1:])
         dims = tuple([tensor.dim() for tensor in tensors])
-        self.lines &= max(dims) == min(dims) == 1
-        if self.shared is None or len(self.outputs) == 1:  # the only one, maybe
+        if len(self.outputs) == 1:  # the only one, maybe
             return
         like = self._likes.get(dims)
         if like is None or like is self.like or like is self.other:  # those have just said no
@@ -90,7 +88,7 @@ class Buckets:
     def __init__(self, group: Any, nbytes: int) -> None:
         self.group = group
         self.nbytes = nbytes
-        self.world = group.size()
+        self.world: int = group.size()
         self.runs: list[Run] = []  # what is put off
         self.run = Run("", None, None)  # the last of them, if there are any
         self.index = self.stream = HOST  # device and stream of the calls that are put off
@@ -119,7 +117,7 @@ class Buckets:
                 and type(output) in PLAIN
                 and not output.is_nested  # look_alike() must not be asked
                 # Says no in a transform, which adds to what the dispatcher sees.
-                and (run.like(output) or run.other(output) if given is None else self._alike(run, output, given))
+                and (run.like(output) or run.other(output) if run.kind == "reduce" else self._alike(run, output, given))
                 and (self.index < 0 or _current(self.index) == self.stream)
                 and not self.over
             ):
@@ -132,16 +130,13 @@ class Buckets:
         return self._put_off(name, op, output, given)
 
     def _alike(self, run: Run, output: torch.Tensor, given: Any) -> bool:
-        return (
-            type(given) in PLAIN
-            and not given.is_nested
-            and (run.like(output, given) or run.other(output, given))
-            and self._fits(run.kind, output, given)
-        )
+        if type(given) not in PLAIN or given.is_nested:
+            return False
+        return self._fits(run.kind, output, given) and (run.like(output, given) or run.other(output, given))
 
     def _put_off(self, name: str, op: Any, output: Any, given: Any) -> bool:
         """As put_off(), of a call that is not like those of the last run."""
-        tensors = (output,) if given is None and _KINDS[name] == "reduce" else (output, given)
+        tensors = (output,) if _KINDS[name] == "reduce" else (output, given)
         for tensor in tensors:
             if type(tensor) not in PLAIN or tensor.dtype in COMPLEX or tensor.layout is not torch.strided:
                 return False
@@ -205,12 +200,13 @@ class Buckets:
         with self.lock:
             runs, self.runs = self.runs, []
             self.run = Run("", None, None)
+            index, stream = self.index, self.stream
         if not runs:
             return
         collected = self.regions.pop(self.group, None)  # by torch's own manager, which is to collect none of ours
         there: Any = contextlib.nullcontext()
-        if self.index >= 0 and _current(self.index) != self.stream:
-            there = LEDGER.streams.using(self.index, self.stream)
+        if index >= 0 and _current(index) != stream:
+            there = LEDGER.streams.using(index, stream)
         try:
             # In inference mode, where tensors of either kind can be written to.
             with _torch.undisturbed(), there, torch.inference_mode():
@@ -409,11 +405,11 @@ def _launch_one(run: Run, output: torch.Tensor, given: Any = None, *, group: Any
 
 def _launch(run: Run, outputs: list[torch.Tensor], inputs: list[torch.Tensor], group: Any) -> None:
     if run.kind == "reduce":
-        _all_reduce(outputs, run.op, group, lines=run.lines)
+        _all_reduce(outputs, run.op, group)
     elif run.kind == "gather":
         _all_gather(outputs, inputs, group)
     else:
-        _reduce_scatter(outputs, inputs, group, run.op)
+        _reduce_scatter(outputs, inputs, run.op, group)
     if captures.RECORDING:
         captures.note("bucketed", group, outputs + inputs, outside(("safecomm.collectives.", "contextlib.")))
     index = outputs[0].get_device()
@@ -424,45 +420,68 @@ def _launch(run: Run, outputs: list[torch.Tensor], inputs: list[torch.Tensor], g
             LEDGER.trail("bucketed", group, index, storages_of(outputs + inputs), frame)
 
 
-def _all_reduce(tensors: list[torch.Tensor], op: Any, group: Any, *, lines: bool) -> None:
-    sizes = list(map(_numel, tensors))
-    flat = _flat(tensors[0], sum(sizes))
-    parts = _parts(flat, tensors, sizes if lines else None)
-    if lines:
-        torch.cat(tensors, out=flat)  # does more at a time, on the device too
-    else:
-        _torch.copy_all(parts, tensors)
+def _all_reduce(tensors: list[torch.Tensor], op: Any, group: Any) -> None:
+    lines = _lines(tensors)
+    flat = _flat(tensors[0], sum(map(_numel, tensors)))
+    _pack(flat, tensors, lines)
     reduce.all_reduce(flat, op, group)
-    _torch.copy_all(tensors, parts)
+    _unpack(flat, tensors, lines)
 
 
 def _all_gather(outputs: list[torch.Tensor], inputs: list[torch.Tensor], group: Any) -> None:
-    sizes = [tensor.numel() for tensor in inputs]
+    sizes = list(map(_numel, inputs))
     source = _flat(inputs[0], sum(sizes))
-    _torch.copy_all(_torch.unflatten(source, inputs), inputs)
+    _pack(source, inputs, _lines(inputs))
     whole = _flat(inputs[0], sum(sizes) * group.size())
     _gather_into(whole, source, group)
     for output, part in zip(outputs, torch.split(whole.view(group.size(), sum(sizes)), sizes, 1), strict=True):
-        output.copy_(part.reshape(output.shape))
+        if output.is_contiguous():
+            output.view(part.shape).copy_(part)
+        else:
+            output.copy_(part.reshape(output.shape))
 
 
-def _reduce_scatter(outputs: list[torch.Tensor], inputs: list[torch.Tensor], group: Any, op: Any) -> None:
-    numel, world = sum(map(torch.Tensor.numel, outputs)), group.size()
+def _reduce_scatter(outputs: list[torch.Tensor], inputs: list[torch.Tensor], op: Any, group: Any) -> None:
+    numel, world = sum(map(_numel, outputs)), group.size()
     whole = _flat(outputs[0], numel * world)
     rows = [tensor.reshape(world, output.numel()) for tensor, output in zip(inputs, outputs, strict=True)]
     torch.cat(rows, 1, out=whole.view(world, numel))
     part = _flat(outputs[0], numel)
     _scatter_into(part, whole, op, group)
-    _torch.copy_all(outputs, _torch.unflatten(part, outputs))
+    _unpack(part, outputs, _lines(outputs))
+
+
+def _lines(tensors: list[torch.Tensor]) -> list[torch.Tensor] | None:
+    """Return ``tensors`` with one dimension each; None if one of them has no such view, because it is not contiguous.
+
+    Lines are copied by fewer and larger kernels than tensors of any shape.
+    """
+    try:
+        return [tensor if tensor.dim() == 1 else tensor.view(-1) for tensor in tensors]
+    except RuntimeError:
+        return None
+
+
+def _pack(flat: torch.Tensor, tensors: list[torch.Tensor], lines: list[torch.Tensor] | None) -> None:
+    """Copy ``tensors`` into ``flat``."""
+    if lines is None:
+        _torch.copy_all(_torch.unflatten(flat, tensors), tensors)
+    else:
+        torch.cat(lines, out=flat)
+
+
+def _unpack(flat: torch.Tensor, tensors: list[torch.Tensor], lines: list[torch.Tensor] | None) -> None:
+    """Copy ``flat`` into ``tensors``."""
+    index = flat.get_device()
+    # The copies of lines take addresses from memory of the host that is given back at once, so a graph can't have them;
+    # and of nothing at all, they divide by 0 on a GPU (torch 2.11).
+    captured = index >= 0 and capture_of(LEDGER.streams, _current(index))
+    if lines is None or captured or not flat.numel():
+        _torch.copy_all(tensors, _torch.unflatten(flat, tensors))
+    else:
+        torch.split_with_sizes_copy(flat, list(map(_numel, lines)), out=lines)
 
 
 def _flat(like: torch.Tensor, numel: int) -> torch.Tensor:
     with torch.inference_mode(False):  # gloo's threads write to it outside of that
         return empty(numel, dtype=like.dtype, device=like.device)
-
-
-def _parts(flat: torch.Tensor, like: list[torch.Tensor], sizes: list[int] | None) -> Sequence[torch.Tensor]:
-    """Return consecutive parts of ``flat``, shaped like those of ``like``; of ``sizes`` if these are lines."""
-    # In inference mode a tensor that is made there has cheaper views than one that is not.
-    flat = torch.empty(0, dtype=flat.dtype, device=flat.device).set_(flat)
-    return _torch.unflatten(flat, like) if sizes is None else torch.split_with_sizes(flat, sizes)

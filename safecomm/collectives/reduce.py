@@ -71,8 +71,9 @@ def all_reduce(tensor: Any, op: Any = c10d.ReduceOp.SUM, group: Any = None, asyn
         or _profiler._is_profiler_enabled
         or (async_op and _inflight())
     ):
+        # Asked here, because there are no lanes while there are buckets.
         if BUCKETS and not async_op and (buckets := BUCKETS.get(to)) and buckets.put_off("all_reduce", op, tensor):
-            return None  # the lane is diverted, but the other calls of a diverted lane are not put off
+            return None
         return _forward_all_reduce(tensor, op=op, group=group, async_op=async_op)
     if lane.regions and (region := REGIONS.get(to)) is not None:
         return region.collect(to, _c10d_all_reduce, tensor, None, op, async_op)
