@@ -2,8 +2,12 @@
 
 import contextlib
 import gc
+import itertools
 import random
+import sys
+import threading
 import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +17,7 @@ from ranks import on, until
 
 import safecomm
 from safecomm import functional
+from safecomm.collectives import bucketed, gather, reduce
 from safecomm.collectives.bucketed import Buckets
 from safecomm.collectives.call import BUCKETS, at_once
 from safecomm.ledger import LEDGER
@@ -26,7 +31,7 @@ KINDS = ["gather", "scatter", "broadcast", "asynchronous", "strided", "leaf", "m
 def put_off():
     """Return how many calls of the default group are put off just now."""
     buckets = BUCKETS.get(stock.group.WORLD)
-    return 0 if buckets is None else len(buckets.calls)
+    return 0 if buckets is None else buckets.waiting()
 
 
 def _nothing_is_left():
@@ -306,7 +311,7 @@ def test_a_profiler_or_a_mode_on_one_rank_changes_no_bucket():
         with context() if stock.get_rank() == 0 else contextlib.nullcontext(), safecomm.bucketed(group=group):
             for tensor in tensors:
                 safecomm.all_reduce(tensor, group=group)
-            assert len(BUCKETS[group].calls) == 19, name
+            assert BUCKETS[group].waiting() == 19, name
         assert all((tensor == 2).all() for tensor in tensors), name
         safecomm.destroy_process_group(group)
 
@@ -373,8 +378,6 @@ def test_torchs_own_functions_inside_run_once_and_at_once():
 
 @on(2)
 def test_a_call_that_outlives_the_block_leaves_nothing_open():
-    import threading
-
     entered, go = threading.Event(), threading.Event()
 
     def outlive():
@@ -494,8 +497,13 @@ def test_inputs_that_are_only_read_may_be_one():
 def test_a_call_that_is_on_its_way_when_the_block_ends_runs_at_once():
     buckets = Buckets(stock.group.WORLD, MIB)
     buckets.over = True
-    assert not buckets.put_off("all_reduce", [torch.ones(2)], None)
-    assert buckets.calls == []
+    assert not buckets.put_off("all_reduce", None, torch.ones(2))
+    assert buckets.waiting() == 0
+    buckets.over = False
+    assert all(buckets.put_off("all_reduce", None, torch.ones(2)) for _ in range(3))
+    buckets.over = True
+    assert not buckets.put_off("all_reduce", None, torch.ones(2))
+    assert buckets.waiting() == 3
 
 
 @on(2)
@@ -523,3 +531,191 @@ def test_tensors_of_a_transform_are_reduced_at_once():
     with safecomm.bucketed():
         safecomm.all_reduce(torch.ones(2))
         assert torch.func.functionalize(function)(torch.ones(2)).item() == 32
+
+
+# --- calls that are like the one before -------------------------------------------------------------------------
+
+
+@on(2)
+def test_plain_calls_are_put_off_without_the_long_way():
+    tensors, whole = [torch.ones(4) for _ in range(6)], [torch.zeros(8) for _ in range(6)]
+    with contextlib.ExitStack() as stack:
+        block = safecomm.bucketed()
+        block.__enter__()
+        for module, name in ((reduce, "all_reduce"), (reduce, "reduce_scatter"), (gather, "all_gather")):
+            stack.enter_context(mock.patch.object(module, f"_forward_{name}", side_effect=AssertionError))
+        for tensor in tensors:
+            safecomm.all_reduce(tensor)
+        for output, tensor in zip(whole, tensors, strict=True):
+            getattr(safecomm, GATHER)(output, tensor)
+        for output, tensor in zip(whole, tensors, strict=True):
+            getattr(safecomm, SCATTER)(tensor, output)
+        assert put_off() == 18
+    block.__exit__(None, None, None)
+    assert all(tensor.tolist() == [4] * 4 for tensor in tensors)
+    assert all(tensor.tolist() == [2] * 8 for tensor in whole)
+
+
+@on(2)
+def test_calls_of_any_shapes_share_a_bucket():
+    def tensors():
+        yield torch.ones(3, 4)
+        yield torch.ones(4)
+        yield torch.ones(())
+        yield torch.ones(0)
+        yield torch.ones(2, 0)
+        yield torch.nn.Parameter(torch.ones(2, 1, 2))
+        with torch.inference_mode():
+            yield torch.ones(5)
+        yield torch.ones(3, requires_grad=True) * 1
+        yield torch.ones(2, 3).t()
+        yield torch.ones(6)[::2]
+
+    made = [tensor for _ in range(4) for tensor in tensors()]
+    for them in (made, [tensor for tensor in made if tensor.is_contiguous()], [torch.ones(0) for _ in range(3)]):
+        before = [tensor.detach().clone() for tensor in them]
+        versions = [None if tensor.is_inference() else tensor._version for tensor in them]
+        with Launches() as launched, torch.no_grad(), safecomm.bucketed():
+            for tensor in them:
+                safecomm.all_reduce(tensor)
+        assert launched.calls["all_reduce"] == 1
+        assert all(torch.equal(tensor, 2 * old) for tensor, old in zip(them, before, strict=True))
+        assert all(t.is_inference() or t._version > old for t, old in zip(them, versions, strict=True) if t.numel())
+
+
+@on(2)
+def test_each_kind_dtype_and_operation_has_its_buckets():
+    tensors = [torch.ones(4) for _ in range(20)]
+    halves = [torch.ones(4, dtype=torch.bfloat16) for _ in range(20)]
+    with Launches() as launched, safecomm.bucketed():
+        for tensor in tensors:
+            safecomm.all_reduce(tensor)
+        for tensor in tensors:
+            safecomm.all_reduce(tensor, op=stock.ReduceOp.MAX)
+        for tensor in halves:
+            safecomm.all_reduce(tensor, op=stock.ReduceOp.MAX)
+        for tensor, half in zip(tensors, halves, strict=True):
+            safecomm.all_reduce(tensor)
+            safecomm.all_reduce(half)
+        getattr(safecomm, GATHER)(torch.zeros(8), tensors[0])
+    assert launched.calls["all_reduce"] == 3 + 40
+    assert all(tensor.tolist() == [4] * 4 for tensor in tensors)
+    assert all(half.tolist() == [2] * 4 for half in halves)
+
+
+@on(2)
+def test_s8_what_is_not_like_the_calls_before_is_what_it_is_alone():
+    plain = [torch.ones(4) for _ in range(5)]
+    negative, same = (torch.full((4,), 1j).conj().imag for _ in range(2))
+    assert negative.is_neg()
+    stock.all_reduce(same)
+    paired = torch.ones(4, dtype=torch.complex64)
+    sparse = torch.eye(4).to_sparse()
+    seen = []
+    with Launches() as launched, safecomm.bucketed():
+        for tensor in plain:
+            safecomm.all_reduce(tensor)
+        safecomm.all_reduce(negative)
+        safecomm.all_reduce(plain[0])
+        assert put_off() == 7
+        safecomm.all_reduce(paired)
+        assert put_off() == 0
+        for tensor in plain:
+            safecomm.all_reduce(tensor)
+
+        def function(tensor):
+            inner = torch.ones(4)  # no wrapper, but in a transform
+            safecomm.all_reduce(inner)
+            seen.append(inner.tolist())
+            return tensor.sum()
+
+        torch.func.grad(function)(torch.ones(2))
+        assert put_off() == 0
+        for tensor in plain:
+            safecomm.all_reduce(tensor)
+        safecomm.all_reduce(sparse)
+        assert put_off() == 0
+    assert launched.calls["all_reduce"] == 3 + 1 + 1 + 1 + 1 + 1
+    assert seen == [[2] * 4]
+    assert torch.equal(negative, same)
+    assert paired.tolist() == [2] * 4
+    assert torch.equal(sparse.to_dense(), 2 * torch.eye(4))
+    assert plain[1].tolist() == [8] * 4
+
+
+def _gather_last(output, given):
+    with safecomm.bucketed():
+        for _ in range(3):
+            getattr(safecomm, GATHER)(torch.zeros(8), torch.ones(4))
+        getattr(safecomm, GATHER)(output, given)
+
+
+@on(2)
+def test_s8_tensors_that_do_not_fit_are_refused_as_without():
+    for output, given in ((torch.zeros(9), torch.ones(4)), (torch.zeros(8, dtype=torch.int64), torch.ones(4))):
+        with pytest.raises((ValueError, RuntimeError)) as outside:
+            getattr(safecomm, GATHER)(output, given)
+        with pytest.raises((ValueError, RuntimeError)) as inside:
+            _gather_last(output, given)
+        assert str(inside.value) == str(outside.value)
+    with safecomm.bucketed():
+        for _ in range(3):
+            getattr(safecomm, GATHER)(torch.zeros(8), torch.ones(4))
+        with pytest.raises(TypeError):
+            getattr(safecomm, GATHER)(torch.zeros(8), None)
+    _nothing_is_left()
+
+
+@on(1)
+def test_s8_calls_of_other_threads_run_once_whatever_comes_in_between():
+    stop, calls = threading.Event(), []
+
+    def other():
+        while not stop.is_set():
+            pair = torch.zeros(4), torch.full((4,), float(len(calls) + 1))
+            getattr(safecomm, GATHER)(*pair)
+            calls.append(pair)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    for _ in range(20):
+        stop.clear()
+        with safecomm.bucketed():
+            thread = threading.Thread(target=other)
+            thread.start()
+            for _ in range(20):
+                safecomm.all_reduce(torch.ones(3))
+                safecomm.barrier()
+            until(lambda: len(calls) > 10)
+        stop.set()
+        thread.join()
+        assert all(torch.equal(*pair) for pair in calls)
+        calls.clear()
+    sys.setswitchinterval(interval)
+
+
+@on(1)
+def test_one_tensor_as_output_and_input():
+    tensors = [torch.full((4,), float(number)) for number in range(5)]
+    with safecomm.bucketed():
+        for tensor in tensors:
+            getattr(safecomm, GATHER)(tensor, tensor)
+    assert [tensor[0].item() for tensor in tensors] == [0, 1, 2, 3, 4]
+
+
+def test_what_overlaps_is_found():
+    dice = random.Random(7)
+    whole = torch.zeros(64)
+    found = set()
+    for _ in range(4000):
+        tensors, places = [], []
+        for _ in range(dice.randrange(1, 6)):
+            start, size, step = dice.randrange(0, 48), dice.randrange(0, 9), dice.choice([1, 1, 1, 3])
+            tensors.append(whole[start : start + size : step])
+            if size:
+                places.append((start, start + (len(tensors[-1]) - 1) * step + 1))
+        places.sort()
+        disjoint = all(end <= start for (_, end), (start, _) in itertools.pairwise(places))
+        assert bucketed._disjoint(tensors, [tensor.nbytes for tensor in tensors]) == disjoint, places
+        found.add(disjoint)
+    assert found == {True, False}

@@ -7,11 +7,11 @@ calls: profilers and modes, whether a group was used before, how a tensor lies i
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
+import operator
 import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from safecomm.collectives.call import BUCKETS, COMPLEX, OPS, PLAIN, default_grou
 from safecomm.errors import SafecommError
 from safecomm.ledger import LEDGER
 from safecomm.sites import outside
-from safecomm.streams import HOST
+from safecomm.streams import HOST, capture_of
 
 BUCKET_MB = 32.0
 """MiB of a bucket where the caller says nothing."""
@@ -42,9 +42,44 @@ _OPS = frozenset({id(None), *map(id, OPS)})
 _gather_into = getattr(gather, "all_gather_single", gather.all_gather_into_tensor)
 _scatter_into = getattr(reduce, "reduce_scatter_single", reduce.reduce_scatter_tensor)
 _current = LEDGER.current
+_numel = torch.Tensor.numel
+_data_ptr = torch.Tensor.data_ptr
+_is_contiguous = torch.Tensor.is_contiguous
 
-_Call = tuple[str, list[torch.Tensor], Any]
-"""What kind of call, its tensors (the output first), and the reduce operation."""
+_Call = tuple[torch.Tensor, ...]
+"""The tensors of a call, the output first. An all_reduce has one."""
+
+
+class Run:
+    """Consecutive calls of one kind and operation: those that can share a bucket, or those that can't."""
+
+    def __init__(self, name: str, op: Any, shared: Any) -> None:
+        self.name = name
+        self.kind = _KINDS.get(name, "")
+        self.op = op
+        self.shared = shared  # what the calls have in common; None if each goes on its own
+        self.outputs: list[torch.Tensor] = []
+        self.inputs: list[torch.Tensor] = []  # none of an all_reduce
+        # Whether the tensors of another call are like those of one that is in the run, in all that putting it off
+        # depends on. Two of them, because weights and biases take turns.
+        self.like = self.other = _torch.unlike
+        self._likes: dict[tuple[int, ...], Callable[..., bool]] = {}  # by the numbers of dimensions
+
+    def add(self, tensors: _Call) -> None:
+        """Add a call at the end."""
+        self.outputs.append(tensors[0])
+        self.inputs.extend(tensors[1:])
+        dims = tuple([tensor.dim() for tensor in tensors])
+        if len(self.outputs) == 1:  # the only one, maybe
+            return
+        like = self._likes.get(dims)
+        if like is None or like is self.like or like is self.other:  # those have just said no
+            like = self._likes[dims] = _torch.look_alike(*tensors)
+        self.like, self.other = like, self.like
+
+    def calls(self) -> list[_Call]:
+        """Return the tensors of each call."""
+        return list(zip(self.outputs, self.inputs, strict=True) if self.inputs else zip(self.outputs))
 
 
 class Buckets:
@@ -53,37 +88,96 @@ class Buckets:
     def __init__(self, group: Any, nbytes: int) -> None:
         self.group = group
         self.nbytes = nbytes
-        self.calls: list[_Call] = []
+        self.world: int = group.size()
+        self.runs: list[Run] = []  # what is put off
+        self.run = Run("", None, None)  # the last of them, if there are any
         self.index = self.stream = HOST  # device and stream of the calls that are put off
         self.regions = _torch.world.pg_coalesce_state  # of torch's own manager, and of ours
         self.lock = threading.Lock()  # around the calls and whether the block is over: others may be calling
-        self.over = False
+        self.over = False  # or has failed
         self.failure: BaseException | None = None
 
-    def put_off(self, name: str, tensors: list[Any], op: Any) -> bool:
-        """Note a call of one of ``_KINDS`` for later; False if it has to run now."""
-        if self.group in self.regions:
+    def waiting(self) -> int:
+        """Return how many calls are put off."""
+        return sum(len(run.outputs) for run in self.runs)
+
+    def put_off(self, name: str, op: Any, output: Any, given: Any = None) -> bool:
+        """Note a call of one of ``_KINDS`` for later; False if it has to run now.
+
+        ``given``: its input, None for an all_reduce.
+        """
+        if self.regions and self.group in self.regions:
             return False
+        self.lock.acquire()  # in a with it takes twice as long
+        try:
+            run = self.run
+            if (
+                name is run.name
+                and op is run.op
+                and type(output) in PLAIN
+                and not output.is_nested  # look_alike() must not be asked
+                # Says no in a transform, which adds to what the dispatcher sees.
+                and (run.like(output) or run.other(output) if run.kind == "reduce" else self._alike(run, output, given))
+                and (self.index < 0 or _current(self.index) == self.stream)
+                and not self.over
+            ):
+                run.outputs.append(output)
+                if given is not None:
+                    run.inputs.append(given)
+                return True
+        finally:
+            self.lock.release()
+        return self._put_off(name, op, output, given)
+
+    def _alike(self, run: Run, output: torch.Tensor, given: Any) -> bool:
+        if type(given) not in PLAIN or given.is_nested:
+            return False
+        return self._fits(run.kind, output, given) and (run.like(output, given) or run.other(output, given))
+
+    def _put_off(self, name: str, op: Any, output: Any, given: Any) -> bool:
+        """As put_off(), of a call that is not like those of the last run."""
+        tensors = (output,) if _KINDS[name] == "reduce" else (output, given)
         for tensor in tensors:
             if type(tensor) not in PLAIN or tensor.dtype in COMPLEX or tensor.layout is not torch.strided:
                 return False
         if _torch.transform_level() is not None:  # what it wraps is gone when it ends
             return False
-        index = tensors[0].get_device()
+        index = output.get_device()
         stream = HOST if index < 0 else _current(index)
-        if self.calls and (stream != self.stream or index != self.index):
+        shared = self._shared(name, op, tensors)
+        while True:
+            with self.lock:
+                if self.over:
+                    return False
+                if not self.runs or (stream == self.stream and index == self.index):
+                    self.index, self.stream = index, stream
+                    if not self.runs or shared is None or shared != self.run.shared:
+                        self.run = Run(name, op, shared)
+                        self.runs.append(self.run)
+                    self.run.add(tensors)
+                    return True
             with self.closed():  # on the stream where they were called, which the caller has left
                 pass
-        with self.lock:
-            if self.over or self.failure is not None:
-                return False
-            self.index, self.stream = index, stream
-            self.calls.append((_KINDS[name], tensors, op))
-        return True
+
+    def _shared(self, name: str, op: Any, tensors: _Call) -> Any:
+        """Return what calls have in common that can share a bucket; None for those that go on their own."""
+        if id(op) not in _OPS or not all(map(_torch.has_plain_keys, tensors)):
+            return None
+        first, last = tensors[0], tensors[-1]
+        # What does not fit, c10d is to refuse.
+        if first.dtype is not last.dtype or first.device != last.device or not self._fits(_KINDS[name], first, last):
+            return None
+        return _KINDS[name], id(op), first.dtype, first.device
+
+    def _fits(self, kind: str, output: torch.Tensor, given: torch.Tensor) -> bool:
+        if kind == "reduce":
+            return True
+        small, large = (given, output) if kind == "gather" else (output, given)
+        return large.numel() == self.world * small.numel()
 
     def open(self) -> None:
         """Put off what is called from now on, unless the block is over or has failed."""
-        if not self.over and self.failure is None:
+        if not self.over:
             BUCKETS[self.group] = self
 
     def close(self) -> None:
@@ -104,29 +198,35 @@ class Buckets:
     def launch(self) -> None:
         """Launch what was put off, in its order, on the stream where it was called. Not while more is put off."""
         with self.lock:
-            calls, self.calls = self.calls, []
-        if not calls:
+            runs, self.runs = self.runs, []
+            self.run = Run("", None, None)
+            index, stream = self.index, self.stream
+        if not runs:
             return
         collected = self.regions.pop(self.group, None)  # by torch's own manager, which is to collect none of ours
         there: Any = contextlib.nullcontext()
-        if self.index >= 0 and _current(self.index) != self.stream:
-            there = LEDGER.streams.using(self.index, self.stream)
+        if index >= 0 and _current(index) != stream:
+            there = LEDGER.streams.using(index, stream)
         try:
             # In inference mode, where tensors of either kind can be written to.
             with _torch.undisturbed(), there, torch.inference_mode():
-                world = self.group.size()
-                for kind, run in itertools.groupby(calls, lambda call: _shared(call, world)):
-                    for bucket in _buckets(run, self.nbytes):
-                        if kind is None or len(bucket) == 1:
-                            _launch_one(bucket, self.group)
-                        else:
-                            _launch(bucket, self.group)
+                for run in runs:
+                    self._launch(run)
         except BaseException as error:
-            self.failure = error
+            self.failure, self.over = error, True
             raise
         finally:
             if collected is not None:
                 self.regions[self.group] = collected
+
+    def _launch(self, run: Run) -> None:
+        parts = [slice(0, 1)] if run.shared is None else _buckets(run, self.nbytes)
+        for part in parts:
+            outputs, inputs = run.outputs[part], run.inputs[part]
+            if len(outputs) == 1:
+                _launch_one(run, outputs[0], *inputs, group=self.group)
+            else:
+                _launch(run, outputs, inputs, self.group)
 
 
 def bucketed(
@@ -222,32 +322,22 @@ def _bucketed(group: Any, nbytes: int) -> Iterator[None]:
 # --- what is launched -----------------------------------------------------------------------------------------
 
 
-def _shared(call: _Call, world: int) -> Any:
-    """Return what calls have in common that can share a bucket; None for those that go on their own."""
-    kind, tensors, op = call
-    if id(op) not in _OPS or not all(map(_torch.has_plain_keys, tensors)):
-        return None
-    first = tensors[0]
-    if kind != "reduce":
-        small, large = (tensors[1], first) if kind == "gather" else (first, tensors[1])
-        # What does not fit, c10d is to refuse.
-        if small.dtype is not large.dtype or small.device != large.device or large.numel() != world * small.numel():
-            return None
-    return kind, id(op), first.dtype, first.get_device()
-
-
-def _buckets(calls: Iterable[_Call], nbytes: int) -> Iterator[list[_Call]]:
-    """Yield ``calls`` in their order, at most ``nbytes`` bytes together and none that overlaps with another."""
-    bucket: list[_Call] = []
-    size = 0
-    for call in calls:
-        its = max([tensor.nbytes for tensor in call[1]])
-        if bucket and size + its > nbytes:
-            yield from _apart(bucket)
-            bucket, size = [], 0
-        bucket.append(call)
-        size += its
-    yield from _apart(bucket)
+def _buckets(run: Run, limit: int) -> Iterator[slice]:
+    """Yield which calls of ``run`` go together: at most ``limit`` bytes, and none that overlaps with another."""
+    outputs = [tensor.nbytes for tensor in run.outputs]
+    inputs = [tensor.nbytes for tensor in run.inputs]
+    large = inputs if run.kind == "scatter" else outputs
+    begin = 0
+    if sum(large) > limit:
+        size = 0
+        for number, its in enumerate(large):
+            size += its
+            if size > limit and number > begin:
+                part = slice(begin, number)
+                yield from _apart(run, part, outputs[part] + inputs[part])
+                begin, size = number, its
+    part = slice(begin, len(large))
+    yield from _apart(run, part, outputs[part] + inputs[part])
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
@@ -259,90 +349,137 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     return start, start + (last + 1) * tensor.element_size()
 
 
-def _apart(bucket: list[_Call]) -> Iterator[list[_Call]]:
-    """Yield parts of ``bucket`` in which no two calls overlap. The tensors of one call may: they are staged."""
-    places = sorted([(*_extent(tensor), number) for number, call in enumerate(bucket) for tensor in call[1]])
-    reached, whose = 0, -1
-    for start, end, number in places:
-        if start < min(reached, end) and number != whose:
-            break
-        if end > reached:
-            reached, whose = end, number
+def _disjoint(tensors: list[torch.Tensor], nbytes: list[int]) -> bool:
+    """Return whether no two of ``tensors`` overlap."""
+    starts = list(map(_data_ptr, tensors))
+    if all(map(_is_contiguous, tensors)):
+        ends = list(map(operator.add, starts, nbytes))
     else:
-        yield bucket
+        ends = [_extent(tensor)[1] for tensor in tensors]
+    # Where two overlap, at least two have begun and not ended, so number k ends after number k + 1 has begun. Numbers
+    # are sorted faster than pairs.
+    starts.sort()
+    ends.sort()
+    return all(map(operator.le, ends, starts[1:]))
+
+
+def _apart(run: Run, part: slice, nbytes: list[int]) -> Iterator[slice]:
+    """Yield pieces of ``part`` of the calls in which no two overlap. The tensors of one call may: they are staged."""
+    if _disjoint(run.outputs[part] + run.inputs[part], nbytes):
+        yield part
         return
-    part: list[_Call] = []
+    calls = run.calls()[part]
+    places = sorted([(*_extent(tensor), number) for number, call in enumerate(calls) for tensor in call])
+    reached, whose = 0, -1
+    for first, last, number in places:
+        if first < min(reached, last) and number != whose:
+            break
+        if last > reached:
+            reached, whose = last, number
+    else:
+        yield part
+        return
+    begin = part.start
     taken: list[tuple[int, int, bool]] = []
-    for call in bucket:
-        mine = [(*_extent(tensor), number == 0) for number, tensor in enumerate(call[1])]  # the first is written to
+    for place, call in enumerate(calls, begin):
+        mine = [(*_extent(tensor), number == 0) for number, tensor in enumerate(call)]  # the first is written to
         if any(
-            start < until and since < end and (writes or written)
-            for start, end, writes in mine
+            first < until and since < last and (writes or written)
+            for first, last, writes in mine
             for since, until, written in taken
         ):
-            yield part
-            part, taken = [], []
-        part.append(call)
+            yield slice(begin, place)
+            begin, taken = place, []
         taken += mine
-    yield part
+    yield slice(begin, part.stop)
 
 
-def _launch_one(bucket: list[_Call], group: Any) -> None:
-    for kind, tensors, op in bucket:
-        if kind == "reduce":
-            reduce.all_reduce(tensors[0], op, group)
-        elif kind == "gather":
-            _gather_into(tensors[0], tensors[1], group)
-        else:
-            _scatter_into(tensors[0], tensors[1], op, group)
+def _launch_one(run: Run, output: torch.Tensor, given: Any = None, *, group: Any) -> None:
+    if run.kind == "reduce":
+        reduce.all_reduce(output, run.op, group)
+    elif run.kind == "gather":
+        _gather_into(output, given, group)
+    else:
+        _scatter_into(output, given, run.op, group)
 
 
-def _launch(bucket: list[_Call], group: Any) -> None:
-    kind, _, op = bucket[0]
-    outputs = [call[1][0] for call in bucket]
-    inputs = [call[1][-1] for call in bucket]
-    if kind == "reduce":
-        _all_reduce(outputs, group, op)
-    elif kind == "gather":
+def _launch(run: Run, outputs: list[torch.Tensor], inputs: list[torch.Tensor], group: Any) -> None:
+    if run.kind == "reduce":
+        _all_reduce(outputs, run.op, group)
+    elif run.kind == "gather":
         _all_gather(outputs, inputs, group)
     else:
-        _reduce_scatter(outputs, inputs, group, op)
+        _reduce_scatter(outputs, inputs, run.op, group)
     if captures.RECORDING:
         captures.note("bucketed", group, outputs + inputs, outside(("safecomm.collectives.", "contextlib.")))
     index = outputs[0].get_device()
     if index >= 0:
-        places = sorted({tensor.data_ptr() for tensor in outputs + inputs if tensor.numel()})
+        places = sorted(filter(None, map(_data_ptr, outputs + inputs)))  # empty ones are nowhere
         if not LEDGER.streams.all_at_home(_current(index), places):
             frame = outside(("safecomm.collectives.", "contextlib."))
             LEDGER.trail("bucketed", group, index, storages_of(outputs + inputs), frame)
 
 
-def _all_reduce(tensors: list[torch.Tensor], group: Any, op: Any) -> None:
-    flat = _flat(tensors[0], sum(map(torch.Tensor.numel, tensors)))
-    parts = _torch.unflatten(flat, tensors)
-    _torch.copy_all(parts, tensors)
+def _all_reduce(tensors: list[torch.Tensor], op: Any, group: Any) -> None:
+    lines = _lines(tensors)
+    flat = _flat(tensors[0], sum(map(_numel, tensors)))
+    _pack(flat, tensors, lines)
     reduce.all_reduce(flat, op, group)
-    _torch.copy_all(tensors, parts)
+    _unpack(flat, tensors, lines)
 
 
 def _all_gather(outputs: list[torch.Tensor], inputs: list[torch.Tensor], group: Any) -> None:
-    sizes = [tensor.numel() for tensor in inputs]
+    sizes = list(map(_numel, inputs))
     source = _flat(inputs[0], sum(sizes))
-    _torch.copy_all(_torch.unflatten(source, inputs), inputs)
+    _pack(source, inputs, _lines(inputs))
     whole = _flat(inputs[0], sum(sizes) * group.size())
     _gather_into(whole, source, group)
     for output, part in zip(outputs, torch.split(whole.view(group.size(), sum(sizes)), sizes, 1), strict=True):
-        output.copy_(part.reshape(output.shape))
+        if output.is_contiguous():
+            output.view(part.shape).copy_(part)
+        else:
+            output.copy_(part.reshape(output.shape))
 
 
-def _reduce_scatter(outputs: list[torch.Tensor], inputs: list[torch.Tensor], group: Any, op: Any) -> None:
-    numel, world = sum(map(torch.Tensor.numel, outputs)), group.size()
+def _reduce_scatter(outputs: list[torch.Tensor], inputs: list[torch.Tensor], op: Any, group: Any) -> None:
+    numel, world = sum(map(_numel, outputs)), group.size()
     whole = _flat(outputs[0], numel * world)
     rows = [tensor.reshape(world, output.numel()) for tensor, output in zip(inputs, outputs, strict=True)]
     torch.cat(rows, 1, out=whole.view(world, numel))
     part = _flat(outputs[0], numel)
     _scatter_into(part, whole, op, group)
-    _torch.copy_all(outputs, _torch.unflatten(part, outputs))
+    _unpack(part, outputs, _lines(outputs))
+
+
+def _lines(tensors: list[torch.Tensor]) -> list[torch.Tensor] | None:
+    """Return ``tensors`` with one dimension each; None if one of them has no such view, because it is not contiguous.
+
+    Lines are copied by fewer and larger kernels than tensors of any shape.
+    """
+    try:
+        return [tensor if tensor.dim() == 1 else tensor.view(-1) for tensor in tensors]
+    except RuntimeError:
+        return None
+
+
+def _pack(flat: torch.Tensor, tensors: list[torch.Tensor], lines: list[torch.Tensor] | None) -> None:
+    """Copy ``tensors`` into ``flat``."""
+    if lines is None:
+        _torch.copy_all(_torch.unflatten(flat, tensors), tensors)
+    else:
+        torch.cat(lines, out=flat)
+
+
+def _unpack(flat: torch.Tensor, tensors: list[torch.Tensor], lines: list[torch.Tensor] | None) -> None:
+    """Copy ``flat`` into ``tensors``."""
+    index = flat.get_device()
+    # The copies of lines take addresses from memory of the host that is given back at once, so a graph can't have them;
+    # and of nothing at all, they divide by 0 on a GPU (torch 2.11).
+    captured = index >= 0 and capture_of(LEDGER.streams, _current(index))
+    if lines is None or captured or not flat.numel():
+        _torch.copy_all(tensors, _torch.unflatten(flat, tensors))
+    else:
+        torch.split_with_sizes_copy(flat, list(map(_numel, lines)), out=lines)
 
 
 def _flat(like: torch.Tensor, numel: int) -> torch.Tensor:

@@ -375,7 +375,7 @@ def forwarded(
             buckets = BUCKETS.get(group)
             if buckets is not None:
                 op, given = _operation(args, kwargs)
-                if not asynchronous and coalesced and buckets.put_off(name, given, op):
+                if not asynchronous and coalesced and buckets.put_off(name, op, *given):
                     return None
                 with buckets.closed():
                     return call(*args, **kwargs)

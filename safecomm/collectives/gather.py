@@ -14,6 +14,7 @@ from torch.overrides import has_torch_function_unary
 
 from safecomm import _torch
 from safecomm.collectives.call import (
+    BUCKETS,
     ENGINES,
     REGIONS,
     by_engine,
@@ -87,6 +88,13 @@ def _all_gather(output_tensor: Any, input_tensor: Any, group: Any = None, async_
         or _profiler._is_profiler_enabled
         or (async_op and _inflight())
     ):
+        if (
+            BUCKETS
+            and not async_op
+            and (buckets := BUCKETS.get(to))
+            and buckets.put_off(_NAME, None, output_tensor, input_tensor)
+        ):
+            return None
         return _forward_all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
     if lane.regions and (region := REGIONS.get(to)) is not None:
         return region.collect(to, _c10d_all_gather, input_tensor, output_tensor, None, async_op)

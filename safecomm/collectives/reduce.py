@@ -14,6 +14,7 @@ from torch.overrides import has_torch_function_unary
 
 from safecomm import _torch
 from safecomm.collectives.call import (
+    BUCKETS,
     ENGINES,
     REGIONS,
     by_engine,
@@ -78,6 +79,9 @@ def all_reduce(tensor: Any, op: Any = c10d.ReduceOp.SUM, group: Any = None, asyn
         or _profiler._is_profiler_enabled
         or (async_op and _inflight())
     ):
+        # Asked here, because there are no lanes while there are buckets.
+        if BUCKETS and not async_op and (buckets := BUCKETS.get(to)) and buckets.put_off("all_reduce", op, tensor):
+            return None
         return _forward_all_reduce(tensor, op=op, group=group, async_op=async_op)
     if lane.regions and (region := REGIONS.get(to)) is not None:
         return region.collect(to, _c10d_all_reduce, tensor, None, op, async_op)
@@ -144,6 +148,8 @@ def _reduce_scatter(
         or _profiler._is_profiler_enabled
         or (async_op and _inflight())
     ):
+        if BUCKETS and not async_op and (buckets := BUCKETS.get(to)) and buckets.put_off(_NAME, op, output, input):
+            return None
         return _forward_reduce_scatter(output, input, op=op, group=group, async_op=async_op)
     if lane.regions and (region := REGIONS.get(to)) is not None:
         return region.collect(to, _c10d_reduce_scatter, input, output, op, async_op)
