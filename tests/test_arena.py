@@ -308,9 +308,11 @@ def test_an_arena_of_a_plan_of_all_lengths_is_large_enough_for_any_order_of_them
         for length in lengths:
             step(length)
     dice = random.Random(5)
-    with use_arena(Arena.from_plan(plan, "cpu", full="raise")):
+    arena = Arena.from_plan(plan, "cpu", full="raise")
+    with use_arena(arena):
         for _ in range(200):
             step(dice.choice(lengths))
+    arena.close()
 
 
 def test_a_plan_says_when_it_is_none(tmp_path):
