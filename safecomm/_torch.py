@@ -181,12 +181,6 @@ inflight_as_graph_input: Callable[[], bool] = getattr(
 """Whether the dispatcher's calls register their works, for graphs that are given tensors still in flight."""
 
 
-def calls_are_compared() -> bool:
-    """Return whether c10d compares what the ranks call (``TORCH_DISTRIBUTED_DEBUG=DETAIL``)."""
-    level = getattr(c10d, "get_debug_level", None)
-    return level is not None and getattr(level(), "name", "") == "DETAIL"
-
-
 def backend_of(group: Any, device_type: str) -> Any:
     """Return the C++ side of ``group``'s backend for ``device_type``; None if it has none."""
     try:
@@ -414,6 +408,19 @@ unflatten: Callable[[torch.Tensor, list[torch.Tensor]], Sequence[torch.Tensor]] 
 
 copy_all: Callable[[Any, Any], None] = getattr(torch, "_foreach_copy_", _copy_all)
 """Copy a list of tensors into another: a few kernels in place of one for each."""
+
+
+def _increment_each(tensors: Sequence[torch.Tensor]) -> None:
+    for tensor in tensors:
+        torch.autograd.graph.increment_version(tensor)
+
+
+increment_versions: Callable[[Sequence[torch.Tensor]], None] = _increment_each
+"""Tell autograd that tensors have been written to, none of which may be of inference mode."""
+
+with contextlib.suppress(TypeError, RuntimeError):  # torch 2.4 takes one at a time
+    torch.autograd.graph.increment_version([])
+    increment_versions = torch.autograd.graph.increment_version
 
 
 # --- the CUDA driver -------------------------------------------------------------------------------

@@ -141,10 +141,10 @@ class Ledger:
             self._lanes[key] = lane
             direct = self._diverted if self._diverting else self.direct
             known = backend in ("nccl", "gloo")  # the works of others may be something else: the fake one's never end
-            if type(group) is ProcessGroup and known and not capture and not p2p and id(group) not in direct:
+            if type(group) is ProcessGroup and known and not capture and not p2p:
                 lane.backend = _torch.backend_of(group, "cpu" if index == HOST else "cuda")
                 if lane.backend is not None:
-                    direct[id(group)] = lane
+                    direct.setdefault(id(group), lane)  # a group may have a lane for each of two devices
         return lane
 
     @contextlib.contextmanager

@@ -198,6 +198,8 @@ class Arena:
     >>> arena.close()
     """
 
+    symmetric = False
+    """Whether the block is registered as a symmetric window."""
     _backing: Any = None
     _pool: Any = None
 
@@ -213,6 +215,7 @@ class Arena:
         symmetric: bool = False,
     ) -> None:
         self._device, self.index = _device_of(device)
+        self.symmetric = symmetric and register is not None
         capacity = rounded(bytes_of(nbytes, "Arena: nbytes"))
         if full not in POLICIES:
             raise ValueError(f"Arena(full={full!r}): expected one of {', '.join(POLICIES)}")

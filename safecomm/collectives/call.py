@@ -78,6 +78,7 @@ OPS = tuple(getattr(c10d.ReduceOp, name) for name in ("SUM", "AVG", "PRODUCT", "
 """The reduce operations that are members of an enum. A premultiplied sum is another object."""
 _current = LEDGER.streams.current
 _at_home = LEDGER.streams.at_home
+_all_at_home = LEDGER.streams.all_at_home
 
 
 _counts: dict[str, itertools.count[int]] = {}
@@ -197,13 +198,24 @@ def flatten(arguments: Any) -> Iterator[Any]:
             yield from flatten(argument)
 
 
-def at_home(argument: Any) -> bool:
-    """Return whether a synchronous call need hold nothing of this: on the CPU, or allocated on the current stream."""
-    if type(argument) in PLAIN:
+def all_at_home(arguments: list[Any]) -> bool:
+    """Return whether a synchronous call need hold none of these: on the CPU, or allocated on the current stream."""
+    pointers = []
+    index = HOST
+    for argument in arguments:
+        if type(argument) not in PLAIN:
+            return False
         if argument.is_cuda and argument.layout is torch.strided:
-            return _at_home(_current(argument.get_device()), argument.data_ptr())
-        return bool(argument.is_cpu)
-    return False
+            device = argument.get_device()
+            if index not in (HOST, device):
+                return False
+            index = device
+            pointers.append(argument.data_ptr())
+        elif not argument.is_cpu:
+            return False
+    if len(pointers) <= 2:
+        return not pointers or _at_home(_current(index), *pointers)
+    return _all_at_home(_current(index), sorted(pointers))  # one question to the driver for each segment
 
 
 def host_alias(argument: Any) -> Any:
@@ -323,7 +335,7 @@ _SPAN = _Span()
 
 
 @contextlib.contextmanager
-def _span(name: str) -> Iterator[None]:
+def span(name: str) -> Iterator[None]:
     """Show a call as ``safecomm::NAME`` in a profile, and as an NVTX range where torch emits those."""
     _SPAN.open = True
     try:
@@ -380,7 +392,7 @@ def forwarded(
                 with buckets.closed():
                     return call(*args, **kwargs)
         if profiler._is_profiler_enabled and not _SPAN.open:
-            with _span(name):
+            with span(name):
                 return call(*args, **kwargs)
         region = REGIONS.get(group) if REGIONS else None
         count()
@@ -407,7 +419,7 @@ def forwarded(
             raise
         if recording:
             captures.note(name, group, with_memory(tensors), caller())
-        if result is None and not coalesced and not REGIONS and all(map(at_home, tensors)):
+        if result is None and not coalesced and not REGIONS and all_at_home(tensors):
             return None  # the ordinary program: nothing to hold
         return finish(name, result, group, tensors, caller(), staged=staged, p2p=p2p, unpolled=unpolled)
 
@@ -433,6 +445,8 @@ def forwarded(
             value = args[place] if place < len(args) else kwargs.get(argument)
             if type(value) in PLAIN:
                 tensors.append(value)
+            elif type(value) is list and PLAIN.issuperset(map(type, value)):
+                tensors += value
             else:
                 tensors.extend(flatten(value))
         group = args[group_place] if group_place < len(args) else kwargs.get("group")

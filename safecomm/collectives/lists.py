@@ -1,109 +1,216 @@
-"""all_gather and reduce_scatter of lists: as one flat collective where that pays.
+"""all_gather and reduce_scatter of lists: as one flat collective where the list is one buffer.
 
 c10d's C++ side stages a list through memory of its own, twice the size of the result, and copies tensor by tensor. With
-an arena in use, a list that is the consecutive slices of one buffer is that buffer, and nothing is staged or copied. On
-NCCL both ways run the same collective, so a rank whose list is in pieces, and goes c10d's way, takes part in it all the
-same. For small lists c10d's way is the faster one (``benchmarks/arena_lists.py``), and gloo has another one for each.
+an arena in use, a list that is the consecutive slices of one buffer is that buffer, and nothing is staged or copied,
+however small it is: each copy costs the host more than finding that out.
+
+On NCCL both ways run the same ncclAllGather or ncclReduceScatter and count as one call of the group, so a rank whose
+list is in pieces, and goes c10d's way, takes part in it all the same. c10d's flight recorder shows the name of the way
+that each rank went. gloo's list forms are other algorithms, and stay c10d's.
 """
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
 import torch.distributed.distributed_c10d as c10d
+from torch.nn import Parameter as _Parameter
+from torch.overrides import has_torch_function_unary
 
 from safecomm import _torch, captures
-from safecomm.arena.staging import joined
 from safecomm.arena.use import in_use, may_be_used
-from safecomm.collectives.call import PLAIN, REGIONS, caller, counter, default_group, finish, forwarded, stand_in
+from safecomm.collectives.call import (
+    BUCKETS,
+    counter,
+    default_group,
+    direct,
+    direct_options,
+    forwarded,
+    span,
+    storages_of,
+)
+from safecomm.entries import WorkLane
 from safecomm.ledger import LEDGER
+from safecomm.work import Work
 
-PAYS = 16 << 20
-"""Bytes of each tensor of the list from which on one flat collective is faster."""
-
+# Bound once: each of these is read on every call.
 _compiling = torch.compiler.is_dynamo_compiling
-_count_all_gather, _count_reduce_scatter = counter("all_gather"), counter("reduce_scatter")
-_gather_into = getattr(c10d, "all_gather_single", None) or c10d.all_gather_into_tensor
-_scatter_into = getattr(c10d, "reduce_scatter_single", None) or c10d.reduce_scatter_tensor
+_busy = LEDGER.busy
+_current = LEDGER.streams.current
+_at_home = LEDGER.streams.at_home
+_direct = LEDGER.direct
+_getframe = sys._getframe
+_recording = captures.RECORDING
+_Tensor = torch.Tensor
+_modes = _torch.dispatch_modes
+_level = _torch.transform_level
+_has_plain_keys = _torch.has_plain_keys
+_profiler = _torch.profiler
+_inflight = _torch.inflight_as_graph_input
+_inference = torch.is_inference_mode_enabled
+_NCCL = getattr(c10d, "ProcessGroupNCCL", None)
 
+_SUM = id(c10d.ReduceOp.SUM)
+_gather_options = tuple(table[_SUM] for table in direct_options(c10d.AllgatherOptions))  # type: ignore[attr-defined]
+_scatter_options = direct_options(c10d.ReduceScatterOptions)
+_launch_all_gather = _torch.Backend._allgather_base
+_launch_reduce_scatter = _torch.Backend._reduce_scatter_base
+_c10d_all_gather, _c10d_reduce_scatter = c10d.all_gather, c10d.reduce_scatter
+_count_all_gather, _count_reduce_scatter = counter("all_gather"), counter("reduce_scatter")
 _forward_all_gather = forwarded("all_gather", "tensor_list", "tensor", staged=True)
 _forward_reduce_scatter = forwarded("reduce_scatter", "output", "input_list", staged=True, unpolled=True)
 
 
-def whole_of(tensors: Any, tensor: Any, group: Any) -> torch.Tensor | None:
-    """Return the buffer that ``tensors`` are the slices of; None if a call on them and ``tensor`` is to be c10d's."""
+def whole_of(tensors: list[Any], tensor: torch.Tensor, backend: Any) -> torch.Tensor | None:
+    """Return the buffer that ``tensors`` are the slices of, as a tensor of one dimension; None if they are not.
+
+    They are if all are like ``tensor`` and follow each other in one storage. ``tensor`` must lie outside of them, or
+    where NCCL runs in place: at the slice of ``backend``'s own rank.
+    """
+    count = len(tensors)
+    try:
+        first, last = tensors[0], tensors[-1]
+        if type(first) is not _Tensor or type(last) is not _Tensor:
+            return None
+        start, nbytes = first.data_ptr(), tensor.nbytes
+        # First what tells pieces from slices at once.
+        if last.data_ptr() != start + (count - 1) * nbytes:
+            return None
+        if not start or not nbytes or count != backend.size():
+            return None
+        place = tensor.data_ptr()
+        if start - nbytes < place < start + count * nbytes and place != start + backend.rank() * nbytes:
+            return None
+        shape, dtype, storage, inference = tensor.shape, tensor.dtype, first.untyped_storage(), first.is_inference()
+        if (
+            dtype.is_complex  # c10d makes pairs of real numbers of them
+            or tensor.requires_grad
+            or not _has_plain_keys(tensor)
+            or not tensor.is_contiguous()
+            or first.get_device() != tensor.get_device()
+        ):
+            return None
+        place = start
+        for one in tensors:
+            if (
+                type(one) is not _Tensor
+                or one.data_ptr() != place
+                or one.untyped_storage() is not storage  # neighbours in memory can be two allocations
+                or one.shape != shape
+                or one.dtype is not dtype
+                or one.requires_grad
+                or one.is_neg()
+                or one.is_inference() is not inference
+                or not one.is_contiguous()
+            ):
+                return None
+            place += nbytes
+        return first.as_strided((count * tensor.numel(),), (1,), first.storage_offset())
+    except (RuntimeError, IndexError):  # none there, or tensors without memory or shape: c10d says what it says of them
+        return None
+
+
+def _found(tensors: Any, tensor: Any, group: Any, asynchronous: bool) -> tuple[WorkLane, torch.Tensor] | None:
+    """Return the lane and the buffer of a call that goes flat; None for one that is c10d's."""
     if (
-        type(tensor) not in PLAIN
-        or not tensor.is_cuda
-        or tensor.layout is not torch.strided
-        or tensor.nbytes < PAYS
-        or in_use(tensor.get_device()) is None
-        or not isinstance(tensors, list)
-        or not isinstance(group, c10d.ProcessGroup)
-        or _torch.backend_name(group, "cuda") != "nccl"
-        or len(tensors) != group.size()
-        or group in REGIONS
-        or group in _torch.world.pg_coalesce_state
-        or tensor.dtype.is_complex
-        or not tensor.is_contiguous()
-        or _torch.dispatch_modes()
-        or torch.overrides.has_torch_function((tensor, *tensors))
-        # With it c10d compares the names of what the ranks call, which differ.
-        or _torch.calls_are_compared()
+        has_torch_function_unary(tensor)  # a TorchFunctionMode is active
+        or (type(tensor) is not _Tensor and type(tensor) is not _Parameter)
+        or type(tensors) is not list
     ):
         return None
-    for one in (tensor, *tensors):
-        if type(one) not in PLAIN or one.requires_grad or one.is_neg():
-            return None
-        if one.shape != tensor.shape or one.dtype is not tensor.dtype or one.device != tensor.device:
-            return None
-    whole = joined(tensors)
-    return whole if whole is not None and apart(tensor, whole, group.rank()) else None
+    index = tensor.get_device()
+    lane = _direct.get(id(group))
+    if (lane is None or lane.index != index) and (lane := _lane_of(group, index)) is None:
+        return None
+    backend = lane.backend
+    if (
+        type(backend) is not _NCCL  # another class compares the names of what the ranks call, which differ (DETAIL)
+        or (arena := in_use(index)) is None
+        # NCCL's symmetric kernels are for buffers that lie in the window on all ranks, and pieces are staged outside.
+        or arena.symmetric
+        or (lane.regions and group in lane.regions)
+        or _modes()
+        or _level() is not None
+        or (asynchronous and _inflight())
+    ):
+        return None
+    whole = whole_of(tensors, tensor, backend)
+    return None if whole is None else (lane, whole)
 
 
-def apart(tensor: torch.Tensor, whole: torch.Tensor, rank: int) -> bool:
-    """Return whether ``tensor`` lies outside of ``whole``, or where NCCL runs in place: at the rank's own slice."""
-    start, place = whole.data_ptr(), tensor.data_ptr()
-    if place == start + rank * tensor.nbytes:
-        return True
-    return place + tensor.nbytes <= start or start + whole.nbytes <= place
+def _lane_of(group: Any, index: int) -> WorkLane | None:
+    """Return the lane of a group that has not been called on this device yet, or whose calls are diverted."""
+    if type(group) is not c10d.ProcessGroup or group in BUCKETS:
+        return None
+    return LEDGER.lane_of(group, index)
 
 
-def _run(op: str, launch: Any, output: torch.Tensor, source: torch.Tensor, *arguments: Any, async_op: bool,
-         group: Any) -> Any:  # fmt: skip
+def _run(
+    op: str, launch: Any, options: Any, lane: WorkLane, group: Any, output: torch.Tensor, source: torch.Tensor,
+    arguments: list[torch.Tensor], asynchronous: bool,
+) -> Any:  # fmt: skip
     """Launch a flat collective, hold what it uses, and return what the caller gets."""
-    tensors = [output, source]
-    if captures.RECORDING:
-        captures.check_group(op, group, tensors)
-    result = launch(output.view(-1), source.view(-1), *arguments, group=group, async_op=async_op)
-    frame = caller()
-    if captures.RECORDING:
-        captures.note(op, group, tensors, frame)
-    return finish(op, result, group, tensors, frame)
+    if _busy:
+        LEDGER.sweep()
+    if _recording:
+        captures.check_group(op, group, arguments)
+    if _profiler._is_profiler_enabled:
+        with span(op):
+            inner = launch(lane.backend, output, source, options)
+    else:
+        inner = launch(lane.backend, output, source, options)
+    if _recording:
+        # Not the buffer, which is gone in a moment: a replay looks whether the caller's own tensors have moved.
+        captures.note(op, group, arguments, _getframe(2))
+    pointers = (output.data_ptr(), source.data_ptr())
+    if asynchronous:
+        storages = (output.untyped_storage(), source.untyped_storage())
+        return inner and lane.hold(Work(), op, inner, storages, pointers, _getframe(2))
+    if inner is not None:
+        inner.wait()
+    index = lane.index
+    if index >= 0 and not _at_home(_current(index), *pointers):
+        LEDGER.trail(op, group, index, storages_of([output, source]), _getframe(2))
+    return None
 
 
 def all_gather(tensor_list: Any, tensor: Any, group: Any = None, async_op: bool = False) -> Any:
+    if _compiling():
+        return _c10d_all_gather(tensor_list, tensor, group, async_op)
     to = group or default_group()
-    if _compiling() or not may_be_used() or (whole := whole_of(tensor_list, tensor, to)) is None:
+    if not may_be_used() or (found := _found(tensor_list, tensor, to, async_op)) is None:
+        return _forward_all_gather(tensor_list, tensor, group=group, async_op=async_op)
+    lane, whole = found
+    # c10d's copies would say so to autograd, and raise for tensors of inference mode outside of it.
+    if not whole.is_inference():
+        _torch.increment_versions(tensor_list)
+    elif not _inference():
         return _forward_all_gather(tensor_list, tensor, group=group, async_op=async_op)
     _count_all_gather()
-    if LEDGER.busy:
-        LEDGER.sweep()
-    return _run("all_gather", _gather_into, whole, tensor, async_op=async_op, group=to)
+    options = _gather_options[bool(async_op)]
+    arguments = [*tensor_list, tensor] if _recording else tensor_list
+    return _run("all_gather", _launch_all_gather, options, lane, to, whole, tensor, arguments, async_op)
 
 
 def reduce_scatter(
     output: Any, input_list: Any, op: Any = c10d.ReduceOp.SUM, group: Any = None, async_op: bool = False
 ) -> Any:
+    if _compiling():
+        return _c10d_reduce_scatter(output, input_list, op, group, async_op)
     to = group or default_group()
-    if _compiling() or not may_be_used() or (whole := whole_of(input_list, output, to)) is None:
+    if (
+        not may_be_used()
+        or (options := _scatter_options[bool(async_op)].get(id(op))) is None
+        or (found := _found(input_list, output, to, async_op)) is None
+    ):
         return _forward_reduce_scatter(output, input_list, op=op, group=group, async_op=async_op)
+    lane, whole = found
     _count_reduce_scatter()
-    if LEDGER.busy:
-        LEDGER.sweep()
-    return _run("reduce_scatter", _scatter_into, output, whole, op, async_op=async_op, group=to)
+    arguments = [output, *input_list] if _recording else input_list
+    return _run("reduce_scatter", _launch_reduce_scatter, options, lane, to, output, whole, arguments, async_op)
 
 
-all_gather = stand_in(all_gather, c10d.all_gather)
-reduce_scatter = stand_in(reduce_scatter, c10d.reduce_scatter)
+all_gather = direct(all_gather, _c10d_all_gather, _forward_all_gather)
+reduce_scatter = direct(reduce_scatter, _c10d_reduce_scatter, _forward_reduce_scatter)

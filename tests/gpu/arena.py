@@ -15,6 +15,7 @@ from harness import MIB, case, rank, require, settle, slow
 
 import safecomm
 from safecomm import functional
+from safecomm.collectives import lists
 from safecomm.ledger import LEDGER
 
 ROOT = Path(__file__).parents[2]
@@ -240,47 +241,141 @@ def arena_s6_slots_of_a_graph_are_its_own():
     return {"MiB of a graph with 4 and 16 layers": [one // MIB for one in held]}
 
 
-@case(120)
+def flat_launches():
+    """Count the list calls that go flat, from now on: in what is returned, by name."""
+    counts = {"_launch_all_gather": 0, "_launch_reduce_scatter": 0}
+
+    def counting(name, launch):
+        def call(*arguments):
+            counts[name] += 1
+            return launch(*arguments)
+
+        return call
+
+    for name in counts:
+        setattr(lists, name, counting(name, getattr(lists, name)))
+    return counts
+
+
+def memory_of(made, arena, world, numel, dtype):
+    """Return a list of tensors to gather into or to scatter from, and whether it is one buffer."""
+    whole = torch.zeros(world, numel, dtype=dtype, device="cuda")
+    if made == "arena":
+        whole = arena.empty(world, numel, dtype=dtype).zero_()
+    pieces = made == "pieces" or (made == "mixed" and rank() % 2)
+    return [one.clone() for one in whole] if pieces else list(whole.unbind()), not pieces
+
+
+@case(240)
 def arena_list_forms_against_stock():
-    """The same bits as stock's list forms, sync and async, in slices and in pieces, eager and captured."""
+    """The same bits as stock's, 20 B to 64 MiB a slice: in slices, in pieces, mixed between ranks, sync and async."""
     world = stock.get_world_size()
     checked = 0
-    with safecomm.use_arena(512 * MIB) as arena:
+    sizes = (20, 1 << 10, 64 << 10, (1 << 20) + 12, 4 << 20, (16 << 20) + 32, 64 << 20)
+    side = torch.cuda.Stream()
+    launches = flat_launches()
+    expected = 0
+    with safecomm.use_arena(1 << 30) as arena:
         for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.complex64):
-            for numel in (5, (1 << 20) + 3, (4 << 20) + 8):  # the last is large enough to go flat
+            for nbytes in sizes:
+                numel = -(-nbytes // dtype.itemsize)
                 generator = torch.Generator("cuda").manual_seed(rank() * 7 + numel)
                 given = (torch.rand(world, numel, device="cuda", generator=generator) * 9).to(dtype)
-                for made in ("slices", "pieces", "arena"):
-                    for asynchronous in (False, True):
+                for made in ("slices", "pieces", "arena", "mixed"):
+                    for how in ("sync", "async", "side stream"):
+                        asynchronous = how == "async"
                         results = []
                         for library in (stock, safecomm):
-                            whole = torch.zeros(world, numel, dtype=dtype, device="cuda")
-                            if made == "arena":
-                                whole = arena.empty(world, numel, dtype=dtype).zero_()
-                            out = [one.clone() for one in whole] if made == "pieces" else list(whole.unbind())
-                            sent = [one.clone() for one in given] if made == "pieces" else list(given.unbind())
+                            out, one_buffer = memory_of(made, arena, world, numel, dtype)
+                            sent, _ = memory_of(made, arena, world, numel, dtype)
+                            for one, other in zip(sent, given, strict=True):
+                                one.copy_(other)
                             part = torch.zeros(numel, dtype=dtype, device="cuda")
-                            works = [library.all_gather(out, given[0], async_op=asynchronous)]
-                            if works[0] is not None:
-                                works[0].wait()
-                            gathered = torch.cat(out)
-                            if not dtype.is_complex:
-                                works.append(library.reduce_scatter(part, sent, async_op=asynchronous))
-                            works.append(library.all_to_all(out, sent, async_op=asynchronous))
-                            for work in works:
-                                if work is not None:
-                                    work.wait()
-                            results.append((gathered, part, torch.cat(out)))
-                            del works, work, out, sent, whole  # a handle keeps its outputs
-                        for ours, theirs in zip(*results, strict=True):
-                            require(torch.equal(ours, theirs), dtype, numel, made, asynchronous)
+                            stream = side if how == "side stream" else torch.cuda.current_stream()
+                            stream.wait_stream(torch.cuda.current_stream())
+                            with torch.cuda.stream(stream):
+                                versions = [one._version for one in out]
+                                works = [library.all_gather(out, given[0], async_op=asynchronous)]
+                                # Slices are views of one tensor, and stock's copies count for each: only whether.
+                                versions = [one._version > before for one, before in zip(out, versions, strict=True)]
+                                if works[0] is not None:
+                                    works[0].wait()
+                                gathered = torch.cat(out)
+                                if not dtype.is_complex:
+                                    works.append(library.reduce_scatter(part, sent, async_op=asynchronous))
+                                works.append(library.all_to_all(out, sent, async_op=asynchronous))
+                                for work in works:
+                                    if work is not None:
+                                        work.wait()
+                                exchanged = torch.cat(out)
+                            torch.cuda.current_stream().wait_stream(stream)
+                            torch.cuda.synchronize()
+                            results.append((gathered, part, exchanged, torch.tensor(versions)))
+                            if library is safecomm and one_buffer and not dtype.is_complex:
+                                expected += 1
+                            del works, work, out, sent, one, other  # a handle keeps its outputs
+                        for theirs, ours in zip(*results, strict=True):
+                            require(torch.equal(ours, theirs), dtype, nbytes, made, how, ours, theirs)
                             checked += 1
-                        del results, ours, theirs, part, gathered
+                        require(list(launches.values()) == [expected] * 2, launches, expected, dtype, nbytes, made, how)
+                        del results, ours, theirs, part, gathered, exchanged
+        safecomm.drain(wait=True)
         require(safecomm.pending() == [], safecomm.pending())
         settle()
         stats = arena.stats()
         require(stats.in_use == 0, arena)
-    return {"compared": checked, "fallbacks": stats.fallbacks}
+    return {"compared": checked, "flat": expected, "fallbacks": stats.fallbacks}
+
+
+@case(120)
+def arena_list_forms_in_a_capture():
+    """Captured in slices, in pieces and mixed between ranks: each replay gives stock's bits, and leases the list."""
+    world = stock.get_world_size()
+    checked = 0
+    leases = {}
+    launches = flat_launches()
+    with safecomm.use_arena(512 * MIB) as arena:
+        for nbytes in (64 << 10, 1 << 20, 16 << 20):
+            numel = nbytes // 4
+            for made in ("slices", "pieces", "mixed"):
+                for asynchronous in (False, True):
+                    given = torch.zeros(world, numel, device="cuda")
+                    out, one_buffer = memory_of(made, arena, world, numel, torch.float32)
+                    sent, _ = memory_of(made, arena, world, numel, torch.float32)
+                    part = torch.zeros(numel, device="cuda")
+                    before = dict(launches)
+                    graph = torch.cuda.CUDAGraph()
+                    with safecomm.graph(graph, groups=[stock.group.WORLD]) as captured:
+                        for work in (
+                            safecomm.all_gather(out, given[0], async_op=asynchronous),
+                            safecomm.reduce_scatter(part, sent, async_op=asynchronous),
+                        ):
+                            if work is not None:
+                                work.wait()
+                    del work
+                    flat = [launches[name] - before[name] for name in launches]
+                    require(flat == [int(one_buffer)] * 2, flat, made, nbytes)
+                    leases[made] = len(captured.leases())
+                    require(leases[made] == 2 * (world + 1), captured.leases())
+                    for trial in range(3):
+                        given.uniform_(generator=torch.Generator("cuda").manual_seed(trial * 10 + rank()))
+                        for one, other in zip(sent, given, strict=True):
+                            one.copy_(other)
+                        graph.replay()
+                        expected = [torch.empty(numel, device="cuda") for _ in out]
+                        stock.all_gather(expected, given[0])
+                        total = torch.empty(numel, device="cuda")
+                        stock.reduce_scatter(total, list(given.unbind()))
+                        for ours, theirs in zip([*out, part], [*expected, total], strict=True):
+                            require(torch.equal(ours, theirs), made, nbytes, asynchronous)
+                            checked += 1
+                    torch.cuda.synchronize()
+                    graph.reset()
+                    del graph, captured, out, sent, one, other, ours, theirs, expected, total
+        safecomm.drain(wait=True)
+        settle()
+        require(arena.stats().in_use == 0, arena)
+    return {"compared": checked, "leases": leases}
 
 
 class Layer:
