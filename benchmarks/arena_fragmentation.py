@@ -3,14 +3,14 @@
     python benchmarks/arena_fragmentation.py --out FILE [--ranks 2] [--programs tiled recompute keep]
 
 Starts one torchrun for each program, and combination of arena or none and allocator settings, because the settings are
-read once a process; all of them at once, because nothing is timed. The programs are the same: layers with sequence
-parallelism, of which each gathers its input, multiplies, and scatters its output, and a backward that goes the same way
-back. They differ in what else changes its size with the length. "tiled" works on 512 tokens at a time, holds only the
-inputs of the layers, which were scattered, and computes the rest again: nothing does but the buffers of the
-communication. "recompute" is that without tiles, so that the activations inside of a layer do; "keep" holds those to
-the backward. With "arena" the buffers of the communication, what is gathered and what is scattered, come from an arena
-whose size is that of a recorded pass over all lengths. "overhead" is the peak of what is reserved, minus the peak of
-what the program has in use without an arena. An existing FILE keeps the programs that are not run again.
+read once a process. The programs are the same: layers with sequence parallelism, of which each gathers its input,
+multiplies, and scatters its output, and a backward that goes the same way back. They differ in what else changes its
+size with the length. "tiled" works on 512 tokens at a time, holds only the inputs of the layers, which were scattered,
+and computes the rest again: nothing does but the buffers of the communication. "recompute" is that without tiles, so
+that the activations inside of a layer do; "keep" holds those to the backward. With "arena" the buffers of the
+communication, what is gathered and what is scattered, come from an arena whose size is that of a recorded pass over all
+lengths. "overhead" is the peak of what is reserved, minus the peak of what the program has in use without an arena. An
+existing FILE keeps the programs that are not run again.
 """
 
 import argparse
@@ -21,7 +21,6 @@ import random
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -156,9 +155,8 @@ def main():
         return
     out = Path(arguments.out)
     results = json.loads(out.read_text()) if out.exists() else {"programs": {}}
-    with ThreadPoolExecutor() as pool:
-        measured = list(pool.map(lambda program: measure(program, arguments.ranks), arguments.programs))
-    for program, found in zip(arguments.programs, measured, strict=True):
+    for program in arguments.programs:
+        found = measure(program, arguments.ranks)
         rows = {}
         for name, figures in found.items():
             # The same program has the same in use, whoever hands it out: what stock's allocator counts.
@@ -180,31 +178,27 @@ def main():
             "date": datetime.date.today().isoformat(),
         }
         results["programs"][program] = rows
-    out.write_text(json.dumps(results, indent=1) + "\n")
+        out.write_text(json.dumps(results, indent=1) + "\n")
 
 
 def measure(program, ranks):
     """Run ``program`` in each way, in processes of their own."""
-    with tempfile.TemporaryDirectory() as folder:
-        running = {}
-        for name, setting in SETTINGS.items():
-            for way in ("stock", "arena"):
+    found = {}
+    for name, setting in SETTINGS.items():
+        for way in ("stock", "arena"):
+            with tempfile.TemporaryDirectory() as folder:
+                path = Path(folder) / "figures.json"
                 # Without what torchrun sets, if this runs under one.
                 theirs = ("TORCHELASTIC", "MASTER_", "GROUP_", "ROLE_", "RANK", "LOCAL_", "WORLD_SIZE", "OMP_")
                 environment = {key: value for key, value in os.environ.items() if not key.startswith(theirs)}
                 environment["PYTORCH_CUDA_ALLOC_CONF"] = setting
-                path = Path(folder) / f"{way} {name}.json"
-                running[f"{way}, {name}"] = path, subprocess.Popen(
+                subprocess.run(
                     [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks),
                      __file__, "--way", way, "--programs", program, "--out", str(path)],
-                    env=environment,
+                    check=True, env=environment,
                 )  # fmt: skip
-        found = {}
-        for name, (path, process) in running.items():
-            if process.wait():
-                raise SystemExit(f"{program}, {name} ended with status {process.returncode}")
-            found[name] = json.loads(path.read_text())
-        return found
+                found[f"{way}, {name}"] = json.loads(path.read_text())
+    return found
 
 
 if __name__ == "__main__":

@@ -2,9 +2,10 @@
 
     torchrun --nproc-per-node 2 benchmarks/low_latency.py --out FILE
 
-In graphs: 20 calls each, the engines in turns, the median of the slowest rank. Host time: bursts of eager calls in
-turns. The decode step: a tensor-parallel transformer, hidden size 4096, 32 layers, bf16, one token for each sequence of
-the batch, two all_reduces a layer, captured into one graph.
+In graphs: 20 calls each, the engines in turns, the median of the slowest rank; each graph is replayed twice, and the
+second replay is timed, so that the ranks begin it together. Then every operation and type, at fewer sizes. Host time:
+bursts of eager calls in turns. The decode step: a tensor-parallel transformer, hidden size 4096, 32 layers, bf16, one
+token for each sequence of the batch, two all_reduces a layer, captured into one graph.
 """
 
 import argparse
@@ -27,6 +28,9 @@ SIZES = {
     GATHER: [1 << power for power in range(13, 21)],
 }
 SYMMETRIC_MOST = 4 << 20  # bytes up to which torch's own are timed
+KINDS = [(op, dtype) for op in ("SUM", "AVG", "MAX", "MIN") for dtype in ("bfloat16", "float16", "float32")]
+KINDS += [("SUM", dtype) for dtype in ("int32", "float64")]  # which are NCCL's
+FEW_SIZES = (512, 16 << 10, 256 << 10, 2 << 20, 4 << 20)
 
 
 def symmetric(nbytes, device):
@@ -56,6 +60,27 @@ def in_graphs(device, rounds):
             rows[size] = {name: round(took, 2) for name, took in us.items()}
             rows[size]["ratio"] = round(us[OURS] / us[NCCL], 3)
             del runs, theirs, ours
+    return table
+
+
+def every_kind(device, rounds):
+    """Return by operation and type the ratios of ours to NCCL, for an all_reduce of a few sizes."""
+    table = {}
+    for op, name in KINDS:
+        ratios = {}
+        for size in FEW_SIZES:
+            dtype = getattr(torch, name)
+            tensor = torch.zeros(size // dtype.itemsize, dtype=dtype, device=device)
+            operation = getattr(stock.ReduceOp, op)
+
+            def call(library, tensor=tensor, operation=operation):
+                return lambda: library.all_reduce(tensor, op=operation)
+
+            runs = {NCCL: prepare(call(stock), device), OURS: prepare(call(safecomm), device)}
+            us = slowest(runs, rounds, device)
+            ratios[size] = round(us[OURS] / us[NCCL], 3)
+            del runs
+        table[f"{op}, {name}"] = ratios
     return table
 
 
@@ -164,7 +189,12 @@ def main():
         if on.reason:
             raise SystemExit(on.reason)
         results["bytes of staging"] = on.nbytes
-        for name, part in (("us in graphs", in_graphs), ("host us, 8 KiB", host_time), ("decode step us", decode)):
+        for name, part in (
+            ("us in graphs", in_graphs),
+            ("ratio by operation and type", every_kind),
+            ("host us, 8 KiB", host_time),
+            ("decode step us", decode),
+        ):
             results[name] = part(device, arguments.rounds)
             write(arguments.out, results)
             if stock.get_rank() == 0:
