@@ -243,16 +243,16 @@ def low_latency(results):
         for size, us in sizes.items():
             best = min((us[name] for name in ("torch one-shot", "torch two-shot") if name in us), default="-")
             rows.append((f"{collective}, {bytes_of(size)}", us["NCCL"], best, us["safecomm"], us["ratio"]))
-    worst = max((ratio, kind, size) for kind, by in results["ratio by operation and type"].items()
-                for size, ratio in by.items())  # fmt: skip
+    kinds = results["ratio by operation and type"]
+    worst = max((ratio, kind, size) for kind, sizes in kinds.items() for size, ratio in sizes.items())
     eager = results["host us, 8 KiB"]
     steps = [f"{row['ratio']} at batch {batch}" for batch, row in results["decode step us"].items()]
     return (
         table((f"us of a call in a CUDA graph, bf16, {results['world']} ranks", "NCCL", "torch's symmetric memory",
                "`low_latency()`", "ratio to NCCL"), rows)
-        + f"\nOver {len(results['ratio by operation and type'])} combinations of operation and type the largest ratio to "
-        f"NCCL was {worst[0]} ({worst[1]}, {bytes_of(worst[2])}). An eager all_reduce of 8 KiB took {eager['ratio']} of the "
-        f"host time of torch's. A decode step in a graph took {', '.join(steps)} of the time on NCCL.\n"
+        + f"\nOver {len(kinds)} combinations of operation and type the largest ratio to NCCL was {worst[0]} ({worst[1]}, "
+        f"{bytes_of(worst[2])}). An eager all_reduce of 8 KiB took {eager['ratio']} of the host time of torch's. A decode "
+        f"step in a graph took {', '.join(steps)} of the time on NCCL.\n"
     )  # fmt: skip
 
 
