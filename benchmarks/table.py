@@ -247,13 +247,14 @@ def low_latency(results):
     worst = max((ratio, kind, size) for kind, sizes in kinds.items() for size, ratio in sizes.items())
     eager = results["host us, 8 KiB"]
     steps = [f"{row['ratio']} at batch {batch}" for batch, row in results["decode step us"].items()]
-    return (
-        table((f"us of a call in a CUDA graph, bf16, {results['world']} ranks", "NCCL", "torch's symmetric memory",
-               "`low_latency()`", "ratio to NCCL"), rows)
-        + f"\nOver {len(kinds)} combinations of operation and type the largest ratio to NCCL was {worst[0]} ({worst[1]}, "
-        f"{bytes_of(worst[2])}). An eager all_reduce of 8 KiB took {eager['ratio']} of the host time of torch's. A decode "
-        f"step in a graph took {', '.join(steps)} of the time on NCCL.\n"
-    )  # fmt: skip
+    first = f"us of a call in a CUDA graph, bf16, {results['world']} ranks"
+    text = (
+        f"Over {len(kinds)} combinations of operation and type the largest ratio to NCCL was {worst[0]} ({worst[1]},\n"
+        f"{bytes_of(worst[2])}). An eager all_reduce of 8 KiB took {eager['ratio']} of the host time of torch's.\n"
+        f"A decode step in a graph took {', '.join(steps)}\nof the time on NCCL.\n"
+    )
+    head = (first, "NCCL", "torch's symmetric memory", "`low_latency()`", "ratio to NCCL")
+    return f"{table(head, rows)}\n{text}"
 
 
 def host(results, where):
