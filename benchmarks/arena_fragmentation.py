@@ -5,7 +5,7 @@
 Starts one torchrun for each program, and combination of arena or none and allocator settings, because the settings are
 read once a process. The programs are the same: layers with sequence parallelism, of which each gathers its input,
 multiplies, and scatters its output, and a backward that goes the same way back. They differ in what else changes its
-size with the length. "tiled" works on 512 tokens at a time, holds only the inputs of the layers, which were scattered,
+size with the length. "tiled" works on 2048 tokens at a time, holds only the inputs of the layers, which were scattered,
 and computes the rest again: nothing does but the buffers of the communication. "recompute" is that without tiles, so
 that the activations inside of a layer do; "keep" holds those to the backward. With "arena" the buffers of the
 communication, what is gathered and what is scattered, come from an arena whose size is that of a recorded pass over all
@@ -30,8 +30,8 @@ import safecomm
 
 MIB = 1 << 20
 SETTINGS = {"default": "", "expandable": "expandable_segments:True"}
-TILE = 512
-LENGTHS = [TILE * n for n in range(1, 33)]
+TILE = 2048
+LENGTHS = [512 * n for n in range(1, 33)]
 PROGRAMS = ("tiled", "recompute", "keep")
 
 

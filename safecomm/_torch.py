@@ -536,6 +536,26 @@ def kernel_launcher(
     return launch
 
 
+def end_allocation_to_pool(index: int, pool: tuple[int, int]) -> None:
+    """Tell the caching allocator that a capture with memory of ``pool`` is over, whose ``capture_end()`` has failed.
+
+    Where CUDA gives a capture up, torch's raises before it does that (2.13). For the allocator the capture then goes on
+    for ever: ``empty_cache()`` and running out of memory free nothing any more, ``record_stream`` keeps memory for
+    good, and the end of a ``MemPool`` aborts the process.
+    """
+    if _end_allocation is None or _release_pool is None:
+        return
+    with contextlib.suppress(RuntimeError):  # it was told, and something later has failed
+        _end_allocation(index, pool)
+        _release_pool(index, pool)
+
+
+_end_allocation: Any = getattr(
+    torch._C, "_cuda_endAllocateToPool", getattr(torch._C, "_cuda_endAllocateCurrentStreamToPool", None)
+)
+_release_pool: Any = getattr(torch._C, "_cuda_releasePool", None)
+
+
 # --- the history of the caching allocator --------------------------------------------------------------
 
 

@@ -333,6 +333,8 @@ def _end_capture(captured: CapturedGraph) -> None:
         type(graph).capture_end(graph)  # type: ignore[union-attr]
     except BaseException:
         captured.abandon()
+        if LEDGER.streams.capture(captured.stream) != captured.capture:  # else it goes on: this was not its stream
+            _torch.end_allocation_to_pool(captured.index, captured._pool)
         raise
     finally:
         LEDGER.end_capture(captured.capture)

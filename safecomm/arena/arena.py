@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import ctypes
 import hashlib
 import logging
 import math
@@ -689,6 +691,15 @@ def _before_capture(index: int) -> None:
 
 
 captures.BEFORE.append(_before_capture)
+
+
+def _leave() -> None:
+    # A pool that is torn down with the modules aborts the process, if a capture has failed before (torch 2.11).
+    for arena in tuple(OPEN.values()):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(arena))
+
+
+atexit.register(_leave)
 
 
 def _end_in_child() -> None:

@@ -418,6 +418,13 @@ def s5_a_failed_capture_leaves_nothing():
             torch.cuda.synchronize()
         except Exception as error:
             print(how, "synchronize:", error)
+        # For torch's allocator the capture is over too: it gives memory back again.
+        torch.cuda.empty_cache()
+        reserved = torch.cuda.memory_reserved()
+        large = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+        del large
+        torch.cuda.empty_cache()
+        require(torch.cuda.memory_reserved() <= reserved, how, torch.cuda.memory_reserved(), reserved)
     again = torch.cuda.CUDAGraph()
     with safecomm.graph(again):
         z = source * 3
