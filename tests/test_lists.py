@@ -376,7 +376,7 @@ def test_diverted_calls_go_flat_all_the_same():
         gathered()
         with LEDGER.diverted():
             gathered()
-        with LEDGER.diverted(stock.group.WORLD):
+        with LEDGER.diverted(), LEDGER.diverted():
             scattered()
     assert launched == ["all_gather", "all_gather", "reduce_scatter"]
 
