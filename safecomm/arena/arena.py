@@ -260,7 +260,9 @@ class Arena:
         """
         if not plan.requests:
             raise ValueError("Arena.from_plan(): nothing was asked for while the plan was recorded")
-        return cls(plan.nbytes, device, full=full, buckets=plan.buckets, check=check, register=register)
+        arena = cls(plan.nbytes, device, full=full, buckets=plan.buckets, check=check, register=register)
+        arena._layout.exact = True
+        return arena
 
     def _start(
         self, block: torch.Tensor, index: int, streams: Streams, full: str, buckets: dict[str, int], check: Any
@@ -336,7 +338,8 @@ class Arena:
                         or (slot is not first and (first is None or _idle(first, False)))
                     ):
                         slots.append(slot)
-                        found = self._layout.from_shelf(shelf)
+                        # Where the last step had no room, a new one may have to begin another way.
+                        found = None if self._layout.tight else self._layout.from_shelf(shelf)
                         if found is None:
                             return self._empty(size, dtype, stream, bucket)
                         slot = found
