@@ -5,7 +5,6 @@ import gc
 import subprocess
 import sys
 import threading
-from datetime import timedelta
 
 import pytest
 import torch
