@@ -75,7 +75,8 @@ class Ledger:
         self.direct: dict[int, WorkLane] = {}  # by the id of a group that is c10d's own: the lane of its ordinary calls
         self._diverted: dict[int, WorkLane] = {}  # the same while they take the long way
         self._diverting = 0  # how often they are to
-        self._diverting_lock = threading.Lock()
+        # One that its thread can take again: the collector can run inside, and end the capture of a graph that died.
+        self._diverting_lock = threading.RLock()
         self._lanes: dict[Any, WorkLane] = {}
         self._reported: set[tuple[types.CodeType, int]] = set()
         self.failures = 0
@@ -139,12 +140,13 @@ class Ledger:
             # stays False, torch 2.13), and a second wait for it hangs. So it is never polled, and waited for once.
             lane.blind = backend == "gloo" and p2p
             self._lanes[key] = lane
-            direct = self._diverted if self._diverting else self.direct
             known = backend in ("nccl", "gloo")  # the works of others may be something else: the fake one's never end
             if type(group) is ProcessGroup and known and not capture and not p2p:
                 lane.backend = _torch.backend_of(group, "cpu" if index == HOST else "cuda")
                 if lane.backend is not None:
-                    direct.setdefault(id(group), lane)  # a group may have a lane for each of two devices
+                    with self._diverting_lock:
+                        direct = self._diverted if self._diverting else self.direct
+                        direct.setdefault(id(group), lane)  # a group may have a lane for each of two devices
         return lane
 
     @contextlib.contextmanager
@@ -167,6 +169,8 @@ class Ledger:
             lane = lanes.pop(key, None)  # its group may have died since
             if lane is not None:
                 to[key] = lane
+                if lane.group is None or lane.group() is None:  # it did in between, and another may get its id
+                    to.pop(key, None)
 
     def _group_died(self, key: tuple[int, int, int, bool]) -> None:
         # A group has died. What its lane holds stays in busy, and is swept.

@@ -262,7 +262,9 @@ class Arena:
         """
         if not plan.requests:
             raise ValueError("Arena.from_plan(): nothing was asked for while the plan was recorded")
-        return cls(plan.nbytes, device, full=full, buckets=plan.buckets, check=check, register=register)
+        arena = cls(plan.nbytes, device, full=full, buckets=plan.buckets, check=check, register=register)
+        arena._layout.exact = True
+        return arena
 
     def _start(
         self, block: torch.Tensor, index: int, streams: Streams, full: str, buckets: dict[str, int], check: Any
@@ -338,7 +340,9 @@ class Arena:
                         or (slot is not first and (first is None or _idle(first, False)))
                     ):
                         slots.append(slot)
-                        found = self._layout.from_shelf(shelf)
+                        layout = self._layout
+                        # Where there is no room to lose, a step may have to begin another way than the last.
+                        found = None if layout.exact or layout.tight else layout.from_shelf(shelf)
                         if found is None:
                             return self._empty(size, dtype, stream, bucket)
                         slot = found

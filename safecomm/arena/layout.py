@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import itertools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -157,7 +158,9 @@ class Layout:
         self._spare: dict[Any, Slot] = {}  # slots that are not cut out now, to be cut out again as they were
         self.taken = dict.fromkeys(self.bounds, 0)  # bytes that are cut out
         self.high_water = dict.fromkeys(self.bounds, 0)
-        self._tight: set[str] = set()  # buckets that had no room before what was idle was gathered
+        self.exact = False  # there is no more room than a plan needs, where each step begins with all of it
+        self._witness: dict[str, int] = {}  # where a slot of a bucket was in use, when all were looked at last
+        self.tight: set[str] = set()  # buckets that had no room before what was idle was gathered
         self.lock = threading.RLock()
 
     def take(
@@ -173,17 +176,17 @@ class Layout:
         key = (*identity, stream, bucket, capture) if capture else (*identity, stream, bucket)
         with self.lock:
             shelf = self._shelves.get(key)
+            if self.exact or bucket in self.tight:
+                self._begin_anew(bucket, shelf, usable)
             slot = None if shelf is None else self.from_shelf(shelf)
             if slot is not None:
                 return slot, NOBODY
             size = rounded(nbytes)
             space = self.spaces[bucket]
-            if self._all_idle(bucket):
-                self.harvest()  # a step begins: behind the slots of the last one, its first would be in the way
             found = space.take(size, usable)
             if found is None:
                 self.harvest()
-                self._tight.add(bucket)
+                self.tight.add(bucket)
                 found = space.take(size, usable)
                 if found is None:
                     return None
@@ -210,13 +213,28 @@ class Layout:
                 shelf.first = slot
             return slot, after - {stream}
 
-    def _all_idle(self, bucket: str) -> bool:
-        """Return whether nobody uses any of the slots that are cut out of ``bucket``, of which there are some."""
-        idle = self._idle
+    def _begin_anew(self, bucket: str, shelf: Shelf | None, usable: Callable[[frozenset[int]], bool]) -> None:
+        """Gather the slots of ``bucket`` if a step begins, with a request for ``shelf``, that is to go another way.
+
+        Nobody uses any of them now. And the last step had to use places that it could not have begun with; or the block
+        is ``exact``, and the request would not get its first place, but one behind it that is then in the way of the
+        rest. Only then: what is gathered has to wait for all streams that used a part of it, and is on no shelf any
+        more. And only if it is ``usable`` then, which it is not in a capture.
+        """
+        idle, cut, starts = self._idle, self.cut, self._starts
         first, last = self.bounds[bucket]
-        starts = self._starts
-        mine = starts[bisect.bisect_left(starts, first) : bisect.bisect_left(starts, last)]
-        return bool(mine) and all(idle(self.cut[start], False) for start in mine)
+        begin, end = bisect.bisect_left(starts, first), bisect.bisect_left(starts, last)
+        # From the one on that was in use when this was asked last: it most often still is, or else the next one is.
+        middle = min(max(bisect.bisect_left(starts, self._witness.get(bucket, 0)), begin), end)
+        for place in itertools.chain(range(middle, end), range(begin, middle)):
+            if not idle(cut[starts[place]], False):
+                self._witness[bucket] = starts[place]
+                return
+        if bucket not in self.tight and shelf is not None and first in [s.start for s in (*shelf.slots, *shelf.ready)]:
+            return
+        if begin != end and usable(frozenset([cut[starts[place]].home for place in range(begin, end)])):
+            self.tight.discard(bucket)
+            self.harvest()
 
     def put(self, slot: Slot) -> None:
         """Put a slot on its shelf, as the last that was handed out."""
@@ -231,11 +249,6 @@ class Layout:
         with self.lock:
             slots, ready, idle = shelf.slots, shelf.ready, self._idle
             anew = shelf.first is None or idle(shelf.first, shelf.first.capture > 0)
-            if anew and slots and (bucket := slots[0].bucket) in self._tight and self._all_idle(bucket):
-                # The last step had to use places that it could not have begun with. This one is to go the same way.
-                self._tight.discard(bucket)
-                self.harvest()
-                return None
             if not anew:
                 with contextlib.suppress(IndexError):
                     return ready.pop()

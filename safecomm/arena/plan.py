@@ -93,6 +93,7 @@ class Plan:
         """
         used: dict[int, int] = {}  # by id of the slot, until when
         layout = Layout(size, {}, lambda slot, _: id(slot) not in used)
+        layout.exact = True
         for _ in range(2):
             for number, request in requests:
                 used = {slot: until for slot, until in used.items() if until > number}

@@ -120,14 +120,17 @@ NOT_TAKEN: Any = object()
 """What an engine answers for a call that is the backend's."""
 
 
-def by_engine(name: str, group: Any, tensors: list[Any], op: Any) -> bool:
+def by_engine(name: str, group: Any, tensors: list[Any], op: Any) -> bool | None:
     """Let the engine of ``group`` run a synchronous call of c10d's function ``name``; return whether it has.
 
-    Not where something else has to see the call: it is forwarded then, and an engine is asked there.
+    None where something else has to see the call: it is to be forwarded then, and the engine is asked there. False
+    where the engine does not want it, and is not to be asked again: with ``check`` the ranks compare what they ask.
     """
     if BUCKETS or captures.RECORDING or _torch.profiler._is_profiler_enabled or group in _torch.world.pg_coalesce_state:
-        return False
-    engine = ENGINES.get(group) or ENGINES[None]
+        return None
+    engine = ENGINES.get(group) or ENGINES.get(None)
+    if engine is None:  # it was switched off in another thread since
+        return None
     if engine.run(group, name, tensors, op, False) is NOT_TAKEN:
         return False
     index = tensors[0].get_device()
@@ -352,12 +355,13 @@ def forwarded(
     p2p: bool = False,
     unpolled: bool = False,
     coalesced: bool = False,
+    asks: bool = True,
 ) -> Any:
     """Return c10d's function ``name`` with a hold around it, on what it is given as ``tensor_arguments``.
 
     ``staged``: c10d copies through memory of its own. ``p2p``: point-to-point. ``unpolled``: gloo's does not tell when
     it is over, as its point-to-point (torch 2.13). ``coalesced``: inside a coalescing region c10d collects the tensors
-    and launches them at its end.
+    and launches them at its end. ``asks``: whether an engine is asked; else it has been, and has said no.
     """
     original = getattr(c10d, name)
     names = list(inspect.signature(original).parameters)
@@ -373,7 +377,7 @@ def forwarded(
     recording = captures.RECORDING
     count = counter(name)
     profiler = _torch.profiler
-    takeable = coalesced and not hasattr(original, "__deprecated__")  # whose warning is its own
+    takeable = asks and coalesced and not hasattr(original, "__deprecated__")  # whose warning is its own
     known = set(names)
 
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -55,6 +55,7 @@ _launch = _torch.Backend._allgather_base
 _c10d_all_gather = getattr(c10d, _NAME)
 _count = counter(_NAME)
 _forward_all_gather = forwarded(_NAME, "output_tensor", "input_tensor", coalesced=True)
+_after_engine_all_gather = forwarded(_NAME, "output_tensor", "input_tensor", coalesced=True, asks=False)
 
 
 def _caller(frame: types.FrameType) -> types.FrameType:
@@ -68,12 +69,17 @@ def _all_gather(output_tensor: Any, input_tensor: Any, group: Any = None, async_
     if _busy:
         LEDGER.sweep()
     to = _groups[_DEFAULT] if group is None else group
+    forward = _forward_all_gather
     if ENGINES and (to in ENGINES or None in ENGINES):
         if async_op:
             return _forward_all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
-        if by_engine(_NAME, to, [output_tensor, input_tensor], None):
+        taken = by_engine(_NAME, to, [output_tensor, input_tensor], None)
+        if taken:
             _count()
             return None
+        if taken is None:
+            return _forward_all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
+        forward = _after_engine_all_gather
     lane = _direct.get(id(to))
     if (
         lane is None
@@ -95,7 +101,7 @@ def _all_gather(output_tensor: Any, input_tensor: Any, group: Any = None, async_
             and buckets.put_off(_NAME, None, output_tensor, input_tensor)
         ):
             return None
-        return _forward_all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
+        return forward(output_tensor, input_tensor, group=group, async_op=async_op)
     if lane.regions and (region := REGIONS.get(to)) is not None:
         return region.collect(to, _c10d_all_gather, input_tensor, output_tensor, None, async_op)
     output_pointer, input_pointer = output_tensor.data_ptr(), input_tensor.data_ptr()

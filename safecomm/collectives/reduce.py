@@ -52,6 +52,7 @@ _sync_all_reduce, _async_all_reduce = direct_options(c10d.AllreduceOptions)
 _c10d_all_reduce = c10d.all_reduce
 _count_all_reduce = counter("all_reduce")
 _forward_all_reduce = forwarded("all_reduce", "tensor", coalesced=True)
+_after_engine_all_reduce = forwarded("all_reduce", "tensor", coalesced=True, asks=False)
 
 
 def all_reduce(tensor: Any, op: Any = c10d.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
@@ -60,12 +61,17 @@ def all_reduce(tensor: Any, op: Any = c10d.ReduceOp.SUM, group: Any = None, asyn
     if _busy:
         LEDGER.sweep()
     to = _groups[_DEFAULT] if group is None else group
+    forward = _forward_all_reduce
     if ENGINES and (to in ENGINES or None in ENGINES):
         if async_op:
             return _forward_all_reduce(tensor, op=op, group=group, async_op=async_op)
-        if by_engine("all_reduce", to, [tensor], op):
+        taken = by_engine("all_reduce", to, [tensor], op)
+        if taken:
             _count_all_reduce()
             return None
+        if taken is None:
+            return _forward_all_reduce(tensor, op=op, group=group, async_op=async_op)
+        forward = _after_engine_all_reduce
     lane = _direct.get(id(to))
     if (
         lane is None
@@ -82,7 +88,7 @@ def all_reduce(tensor: Any, op: Any = c10d.ReduceOp.SUM, group: Any = None, asyn
         # Asked here, because there are no lanes while there are buckets.
         if BUCKETS and not async_op and (buckets := BUCKETS.get(to)) and buckets.put_off("all_reduce", op, tensor):
             return None
-        return _forward_all_reduce(tensor, op=op, group=group, async_op=async_op)
+        return forward(tensor, op=op, group=group, async_op=async_op)
     if lane.regions and (region := REGIONS.get(to)) is not None:
         return region.collect(to, _c10d_all_reduce, tensor, None, op, async_op)
     pointer = tensor.data_ptr()
@@ -111,6 +117,7 @@ _launch_reduce_scatter = _torch.Backend._reduce_scatter_base
 _c10d_reduce_scatter = getattr(c10d, _NAME)
 _count_reduce_scatter = counter(_NAME)
 _forward_reduce_scatter = forwarded(_NAME, "output", "input", coalesced=True, unpolled=True)
+_after_engine_reduce_scatter = forwarded(_NAME, "output", "input", coalesced=True, unpolled=True, asks=False)
 
 
 def _caller(frame: types.FrameType) -> types.FrameType:
@@ -126,12 +133,17 @@ def _reduce_scatter(
     if _busy:
         LEDGER.sweep()
     to = _groups[_DEFAULT] if group is None else group
+    forward = _forward_reduce_scatter
     if ENGINES and (to in ENGINES or None in ENGINES):
         if async_op:
             return _forward_reduce_scatter(output, input, op=op, group=group, async_op=async_op)
-        if by_engine(_NAME, to, [output, input], op):
+        taken = by_engine(_NAME, to, [output, input], op)
+        if taken:
             _count_reduce_scatter()
             return None
+        if taken is None:
+            return _forward_reduce_scatter(output, input, op=op, group=group, async_op=async_op)
+        forward = _after_engine_reduce_scatter
     lane = _direct.get(id(to))
     if (
         lane is None
@@ -150,7 +162,7 @@ def _reduce_scatter(
     ):
         if BUCKETS and not async_op and (buckets := BUCKETS.get(to)) and buckets.put_off(_NAME, op, output, input):
             return None
-        return _forward_reduce_scatter(output, input, op=op, group=group, async_op=async_op)
+        return forward(output, input, op=op, group=group, async_op=async_op)
     if lane.regions and (region := REGIONS.get(to)) is not None:
         return region.collect(to, _c10d_reduce_scatter, input, output, op, async_op)
     output_pointer, input_pointer = output.data_ptr(), input.data_ptr()

@@ -350,6 +350,6 @@ def _is_plain(tensor: torch.Tensor, index: int) -> bool:
     return (
         type(tensor) in PLAIN
         and tensor.get_device() == index
-        and tensor.is_contiguous()
         and _torch.has_plain_keys(tensor)
+        and tensor.is_contiguous()
     )

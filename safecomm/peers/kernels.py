@@ -291,11 +291,12 @@ def launcher(kernel: Any, constants: dict[str, Any], grid: int, warps: int) -> C
 
         return interpret
     compiled = kernel.warmup(*[0] * 6, **constants, grid=(grid,), num_warps=warps)
-    run = compiled[(grid, 1, 1)]  # which loads it; Triton keeps what it has compiled
+    run = compiled[(grid, 1, 1)]  # which loads it
     kinds = _parameters(compiled)
     if kinds is not None:
         launch = _torch.kernel_launcher(compiled.function, grid, 32 * warps, compiled.metadata.shared, kinds)
         if launch is not None:
+            launch.compiled = compiled  # type: ignore[attr-defined]  # Triton 3.9 unloads a kernel that it forgets
             return launch
     values = tuple(constants.values())
 
