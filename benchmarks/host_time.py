@@ -22,11 +22,10 @@ import safecomm
 ROUNDS, BURST, WARM = 200, 50, 20
 
 
-def calls(library, device):
+def calls(library, device, group):
     world = stock.get_world_size()
     full = torch.ones(256, device=device)
     part = torch.ones(256 // world, device=device)
-    group = stock.new_group()
 
     def waited(call):
         return lambda: call(async_op=True).wait()
@@ -88,10 +87,11 @@ def main():
         "unit": "us of host time a call, medians; ratio: median of the rounds' ratios",
         "rows": {},
     }
+    group = stock.new_group()
     for where in ("default stream", "side stream") if device.type == "cuda" else ("cpu",):
         stream = torch.cuda.Stream() if where == "side stream" else None
         with torch.cuda.stream(stream):
-            theirs, ours = calls(stock, device), calls(safecomm, device)
+            theirs, ours = calls(stock, device, group), calls(safecomm, device, group)
             for name in theirs:
                 times = {"stock": [], "safecomm": []}
                 for round_ in range(arguments.rounds + 10):

@@ -141,11 +141,12 @@ def overlap(cases):
     return table(("compute on main under side-stream all_reduces, 48 of them", "torch.distributed, ms", "ratio"), rows)
 
 
-def arena(times, lists, stress, fragmentation, calls):
+def arena(times, lists, fragmentation, cases):
     shown = {name: row["ratio"] for name, row in times["rows"].items()}
     come_and_go = [ratio for name, ratio in shown.items() if "transient" in name]
     kept = [ratio for name, ratio in shown.items() if "held" in name]
-    figures = stress["cases"]["arena_stress_with_a_slow_peer"]["figures"]
+    figures = cases["arena_stress_with_a_slow_peer"]["figures"]
+    calls = cases["arena_allocator_calls_per_step"]["figures"]
     rows = [
         (
             "host time of a buffer that comes and goes, 1 KiB to 64 MiB, ratio",
@@ -285,9 +286,8 @@ def figures():
         arena(
             load("arena_host_time.json"),
             load("arena_lists.json"),
-            load("arena_stress.json"),
             load("arena_fragmentation.json"),
-            cases["arena_allocator_calls_per_step"]["figures"],
+            cases,
         ),
         bucketed(load("bucketed.json")),
         low_latency(load("low_latency.json")),

@@ -17,6 +17,7 @@ from safecomm import Arena, ArenaError, ArenaFullError, Plan, _torch, record_pla
 from safecomm.arena import arena as module
 from safecomm.arena import use
 from safecomm.arena.arena import bytes_of
+from safecomm.arena.layout import Layout
 
 
 @pytest.fixture
@@ -566,3 +567,44 @@ def test_uses_that_overlap_without_nesting_leave_the_right_one():
         second.__exit__(None)
         assert in_use(-1) is arena
     assert in_use(-1) is None
+
+
+# --- the layout by itself ----------------------------------------------------------------------------------
+
+
+def asked(layout, used, kind, stream, capture=0, usable=lambda _: True):
+    found = layout.take((kind,), 512, stream, capture, "", usable)
+    if found is not None:
+        layout.put(found[0])
+        used.add(found[0])
+    return found
+
+
+def test_streams_that_take_turns_do_not_wait_for_each_other_while_there_is_room():
+    used = set()
+    layout = Layout(1 << 20, {}, lambda slot, _: slot not in used)
+    for _ in range(4):
+        for stream in (1, 2):
+            assert not asked(layout, used, f"of {stream}", stream)[1]
+            used.clear()
+
+
+def test_a_capture_begins_with_what_nobody_has_to_be_waited_for():
+    used = set()
+    layout = Layout(1 << 20, {}, lambda slot, _: slot not in used)
+    asked(layout, used, "another thread's", 1)
+    used.clear()
+    assert asked(layout, used, "captured", 5, 9, lambda after: not after) is not None
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_looking_whether_all_are_idle_does_not_take_longer_with_each_slot(exact):
+    used, looks = set(), []
+    layout = Layout(1 << 20, {}, lambda slot, _: looks.append(slot) or slot not in used)
+    layout.exact = exact
+    last = asked(layout, used, 0, 1)[0]
+    for kind in range(1, 1000):
+        newer = asked(layout, used, kind, 1)[0]
+        used.discard(last)
+        last = newer
+    assert len(looks) < 4000

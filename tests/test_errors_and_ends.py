@@ -3,9 +3,11 @@
 Tests that kill ranks, destroy groups or end interpreters have processes of their own.
 """
 
+import gc
 import logging
 import os
 import signal
+import sys
 import threading
 from datetime import timedelta
 
@@ -18,6 +20,8 @@ from ranks import launch, on, signal_to_peers, wait_for_signal
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import safecomm as dist
+from safecomm import captures, entries
+from safecomm.ledger import LEDGER
 
 SOON = 1.0
 """A group's timeout, in seconds, for the tests that run into it."""
@@ -382,3 +386,34 @@ def _without_any_group(rank):
 
 def test_an_interpreter_that_used_no_group():
     launch(0, _without_any_group)[0].check()
+
+
+def test_the_collector_may_end_a_capture_while_lanes_are_moved():
+    class Graph:
+        pass
+
+    def fail():
+        graph = Graph()
+        captures.begin(captures.CapturedGraph(LEDGER, graph, (0, 1), [], 0, 7, 42, sys._getframe()), graph)
+        graph.itself = graph
+
+    def collect_in_the_middle(frame, event, arg):
+        if frame.f_code is entries.keys_of.__code__:
+            sys.settrace(None)
+            gc.collect()
+
+    def divert():
+        sys.settrace(collect_in_the_middle)
+        with LEDGER.diverted():
+            pass
+
+    gc.disable()
+    try:
+        fail()
+        thread = threading.Thread(target=divert, daemon=True)
+        thread.start()
+        thread.join(5)
+        assert not thread.is_alive()
+        assert captures.RECORDING == {}
+    finally:
+        gc.enable()

@@ -18,6 +18,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import warnings
 from datetime import timedelta
@@ -28,8 +29,10 @@ import torch.distributed as stock
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import launch, on, signal_to_peers, wait_for_signal
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import safecomm
+from safecomm.collectives import call
 from safecomm.collectives.call import ENGINES
 from safecomm.ledger import LEDGER
 from safecomm.peers import choice, low_latency, tuning
@@ -810,3 +813,68 @@ def test_the_kernels_compile_for_hopper_with_polls_that_ask_again_and_pieces_of_
             assert re.fullmatch(
                 r"ld\.param\..*|(ld|st)(\.volatile)?\.global\.(v4\.b32|b64)|(ld|st)\.shared.*", access
             ), (name, access)
+
+
+class Sees(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+@on(2, interpreted=True)
+def test_an_engine_is_asked_once_also_where_one_rank_has_a_mode():
+    with switched_on(check=True) as ours:
+        safecomm.all_reduce(torch.ones(1 << 20))
+        safecomm.all_reduce(torch.ones(1 << 20))
+        before = ours._engine._compared
+        with Sees() if stock.get_rank() == 0 else contextlib.nullcontext():
+            safecomm.all_reduce(torch.ones(1 << 20))
+        assert ours._engine._compared == before + 1
+
+
+@on(2, interpreted=True)
+def test_a_bucketed_block_that_ends_in_another_thread_changes_no_way():
+    other = stock.new_group()
+    with switched_on() as ours:
+        safecomm.all_reduce(torch.ones(1 << 20))  # the lane is there
+        block = contextlib.ExitStack()
+
+        def end_after(frame, event, arg):
+            if frame.f_code is call.by_engine.__code__:
+                return ended
+            return None
+
+        def ended(frame, event, arg):
+            if event == "return":
+                sys.settrace(None)
+                thread = threading.Thread(target=block.close)
+                thread.start()
+                thread.join()
+            return ended
+
+        if stock.get_rank() == 0:
+            block.enter_context(safecomm.bucketed(group=other))
+            sys.settrace(end_after)
+        taken = ours.calls
+        tensor = torch.ones(16)
+        safecomm.all_reduce(tensor)
+        sys.settrace(None)
+        assert tensor.tolist() == [2.0] * 16
+        assert ours.calls == taken + 1
+    stock.destroy_process_group(other)
+
+
+@on(2, interpreted=True)
+def test_an_engine_that_is_switched_off_in_another_thread_raises_nothing():
+    group = stock.group.WORLD
+    with switched_on() as ours:
+
+        def switch_off(frame, event, arg):
+            if frame.f_code is call.by_engine.__code__:
+                sys.settrace(None)
+                call.ENGINES.pop(group)
+
+        sys.settrace(switch_off)
+        tensor = torch.ones(16)
+        safecomm.all_reduce(tensor)
+        call.ENGINES[group] = ours._engine
+        assert tensor.tolist() == [2.0] * 16
