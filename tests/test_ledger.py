@@ -17,6 +17,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -766,7 +767,7 @@ def group(device: SimulatedDevice) -> Iterator[FakeGroup]:
 
 def test_calls_take_the_long_way_for_as_long_as_anybody_wants_them_to(device: SimulatedDevice) -> None:
     ledger, group = Ledger(device), object()
-    lanes: Any = {id(group): "its lane"}
+    lanes: Any = {id(group): SimpleNamespace(group=lambda: group)}
     ledger.direct.update(lanes)
     with ledger.diverted():
         with ledger.diverted():
