@@ -16,6 +16,7 @@ import torch.distributed as stock
 import torch.distributed.distributed_c10d as c10d
 from calls import ALL, COALESCED, DTYPES, LAYOUTS, MOVES, OPS, POINT_TO_POINT, REDUCTIONS, Setting, bits, finish, shapes
 from ranks import launch, on, subgroup, until
+from watching import Sees
 
 import safecomm
 
@@ -394,13 +395,7 @@ def _c10ds_own(call):
 
 @on(2)
 def test_s8_tensors_that_are_not_like_those_of_the_last_call_are_told_from_them():
-    from torch.utils._python_dispatch import TorchDispatchMode
-
     from safecomm.ledger import LEDGER
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            return func(*args, **(kwargs or {}))
 
     plain, whole = torch.ones(2), torch.ones(4)
     for _ in range(2):
@@ -427,7 +422,7 @@ def test_s8_tensors_that_are_not_like_those_of_the_last_call_are_told_from_them(
         assert not lane.like_one(other), name
         assert not lane.like_two(whole, other), name
         assert not lane.like_two(other, plain), name
-    with Watch():
+    with Sees():
         assert not lane.like_one(plain)
     assert lane.like_one(plain)
 

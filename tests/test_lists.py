@@ -13,7 +13,7 @@ import torch
 import torch.distributed as stock
 from ranks import on, subgroup
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from watching import Sees
 
 import safecomm
 from safecomm import _torch
@@ -303,11 +303,6 @@ def test_calls_are_counted_once_whichever_way():
         gathered()
         gathered(made="pieces")
     assert counted()["all_gather"] == before + 2
-
-
-class Sees(TorchDispatchMode):
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        return function(*args, **(kwargs or {}))
 
 
 class SeesFunctions(TorchFunctionMode):

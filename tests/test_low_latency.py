@@ -9,7 +9,6 @@ import ctypes
 import io
 import itertools
 import json
-import logging
 import math
 import os
 import pickle
@@ -29,7 +28,7 @@ import torch.distributed as stock
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import launch, on, signal_to_peers, wait_for_signal
-from torch.utils._python_dispatch import TorchDispatchMode
+from watching import Log, Sees
 
 import safecomm
 from safecomm.collectives import call
@@ -611,25 +610,9 @@ def test_on_twice_is_an_error():
 # --- groups that stay as they are -----------------------------------------------------------------------------------
 
 
-class Records(logging.Handler):
-    def __init__(self):
-        super().__init__()
-        self.messages = []
-
-    def emit(self, record):
-        self.messages.append(record.getMessage())
-
-    def __enter__(self):
-        logging.getLogger("safecomm").addHandler(self)
-        return self
-
-    def __exit__(self, *_):
-        logging.getLogger("safecomm").removeHandler(self)
-
-
 @on(2)
 def test_a_group_that_it_can_not_do_anything_for_stays_as_it_is():
-    with Records() as records, safecomm.low_latency() as ours:
+    with Log() as records, safecomm.low_latency() as ours:
         assert ours.reason == "its backend is gloo, and not nccl"
         tensor = torch.ones(3)
         safecomm.all_reduce(tensor)
@@ -813,11 +796,6 @@ def test_the_kernels_compile_for_hopper_with_polls_that_ask_again_and_pieces_of_
             assert re.fullmatch(
                 r"ld\.param\..*|(ld|st)(\.volatile)?\.global\.(v4\.b32|b64)|(ld|st)\.shared.*", access
             ), (name, access)
-
-
-class Sees(TorchDispatchMode):
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        return function(*args, **(kwargs or {}))
 
 
 @on(2, interpreted=True)

@@ -4,7 +4,6 @@ Several tests need a collective that is certainly under way: rank 0 launches it,
 """
 
 import gc
-import logging
 import threading
 import weakref
 from datetime import timedelta
@@ -17,6 +16,7 @@ from calls import COALESCED, MOVES, POINT_TO_POINT, REDUCTIONS, Setting, bits, f
 from ranks import launch, on, signal_to_peers, subgroup, until, wait_for_signal
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
+from watching import Log
 
 import safecomm as dist
 from safecomm.ledger import LEDGER
@@ -34,24 +34,6 @@ def all_reduce_late(key, tensor):
     if dist.get_rank() == 1:
         wait_for_signal(key)
     return dist.all_reduce(tensor, async_op=True)
-
-
-class Log(logging.Handler):
-    """What safecomm logs meanwhile."""
-
-    def __init__(self):
-        super().__init__()
-        self.messages = []
-
-    def emit(self, record):
-        self.messages.append(record.getMessage())
-
-    def __enter__(self):
-        logging.getLogger("safecomm").addHandler(self)
-        return self
-
-    def __exit__(self, *_):
-        logging.getLogger("safecomm").removeHandler(self)
 
 
 # --- the class ------------------------------------------------------------------------------------------
