@@ -20,7 +20,18 @@ import torch.distributed.distributed_c10d as c10d
 from safecomm import _torch, captures
 from safecomm.arena.use import empty
 from safecomm.collectives import gather, reduce
-from safecomm.collectives.call import BUCKETS, COMPLEX, OPS, PLAIN, default_group, storages_of
+from safecomm.collectives.call import (
+    BUCKETS,
+    COLLECTIVE_OF,
+    COMPLEX,
+    GATHER,
+    OPS,
+    PLAIN,
+    REDUCE,
+    SCATTER,
+    default_group,
+    storages_of,
+)
 from safecomm.errors import SafecommError
 from safecomm.ledger import LEDGER
 from safecomm.sites import outside
@@ -29,15 +40,6 @@ from safecomm.streams import HOST, capture_of
 BUCKET_MB = 32.0
 """MiB of a bucket where the caller says nothing."""
 
-_KINDS = {
-    "all_reduce": "reduce",
-    "all_gather_into_tensor": "gather",
-    "all_gather_single": "gather",
-    "_all_gather_base": "gather",
-    "reduce_scatter_tensor": "scatter",
-    "reduce_scatter_single": "scatter",
-    "_reduce_scatter_base": "scatter",
-}
 _OPS = frozenset({id(None), *map(id, OPS)})
 _gather_into = getattr(gather, "all_gather_single", gather.all_gather_into_tensor)
 _scatter_into = getattr(reduce, "reduce_scatter_single", reduce.reduce_scatter_tensor)
@@ -55,7 +57,7 @@ class Run:
 
     def __init__(self, name: str, op: Any, shared: Any) -> None:
         self.name = name
-        self.kind = _KINDS.get(name, "")
+        self.kind = COLLECTIVE_OF.get(name, "")
         self.op = op
         self.shared = shared  # what the calls have in common; None if each goes on its own
         self.outputs: list[torch.Tensor] = []
@@ -102,7 +104,7 @@ class Buckets:
         return sum(len(run.outputs) for run in self.runs)
 
     def put_off(self, name: str, op: Any, output: Any, given: Any = None) -> bool:
-        """Note a call of one of ``_KINDS`` for later; False if it has to run now.
+        """Note a call of a function in ``COLLECTIVE_OF`` for later; False if it has to run now.
 
         ``given``: its input, None for an all_reduce.
         """
@@ -117,7 +119,7 @@ class Buckets:
                 and type(output) in PLAIN
                 and not output.is_nested  # look_alike() must not be asked
                 # Says no in a transform, which adds to what the dispatcher sees.
-                and (run.like(output) or run.other(output) if run.kind == "reduce" else self._alike(run, output, given))
+                and (run.like(output) or run.other(output) if run.kind == REDUCE else self._alike(run, output, given))
                 and (self.index < 0 or _current(self.index) == self.stream)
                 and not self.over
             ):
@@ -134,7 +136,7 @@ class Buckets:
 
     def _put_off(self, name: str, op: Any, output: Any, given: Any) -> bool:
         """As put_off(), of a call that is not like those of the last run."""
-        tensors = (output,) if _KINDS[name] == "reduce" else (output, given)
+        tensors = (output,) if COLLECTIVE_OF[name] == REDUCE else (output, given)
         for tensor in tensors:
             if type(tensor) not in PLAIN or tensor.dtype in COMPLEX or tensor.layout is not torch.strided:
                 return False
@@ -162,15 +164,16 @@ class Buckets:
         if id(op) not in _OPS or not all(map(_torch.has_plain_keys, tensors)):
             return None
         first, last = tensors[0], tensors[-1]
+        kind = COLLECTIVE_OF[name]
         # What does not fit, c10d is to refuse.
-        if first.dtype is not last.dtype or first.device != last.device or not self._fits(_KINDS[name], first, last):
+        if first.dtype is not last.dtype or first.device != last.device or not self._fits(kind, first, last):
             return None
-        return _KINDS[name], id(op), first.dtype, first.device
+        return kind, id(op), first.dtype, first.device
 
     def _fits(self, kind: str, output: torch.Tensor, given: torch.Tensor) -> bool:
-        if kind == "reduce":
+        if kind == REDUCE:
             return True
-        small, large = (given, output) if kind == "gather" else (output, given)
+        small, large = (given, output) if kind == GATHER else (output, given)
         return large.numel() == self.world * small.numel()
 
     def open(self) -> None:
@@ -324,7 +327,7 @@ def _buckets(run: Run, limit: int) -> Iterator[slice]:
     """Yield which calls of ``run`` go together: at most ``limit`` bytes, and none that overlaps with another."""
     outputs = [tensor.nbytes for tensor in run.outputs]
     inputs = [tensor.nbytes for tensor in run.inputs]
-    large = inputs if run.kind == "scatter" else outputs
+    large = inputs if run.kind == SCATTER else outputs
     begin = 0
     if sum(large) > limit:
         size = 0
@@ -393,18 +396,18 @@ def _apart(run: Run, part: slice, nbytes: list[int]) -> Iterator[slice]:
 
 
 def _launch_one(run: Run, output: torch.Tensor, given: Any = None, *, group: Any) -> None:
-    if run.kind == "reduce":
+    if run.kind == REDUCE:
         reduce.all_reduce(output, run.op, group)
-    elif run.kind == "gather":
+    elif run.kind == GATHER:
         _gather_into(output, given, group)
     else:
         _scatter_into(output, given, run.op, group)
 
 
 def _launch(run: Run, outputs: list[torch.Tensor], inputs: list[torch.Tensor], group: Any) -> None:
-    if run.kind == "reduce":
+    if run.kind == REDUCE:
         _all_reduce(outputs, run.op, group)
-    elif run.kind == "gather":
+    elif run.kind == GATHER:
         _all_gather(outputs, inputs, group)
     else:
         _reduce_scatter(outputs, inputs, run.op, group)

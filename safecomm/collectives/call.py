@@ -110,6 +110,19 @@ BUCKETS: dict[Any, Any] = {}
 """What ``bucketed()`` puts off, by group. While there is any, all calls are forwarded."""
 
 
+REDUCE, SCATTER, GATHER = "all_reduce", "reduce_scatter", "all_gather"
+
+COLLECTIVE_OF = {
+    "all_reduce": REDUCE,
+    "reduce_scatter_tensor": SCATTER,
+    "reduce_scatter_single": SCATTER,
+    "_reduce_scatter_base": SCATTER,
+    "all_gather_into_tensor": GATHER,
+    "all_gather_single": GATHER,
+    "_all_gather_base": GATHER,
+}
+"""The collectives that can be put off or run by an engine, by the names of c10d's functions."""
+
 ENGINES: dict[Any, Any] = {}
 """What ``low_latency()`` has put before the backend, by group; under None, what does so for groups that are not there.
 

@@ -8,23 +8,11 @@ from pathlib import Path
 
 import torch
 
+from safecomm.collectives.call import REDUCE, SCATTER
 from safecomm.peers.staging import Layout
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """Others go to NCCL: of integers, every bit pattern is data, and complex numbers are rare."""
-
-REDUCE, SCATTER, GATHER = "all_reduce", "reduce_scatter", "all_gather"
-
-OF_NAME = {
-    "all_reduce": REDUCE,
-    "reduce_scatter_tensor": SCATTER,
-    "reduce_scatter_single": SCATTER,
-    "_reduce_scatter_base": SCATTER,
-    "all_gather_into_tensor": GATHER,
-    "all_gather_single": GATHER,
-    "_all_gather_base": GATHER,
-}
-"""The collectives, by the names of the calls."""
 
 ONE_SHOT, TWO_SHOT = "one_shot", "two_shot"
 

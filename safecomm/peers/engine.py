@@ -14,10 +14,10 @@ import torch
 import torch.distributed.distributed_c10d as c10d
 
 from safecomm import _torch, captures
-from safecomm.collectives.call import NOT_TAKEN, OPS, PLAIN
+from safecomm.collectives.call import COLLECTIVE_OF, GATHER, NOT_TAKEN, OPS, PLAIN, REDUCE, SCATTER
 from safecomm.errors import LowLatencyError, PeerTimeoutError
 from safecomm.ledger import LEDGER
-from safecomm.peers.choice import DTYPES, GATHER, OF_NAME, REDUCE, SCATTER, TWO_SHOT, LowLatencyLimits
+from safecomm.peers.choice import DTYPES, TWO_SHOT, LowLatencyLimits
 from safecomm.peers.order import Order
 from safecomm.peers.staging import SLOT, WIDTHS, Layout, free
 from safecomm.sites import line_of, outside
@@ -161,7 +161,7 @@ class Engine:
 
         () if they are the backend's.
         """
-        collective = OF_NAME[name]
+        collective = COLLECTIVE_OF[name]
         part, whole = (data, out) if collective == GATHER else (out, data)
         count, dtype = part.numel(), data.dtype
         if dtype not in DTYPES or out.dtype is not dtype or (number == _UNKNOWN and collective != GATHER):

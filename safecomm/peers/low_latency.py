@@ -17,9 +17,9 @@ import torch
 import torch.distributed.distributed_c10d as c10d
 
 from safecomm import _torch, captures
-from safecomm.collectives.call import ENGINES, NOT_TAKEN, default_group
+from safecomm.collectives.call import ENGINES, GATHER, NOT_TAKEN, REDUCE, SCATTER, default_group
 from safecomm.errors import LowLatencyError
-from safecomm.peers.choice import GATHER, REDUCE, SCATTER, LowLatencyLimits, defaults, read
+from safecomm.peers.choice import LowLatencyLimits, defaults, read
 from safecomm.peers.engine import Engine
 from safecomm.peers.staging import SymmetricStaging
 from safecomm.streams import HOST

@@ -19,7 +19,8 @@ import torch
 import torch.distributed as stock
 
 from safecomm.collectives import gather, reduce
-from safecomm.peers.choice import GATHER, ONE_SHOT, REDUCE, SCATTER, TWO_SHOT, KiB, LowLatencyLimits, MiB
+from safecomm.collectives.call import GATHER, REDUCE, SCATTER
+from safecomm.peers.choice import ONE_SHOT, TWO_SHOT, KiB, LowLatencyLimits, MiB
 from safecomm.peers.low_latency import low_latency
 
 CALLS = 20
