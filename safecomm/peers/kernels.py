@@ -146,6 +146,17 @@ def _fail(table, late, call):
 
 
 @triton.jit
+def _manners(table, padded):
+    """Return how long to wait for a peer, and how many elements to send.
+
+    A call after one that has given up waits for nobody. It sends nothing either, because a peer that is only slow may
+    still be in the earlier one.
+    """
+    well = tl.load(table + FAILED) == 0
+    return tl.where(well, tl.load(table + LIMIT), 0), tl.where(well, padded, 0)
+
+
+@triton.jit
 def _multiple(count, ALIGNED: tl.constexpr):
     """Return ``count``, which the compiler is told to be a multiple of 16 if the tensors are aligned."""
     return count // 16 * 16 if ALIGNED else count
@@ -169,11 +180,7 @@ def one_shot(
     padded = (count + 15) // 16 * 16  # staging is used in pieces of 16 bytes; what is past the tensor's end is zero
     within = tl.arange(0, BLOCK)
     slot: tl.constexpr = BLOCK * (BITS.primitive_bitwidth // 8)
-    # A call after one that has given up waits for nobody. It sends nothing either, because a peer that is only slow may
-    # still be in the earlier one.
-    well = tl.load(table + FAILED) == 0
-    patience = tl.where(well, tl.load(table + LIMIT), 0)
-    sendable = tl.where(well, padded, 0)
+    patience, sendable = _manners(table, padded)
     late = 0
     for chunk in range(tl.program_id(0), tl.cdiv(count, BLOCK), tl.num_programs(0)):
         at = chunk * BLOCK + within
@@ -229,11 +236,7 @@ def two_shot(
     padded = (count + 15) // 16 * 16
     within = tl.arange(0, BLOCK)
     slot: tl.constexpr = BLOCK * (BITS.primitive_bitwidth // 8)
-    # A call after one that has given up waits for nobody. It sends nothing either, because a peer that is only slow may
-    # still be in the earlier one.
-    well = tl.load(table + FAILED) == 0
-    patience = tl.where(well, tl.load(table + LIMIT), 0)
-    sendable = tl.where(well, padded, 0)
+    patience, sendable = _manners(table, padded)
     late = 0
     for chunk in range(tl.program_id(0), tl.cdiv(count, WORLD * BLOCK), tl.num_programs(0)):
         section = tl.load(table + TURNS + chunk).to(tl.int32)

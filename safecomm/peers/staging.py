@@ -6,9 +6,8 @@ bits of negative zero, which the kernels know as "nothing has arrived" (``kernel
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,6 +28,12 @@ def free(width: int) -> int:
     return int(torch.iinfo(WIDTHS[width]).min)
 
 
+class _Lane(NamedTuple):
+    begin: int  # bytes from the beginning of the block
+    end: int
+    turns: int  # the number of chunks of the lanes before
+
+
 @dataclass(frozen=True)
 class Layout:
     """What lies where in a block: for each width, a lane of the one-shot kernel and one of the two-shot kernel.
@@ -47,46 +52,41 @@ class Layout:
             return -(-self.two_shot // (SLOT * self.world))
         return -(-self.one_shot // SLOT)
 
-    def _lanes(self) -> Iterator[tuple[tuple[int, bool], int, int]]:
-        """Yield the key of each lane, its bytes, and its chunks."""
+    def _lanes(self) -> dict[tuple[int, bool], _Lane]:
+        """Return the lanes, by the width and whether it is the two-shot kernel's, in their order."""
+        lanes = {}
+        begin = turns = 0
         for width in WIDTHS:
             for two_shot in (False, True):
                 chunks = self.chunks(two_shot)
-                yield (width, two_shot), chunks * SECTIONS * self.world * SLOT * (2 if two_shot else 1), chunks
+                nbytes = chunks * SECTIONS * self.world * SLOT * (2 if two_shot else 1)
+                lanes[width, two_shot] = _Lane(begin, begin + nbytes, turns)
+                begin += nbytes
+                turns += chunks
+        return lanes
 
     def area(self, width: int, two_shot: bool) -> int:
         """Return where a lane begins, in bytes from the beginning of the block."""
-        before = 0
-        for key, nbytes, _ in self._lanes():
-            if key == (width, two_shot):
-                break
-            before += nbytes
-        return before
+        return self._lanes()[width, two_shot].begin
 
     def turns(self, width: int, two_shot: bool) -> int:
         """Return the number of chunks of the lanes before this one."""
-        before = 0
-        for key, _, chunks in self._lanes():
-            if key == (width, two_shot):
-                break
-            before += chunks
-        return before
+        return self._lanes()[width, two_shot].turns
 
     @property
     def nbytes(self) -> int:
         """Bytes of a rank's block: ``2 x 3 x world x (one_shot + 2 x two_shot / world)``, rounded up to whole slots."""
-        return sum(nbytes for _, nbytes, _ in self._lanes())
+        return max(lane.end for lane in self._lanes().values())
 
     @property
     def all_chunks(self) -> int:
         """The number of chunks of all lanes."""
-        return sum(chunks for _, _, chunks in self._lanes())
+        return len(WIDTHS) * (self.chunks(False) + self.chunks(True))
 
     def clear(self, block: torch.Tensor) -> None:
         """Make all of ``block`` free."""
-        for (width, two_shot), nbytes, _ in self._lanes():
-            begin = self.area(width, two_shot)
-            block[begin : begin + nbytes].view(WIDTHS[width]).fill_(free(width))
+        for (width, _), lane in self._lanes().items():
+            block[lane.begin : lane.end].view(WIDTHS[width]).fill_(free(width))
 
 
 class SymmetricStaging:
