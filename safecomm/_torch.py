@@ -425,10 +425,10 @@ with contextlib.suppress(TypeError, RuntimeError):  # torch 2.4 takes one at a t
 
 # --- the CUDA driver -------------------------------------------------------------------------------
 #
-# Two questions that torch does not answer. PyDLL and not CDLL: releasing the GIL would cost more than
-# either call. The argument objects are made once a thread, which halves the cost of a call (0.35 us
-# against 0.7), and a thread must have its own, because another may run between a call and the reading
-# of its answer.
+# Questions that torch does not answer, and a launch without Triton. PyDLL and not CDLL for the questions: releasing
+# the GIL would cost more than any of them. The argument objects are made once a thread, which halves the cost of a
+# call (0.35 us against 0.7), and a thread must have its own, because another may run between a call and the reading of
+# its answer.
 
 _BUFFER_ID = 7  # CU_POINTER_ATTRIBUTE_BUFFER_ID
 _CAPTURE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
@@ -536,6 +536,9 @@ def kernel_launcher(
     return launch
 
 
+# --- the caching allocator --------------------------------------------------------------------------
+
+
 def end_allocation_to_pool(index: int, pool: tuple[int, int]) -> None:
     """Tell the caching allocator that a capture with memory of ``pool`` is over, whose ``capture_end()`` has failed.
 
@@ -554,9 +557,6 @@ _end_allocation: Any = getattr(
     torch._C, "_cuda_endAllocateToPool", getattr(torch._C, "_cuda_endAllocateCurrentStreamToPool", None)
 )
 _release_pool: Any = getattr(torch._C, "_cuda_releasePool", None)
-
-
-# --- the history of the caching allocator --------------------------------------------------------------
 
 
 @contextlib.contextmanager
