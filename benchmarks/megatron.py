@@ -1,8 +1,8 @@
 """The real megatron-core on GPUs, patched and not: ``python benchmarks/megatron.py --out FILE [--world 2]``.
 
-Each way of training runs alone, patched early, patched late, by the runner, and by the runner with
-``--avoid-record-streams``, also with ``--arena``: losses, weights and memory are compared, and the time of a step is
-measured patched and unpatched in turns in one process. Needs megatron-core.
+Each way of training runs unpatched, patched early, patched late, by the runner, and by the runner with
+``--avoid-record-streams``, also with ``--arena``, side by side: losses, weights and each process's memory are compared.
+Then the time of a step is measured alone, patched and unpatched in turns in one process. Needs megatron-core.
 """
 
 import argparse
@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -87,13 +88,16 @@ def main():
             file.write("\n")
 
     for way in arguments.ways:
-        options, rows = WAYS[way], {}
-        for how, (before, after) in HOW.items():
-            if how != "stock" and how not in arguments.how:
-                continue
-            if how != "stock" and rows["stock"]["losses"] is None:
-                sys.exit(f"{way} does not run without a patch: {rows['stock']}")
-            found, said = run(arguments.world, before, [*SIZE, *options, *after], strict=how == "early")
+        options, rows, started = WAYS[way], {}, {}
+        with ThreadPoolExecutor() as side_by_side:
+            for how, (before, after) in HOW.items():
+                if how == "stock" or how in arguments.how:
+                    command = [*SIZE, *options, *after]
+                    started[how] = side_by_side.submit(run, arguments.world, before, command, strict=how == "early")
+        for how, ended in started.items():
+            found, said = ended.result()
+            if how == "stock" and found.get("losses") is None:
+                sys.exit(f"{way} does not run without a patch: {found}")
             rows[how] = {key: found.get(key) for key in ("ended", "losses", "grad_norms", "hashes", "mem", "error")}
             rows[how]["past"] = said.count("went past safecomm")
             for key in ("torch", "mcore"):

@@ -65,7 +65,7 @@ class Entry:
     op: str
     lane: Lane
     storages: tuple[Any, ...]
-    pointers: tuple[int, ...]  # what an ordinary call was given: an address in each storage
+    home: int | None  # of a work: the one stream that all its storages were allocated on, if that is known
     since: float
     code: types.CodeType  # with instruction, the call site: cheap to take, and a line number when somebody asks
     instruction: int
@@ -148,12 +148,7 @@ class Launched(Entry):
             raise
         if done and self.storages:
             entries = lane.entries
-            if (
-                rare
-                or len(entries) != 1
-                or not (index < 0 or lane.at_home(stream, self.pointers[0], self.pointers[-1]))
-                or entries.pop(self, lane) is lane
-            ):
+            if rare or len(entries) != 1 or self.home != stream or entries.pop(self, lane) is lane:
                 lane.ledger.waited(self)
             else:
                 # This is ledger.waited(self), written out for the ordinary program: a work that is alone in its lane,
@@ -311,10 +306,14 @@ class Lane:
         return sum(entry.nbytes for entry in sample) * len(self.entries) // max(len(sample), 1)
 
 
+KINDS = 8
+"""Kinds of tensors that a lane remembers direct calls of."""
+
+
 class WorkLane(Lane):
     """The works of a group on one device, in one capture or in none, and what its direct calls need to know."""
 
-    __slots__ = ("at_home", "backend", "current", "ledger", "like_one", "like_two", "likes", "regions", "streamed")
+    __slots__ = ("backend", "current", "ledger", "like_one", "like_two", "likes", "regions", "streamed")
 
     def __init__(
         self, ledger: Rules, table: dict[Any, Any], key: Any, index: int, stream: int, capture: int, budget: int
@@ -322,13 +321,13 @@ class WorkLane(Lane):
         super().__init__(ledger.busy, table, key, index, stream, capture, budget)
         self.ledger = ledger
         self.current = ledger.streams.current
-        self.at_home = ledger.streams.at_home
         self.backend: Any = None  # of an ordinary lane: the C++ side of the group's backend, which direct calls go to
         self.regions: dict[Any, Any] = {}  # c10d's open coalescing regions, by group
         # Whether one tensor, or two, are like those of an earlier direct call; see look_alike().
         self.like_one: Callable[..., bool] = _torch.unlike
         self.like_two: Callable[..., bool] = _torch.unlike
-        self.likes: dict[Any, Callable[..., bool]] = {}
+        # By the number of tensors, and whether it is only for calls that record no gradient.
+        self.likes: dict[tuple[int, bool], list[Callable[..., bool]]] = {}
         self.streamed = False  # waiting for a work orders a stream; with other backends than NCCL it blocks the host
 
     def hold(
@@ -337,13 +336,13 @@ class WorkLane(Lane):
         op: str,
         inner: Any,
         storages: tuple[torch.UntypedStorage, ...],
-        pointers: tuple[int, ...],
+        home: int | None,
         frame: types.FrameType,
     ) -> W:
         """Make ``work`` the entry of ``inner``, which was just launched from ``frame``, and return it.
 
-        For an ordinary call, of one or two ``storages``, with a pointer into each, on the group and device of this
-        lane. For others see ``Ledger.hold``.
+        For an ordinary call on the group and device of this lane, of ``storages`` that were allocated on the stream
+        ``home``: None if that is not one and known, ``HOST`` on the CPU. For others see ``Ledger.hold``.
         """
         index = self.index
         if index >= 0 and (stream := self.current(index)) and self.ledger.streams.capture(stream):
@@ -351,7 +350,7 @@ class WorkLane(Lane):
             return self.ledger.hold(work, op, inner, group, index, storages, frame)
         work.op = op
         work.inner = inner
-        work.pointers = pointers
+        work.home = home
         work.code = frame.f_code
         work.instruction = frame.f_lasti
         work.since = _now()
@@ -362,27 +361,35 @@ class WorkLane(Lane):
         return work
 
     def recall(self, tensors: tuple[torch.Tensor, ...]) -> bool:
-        """Return whether ``tensors`` are like those of any direct call; the next one's are then compared with these."""
-        like = self.likes.get(_kinds_of(tensors))
-        if like is None or not like(*tensors):
-            return False
-        self._compare_with(like, len(tensors))
-        return True
+        """Return whether ``tensors`` are like those of any direct call that is remembered.
+
+        The next call's are compared with these first.
+        """
+        count = len(tensors)
+        for like in self.likes.get((count, False), ()):
+            if like(*tensors):
+                self._compare_with(like, count)
+                return True
+        if not torch.is_grad_enabled():
+            for like in self.likes.get((count, True), ()):
+                if like(*tensors):
+                    return True
+        return False
 
     def learn(self, tensors: tuple[torch.Tensor, ...]) -> None:
         """Remember what ``tensors`` of a direct call are like, because those of the next one will be like them.
 
-        Asked where :meth:`recall` says no.
+        Asked where :meth:`recall` says no. Those that require a gradient are remembered for where none is recorded: the
+        dispatcher does more with them elsewhere.
         """
-        like = self.likes[_kinds_of(tensors)] = _torch.look_alike(*tensors)
-        self._compare_with(like, len(tensors))
+        like = _torch.look_alike(*tensors)
+        key = len(tensors), any(tensor.requires_grad for tensor in tensors)
+        self.likes[key] = [like, *self.likes.get(key, ())][:KINDS]
+        if not key[1]:
+            self._compare_with(like, len(tensors))
 
     def _compare_with(self, like: Callable[..., bool], count: int) -> None:
         if count == 1:
             self.like_one = like
         else:
             self.like_two = like
-
-
-def _kinds_of(tensors: tuple[torch.Tensor, ...]) -> Any:
-    return tuple([(type(tensor), tensor.dtype, tensor.dim()) for tensor in tensors])

@@ -7,7 +7,8 @@ again after its last use (S1):
 1. *Waited at home.* ``wait()`` ordered the very stream that the memory was allocated on: at once (S2). What it
    does not cover, because it was allocated on another stream, becomes a trail. For trails and records, that
    stream waited for the one that they are about.
-2. *Over.* The work, or the event, is complete: at the next call of safecomm, of any group (S3).
+2. *Over.* The work, or the event, is complete: at the next call of safecomm, of any group (S3). Works whose handles
+   somebody still has are asked only when they are ``PATIENCE`` old.
 3. *Too much behind.* More than ``LAG`` entries and ``BUDGET`` bytes have piled up behind the host, and nobody is
    going to wait for the oldest: its allocation stream is ordered after it. Inside a graph capture nothing can be
    queried, so there this rule, as an edge of the graph, takes what only the ledger still refers to (S5).
@@ -50,7 +51,13 @@ LAG = 4
 """Entries of one lane that rule 3 leaves alone however large they are, to keep communication and compute overlapped."""
 
 UNORDERED = 8
-"""Running works of a lane without an order that one call looks at."""
+"""Running works of a lane that one call looks at, where it can't stop at the first."""
+
+PATIENCE = 0.1
+"""Seconds for which a work is not asked whether it is over while somebody has its handle, and so is about to wait.
+
+Asking takes longer than the rest of a call, and a program that overlaps has works in flight at each of them.
+"""
 
 BUDGET = 256 << 20
 """Bytes of a group's abandoned works that rule 3 leaves alone however many they are."""
@@ -59,11 +66,17 @@ BUDGET = 256 << 20
 class Ledger:
     """The entries of the process, and the rules of the module's docstring.
 
-    ``streams`` answers for the device; ``lag``, ``budget`` and ``trail_budget`` are rule 3's.
+    ``streams`` answers for the device; ``lag``, ``budget`` and ``trail_budget`` are rule 3's, ``patience`` rule 2's.
     """
 
     def __init__(
-        self, streams: Streams, *, lag: int = LAG, budget: int = BUDGET, trail_budget: int | None = None
+        self,
+        streams: Streams,
+        *,
+        lag: int = LAG,
+        budget: int = BUDGET,
+        trail_budget: int | None = None,
+        patience: float = PATIENCE,
     ) -> None:
         self.streams = streams
         self.current = streams.current
@@ -71,6 +84,7 @@ class Ledger:
         self.quarantine: dict[Entry, None] = {}  # what has failed
         self._lag = lag
         self._budget = budget
+        self._patience = patience
         self.trails = Trails(streams, self.busy, lag=lag, budget=trail_budget)
         self.direct: dict[int, WorkLane] = {}  # by the id of a group that is c10d's own: the lane of its ordinary calls
         self._diverted: dict[int, WorkLane] = {}  # the same while they take the long way
@@ -96,11 +110,13 @@ class Ledger:
         aliases: tuple[torch.Tensor, ...] = (),
         staged: bool = False,
         p2p: bool = False,
+        home: int | None = None,
     ) -> W:
         """Make ``work`` the entry of ``inner``, which was just launched from ``frame``, and return it.
 
-        ``storages`` is what it holds, on device ``index``. For the rest see :class:`Entry` and :class:`Lane`. For any
-        call; ordinary ones take ``WorkLane.hold``.
+        ``storages`` is what it holds, on device ``index``, and ``home`` the one stream that all of it was allocated on,
+        if that is known. For the rest see :class:`Entry` and :class:`Lane`. For any call; ordinary ones take
+        ``WorkLane.hold``.
         """
         work.op = op
         work.inner = inner
@@ -117,6 +133,7 @@ class Ledger:
             lane = self.lane_of(group, index, stream, capture, p2p=p2p)
         work.lane = lane
         work.storages = storages
+        work.home = home
         work.rare = True
         work.aliases = aliases
         work.staged = staged
@@ -257,8 +274,7 @@ class Ledger:
     def _settle(self, entry: Entry) -> None:
         """Release a work that the current stream (or the host) has waited for; what that can't cover is a trail."""
         index = entry.lane.index
-        if index >= 0:
-            stream = self.current(index)
+        if index >= 0 and entry.home != (stream := self.current(index)):
             for storage in entry.storages:
                 if home_of(self.streams, storage, stream) != stream:
                     self._leave_trail(entry)
@@ -334,6 +350,8 @@ class Ledger:
 
         It looks at the oldest entry of each lane, and on while they are released; ``thorough``: at every entry.
         """
+        if not thorough and self._awaited():
+            return
         capturing = self._capturing()
         if self.trails.orphans and not capturing:
             self.trails.adopt()
@@ -353,6 +371,19 @@ class Ledger:
                         self._sweep_ordered(lane)
                     else:
                         self._sweep_unordered(lane, len(lane.entries) if thorough else UNORDERED)
+
+    def _awaited(self) -> bool:
+        """Return whether all that there is to look at are young works, for which somebody is going to wait."""
+        if self.quarantine or self.trails.orphans:
+            return False
+        young = _now() - self._patience
+        for lane in keys_of(self.busy):
+            if lane.capture or lane.blind or not isinstance(lane, WorkLane):
+                return False
+            for entry in lane.oldest(UNORDERED):
+                if entry.since <= young or getrefcount(entry) <= _UNSHARED + 1:  # and one of the tuple
+                    return False
+        return True
 
     def _capturing(self) -> int:
         """Return the capture that a current stream is part of; 0 if none is."""

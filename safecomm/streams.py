@@ -37,14 +37,12 @@ class Streams(Protocol):
     def current(self, index: int, /) -> int:
         """Return the current stream of device ``index``."""
 
-    def home(self, pointer: int, /) -> int | None:
-        """Return the stream that the memory at ``pointer`` was allocated on; None if nobody knows.
+    def home(self, pointer: int, other: int | None = None, /) -> int | None:
+        """Return the stream that the memory at ``pointer`` was allocated on, and that at ``other`` if it is given.
 
-        An allocator gives freed memory out again in the order of this stream and of no other.
+        None if nobody knows, or if these are two. An allocator gives freed memory out again in the order of this
+        stream and of no other.
         """
-
-    def at_home(self, stream: int, pointer: int, other: int | None = None, /) -> bool:
-        """Return whether the memory at one or two pointers was surely allocated on ``stream``."""
 
     def all_at_home(self, stream: int, pointers: list[int], /) -> bool:
         """Return whether the memory at all of ``pointers``, in ascending order, was surely allocated on ``stream``."""
@@ -137,9 +135,21 @@ class CudaStreams:
     current = staticmethod(_torch.current_raw_stream)
     capture = staticmethod(_torch.capture_id)
 
-    def home(self, pointer: int) -> int | None:
-        home = self._segment(pointer)[0]
-        return self._claimed_home(pointer) if home == _CLAIMED else home
+    def home(self, pointer: int, other: int | None = None) -> int | None:
+        # This is _segment(pointer), written out: it is asked on every call.
+        if pointer_attribute is None:
+            return None
+        argument, answer, answer_reference, attribute = arguments.buffer_id
+        argument.value = pointer
+        if pointer_attribute(answer_reference, attribute, argument):
+            return None
+        home, start, end, _ = self._segments.get(answer.value) or self._look_up(pointer, answer.value)
+        if home == _CLAIMED:
+            home = self._claimed_home(pointer)
+        # Where both lie in one segment, which the driver has just confirmed for the first, it need not be asked again.
+        if other is None or start <= other < end or self.home(other) == home:
+            return home
+        return None
 
     def claim(self, start: int, end: int, home: Callable[[int], int | None]) -> None:
         self._claims[start] = (end, home)
@@ -166,23 +176,6 @@ class CudaStreams:
             for block in segment["blocks"]
             if block["state"] != "inactive"
         ]
-
-    def at_home(self, stream: int, pointer: int, other: int | None = None) -> bool:
-        # This is _segment(pointer), written out: it is asked on every call.
-        if pointer_attribute is None:
-            return False
-        argument, answer, answer_reference, attribute = arguments.buffer_id
-        argument.value = pointer
-        if pointer_attribute(answer_reference, attribute, argument):
-            return False
-        known = self._segments.get(answer.value)
-        home, start, end, _ = known or self._look_up(pointer, answer.value)
-        # Where both lie in one segment, which the driver has just confirmed for the first, it need not be asked again.
-        if home == stream:
-            return other is None or start <= other < end or self.home(other) == stream
-        if home == _CLAIMED and self._claimed_home(pointer) == stream:
-            return other is None or self.home(other) == stream
-        return False
 
     def all_at_home(self, stream: int, pointers: list[int]) -> bool:
         known = 0

@@ -43,7 +43,7 @@ class Work(Launched, _Base):
     """
 
     # What is rare goes into Entry's dictionary, which is only made when something is put into it.
-    __slots__ = ("code", "inner", "instruction", "lane", "op", "pointers", "since", "storages")
+    __slots__ = ("code", "home", "inner", "instruction", "lane", "op", "since", "storages")
 
     inner: C10dWork
     """The backend's handle."""

@@ -24,7 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from safecomm import _torch
 from safecomm.ledger import Ledger
-from safecomm.streams import HOST
+from safecomm.streams import HOST, home_of
 from safecomm.work import Work
 from safecomm.work import handle as new_handle
 
@@ -117,18 +117,15 @@ class SimulatedDevice:
         assert index == INDEX
         return self._current
 
-    def home(self, pointer: int) -> int | None:
-        return self._live[pointer][1].home
+    def home(self, pointer: int, other: int | None = None) -> int | None:
+        home = self._live[pointer][1].home
+        return home if other is None or self.home(other) == home else None
 
     def pool(self, pointer: int) -> object:
         return (self._live[pointer][1].capture,)
 
     def allocated(self, pool: object) -> list[tuple[int, int]]:
         return []
-
-    def at_home(self, stream: int, *pointers: int) -> bool:
-        assert 1 <= len(pointers) <= 2
-        return all(pointer and self.home(pointer) == stream for pointer in pointers)
 
     def all_at_home(self, stream: int, pointers: list[int]) -> bool:
         return all(pointer and self.home(pointer) == stream for pointer in pointers)
@@ -518,8 +515,9 @@ def call(
     if staged or p2p:
         ledger.hold(handle, op, inner, group, index, storages, frame, staged=staged, p2p=p2p)
     else:
-        pointers = tuple(storage.data_ptr() for storage in storages)
-        ledger.lane_of(group, index).hold(handle, op, inner, storages, pointers, frame)
+        homes = {HOST if index == HOST else home_of(ledger.streams, storage, HOST) for storage in storages}
+        home = homes.pop() if len(homes) == 1 else None  # HOST is no stream: memory that is not there has none
+        ledger.lane_of(group, index).hold(handle, op, inner, storages, home, frame)
     return Launched(op, handle, inner, {block.home for block in device.blocks_of(tensors)}, device.here().capture)
 
 

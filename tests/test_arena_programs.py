@@ -71,7 +71,9 @@ class ArenaDevice(SimulatedDevice):
     def unclaim(self, start: int) -> None:
         self._home_of = None
 
-    def home(self, pointer: int) -> int | None:
+    def home(self, pointer: int, other: int | None = None) -> int | None:
+        if other is not None:
+            return home if (home := self.home(pointer)) == self.home(other) else None
         tenant = self.tenants.get(pointer)
         if tenant is None:
             return super().home(pointer)
@@ -128,7 +130,7 @@ class ArenaPrograms(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.device = ArenaDevice()
-        self.ledger = Ledger(self.device, lag=1, budget=1024, trail_budget=1024)
+        self.ledger = Ledger(self.device, lag=1, budget=1024, trail_budget=1024, patience=0)
         self.groups = [FakeGroup(self.device, "nccl", shelved=True) for _ in range(2)]
         self.block = torch.full((CAPACITY + ALIGNMENT,), POISON, dtype=torch.uint8)
         # From an aligned address on, as a block of a device is.

@@ -4,9 +4,11 @@ Several tests need a collective that is certainly under way: rank 0 launches it,
 """
 
 import gc
+import math
 import threading
 import weakref
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
@@ -395,15 +397,19 @@ def test_a_dropped_send_or_receive_comes_back_at_drain():
 
 
 @on(2)
-def test_kept_handles_that_nobody_waits_for_are_given_back_by_the_next_call():
+def test_kept_handles_that_nobody_waits_for_are_given_back_by_the_next_call_once_they_are_old_s3():
     tensors = [torch.ones(100) for _ in range(5)]
     works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
     assert len(dist.pending()) >= 1
     for work in works:
         completed(work)
     with Log() as log:
-        dist.barrier()
-        assert dist.pending() == []
+        with mock.patch.object(LEDGER, "_patience", math.inf):
+            dist.barrier()
+            assert len(dist.pending()) == len(works)  # somebody has their handles, and is about to wait
+        with mock.patch.object(LEDGER, "_patience", 0):
+            dist.barrier()
+            assert dist.pending() == []
     assert log.messages == []  # they were not dropped
     assert all(work.wait() for work in works)
 

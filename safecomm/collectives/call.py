@@ -77,7 +77,7 @@ SUM = c10d.ReduceOp.SUM
 OPS = tuple(getattr(c10d.ReduceOp, name) for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"))
 """The reduce operations that are members of an enum. A premultiplied sum is another object."""
 _current = LEDGER.streams.current
-_at_home = LEDGER.streams.at_home
+_home = LEDGER.streams.home
 _all_at_home = LEDGER.streams.all_at_home
 
 
@@ -147,7 +147,7 @@ def by_engine(name: str, group: Any, tensors: list[Any], op: Any) -> bool | None
     if engine.run(group, name, tensors, op, False) is NOT_TAKEN:
         return False
     index = tensors[0].get_device()
-    if index >= 0 and not _at_home(_current(index), tensors[0].data_ptr(), tensors[-1].data_ptr()):
+    if index >= 0 and _home(tensors[0].data_ptr(), tensors[-1].data_ptr()) != _current(index):
         LEDGER.trail(name, group, index, storages_of(tensors), caller())
     return True
 
@@ -193,6 +193,14 @@ def storages_of(tensors: list[Any]) -> tuple[Any, ...]:
     return tuple(found)
 
 
+def home_of_few(index: int, storages: tuple[Any, ...]) -> int | None:
+    """Return the one stream that all of ``storages`` were allocated on; None if it is not known, or they are many."""
+    pointers = [storage.data_ptr() for storage in storages if type(storage) is torch.UntypedStorage]
+    if index == HOST or not 1 <= len(storages) == len(pointers) <= 2:
+        return None
+    return _home(*pointers)
+
+
 def with_memory(tensors: list[Any]) -> list[torch.Tensor]:
     """Return ``tensors``, with the tensors that a subclass is made of in its place."""
     found: list[torch.Tensor] = []
@@ -230,7 +238,7 @@ def all_at_home(arguments: list[Any]) -> bool:
         elif not argument.is_cpu:
             return False
     if len(pointers) <= 2:
-        return not pointers or _at_home(_current(index), *pointers)
+        return not pointers or _home(*pointers) == _current(index)
     return _all_at_home(_current(index), sorted(pointers))  # one question to the driver for each segment
 
 
@@ -305,10 +313,8 @@ def finish(
     if isinstance(result, c10d.Work):
         lane = LEDGER.direct.get(id(group))
         storages = storages_of(tensors)
-        if lane is not None and lane.index == index and lane.streamed and not (staged or p2p) and len(storages) <= 2:
-            pointers = [storage.data_ptr() for storage in storages if type(storage) is torch.UntypedStorage]
-            if len(pointers) == len(storages):
-                return lane.hold(Work(), op, result, storages, tuple(pointers), frame)
+        if lane is not None and lane.index == index and lane.streamed and not (staged or p2p):
+            return lane.hold(Work(), op, result, storages, home_of_few(index, storages), frame)
         device_type = "cpu" if index == HOST else "cuda"
         work = handle(once=p2p and _torch.backend_name(group, device_type) == "gloo")
         return LEDGER.hold(work, op, result, group, index, storages, frame, staged=staged, p2p=p2p)
@@ -481,7 +487,6 @@ def plain(lane: WorkLane, *tensors: Any) -> bool:
     if lane.recall(tensors):
         return True
     index = lane.index
-    learnable = True
     for tensor in tensors:
         if (
             type(tensor) not in PLAIN
@@ -493,11 +498,9 @@ def plain(lane: WorkLane, *tensors: Any) -> bool:
             or (tensor.requires_grad and torch.is_grad_enabled())
         ):
             return False
-        learnable &= not tensor.requires_grad
     if _torch.dispatch_modes() or _torch.transform_level() is not None:
         return False
-    if learnable:
-        lane.learn(tensors)
+    lane.learn(tensors)
     return True
 
 

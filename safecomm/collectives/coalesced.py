@@ -13,11 +13,13 @@ import torch.distributed.distributed_c10d as c10d
 
 from safecomm import _torch
 from safecomm.collectives.call import (
+    BUCKETS,
     REGIONS,
     Region,
     at_once,
     counter,
     default_group,
+    home_of_few,
     index_of,
     inside,
     stand_in,
@@ -47,7 +49,10 @@ _coalescing_manager = stand_in(_coalescing_manager, _original)
 
 @contextlib.contextmanager
 def _region(to: Any, device: Any, async_ops: bool, frame: types.FrameType) -> Iterator[Any]:
-    with at_once(to):
+    if BUCKETS:
+        with at_once(to):
+            yield from _inside_of(to, device, async_ops, frame)
+    else:
         yield from _inside_of(to, device, async_ops, frame)
 
 
@@ -97,6 +102,7 @@ def _close(cm: Any, group: Any, region: Region, frame: types.FrameType) -> None:
         work = LEDGER.hold(
             Work(), "_coalescing_manager", inner, group, index, storages, frame,
             aliases=tuple(region.aliases), staged=region.staged, p2p=region.p2p,
+            home=home_of_few(index, storages),
         )  # fmt: skip
         cm.works[:] = [work]
         for call in region.works:

@@ -27,13 +27,14 @@ from safecomm.collectives.call import (
     storages_of,
 )
 from safecomm.ledger import LEDGER
+from safecomm.streams import HOST
 from safecomm.work import Work
 
 # Bound once: each of these is read on every call.
 _compiling = torch.compiler.is_dynamo_compiling
 _busy = LEDGER.busy
 _current = LEDGER.streams.current
-_at_home = LEDGER.streams.at_home
+_home = LEDGER.streams.home
 _trail = LEDGER.trail
 _getframe = sys._getframe
 _HERE = globals()
@@ -104,7 +105,8 @@ def _all_gather(output_tensor: Any, input_tensor: Any, group: Any = None, async_
         return forward(output_tensor, input_tensor, group=group, async_op=async_op)
     if lane.regions and (region := REGIONS.get(to)) is not None:
         return region.collect(to, _c10d_all_gather, input_tensor, output_tensor, None, async_op)
-    output_pointer, input_pointer = output_tensor.data_ptr(), input_tensor.data_ptr()
+    index = lane.index
+    home = _home(output_tensor.data_ptr(), input_tensor.data_ptr()) if index >= 0 else HOST
     _count()
     if async_op:
         storages = (output_tensor.untyped_storage(), input_tensor.untyped_storage())
@@ -112,12 +114,11 @@ def _all_gather(output_tensor: Any, input_tensor: Any, group: Any = None, async_
             output_tensor, input_tensor = output_tensor.detach(), input_tensor.detach()
         inner = _launch(lane.backend, output_tensor, input_tensor, _async_options)
         frame = _caller(_getframe(1)) if _RENAMED else _getframe(1)
-        return inner and lane.hold(Work(), _NAME, inner, storages, (output_pointer, input_pointer), frame)
+        return inner and lane.hold(Work(), _NAME, inner, storages, home, frame)
     inner = _launch(lane.backend, output_tensor, input_tensor, _sync_options)
     if inner is not None:
         inner.wait()
-    index = lane.index
-    if index >= 0 and not _at_home(_current(index), output_pointer, input_pointer):
+    if index >= 0 and home != _current(index):
         frame = _caller(_getframe(1)) if _RENAMED else _getframe(1)
         _trail(_NAME, to, index, storages_of([output_tensor, input_tensor]), frame)
     return None

@@ -33,13 +33,14 @@ from safecomm.collectives.call import (
 )
 from safecomm.entries import WorkLane
 from safecomm.ledger import LEDGER
+from safecomm.streams import HOST
 from safecomm.work import Work
 
 # Bound once: each of these is read on every call.
 _compiling = torch.compiler.is_dynamo_compiling
 _busy = LEDGER.busy
 _current = LEDGER.streams.current
-_at_home = LEDGER.streams.at_home
+_home = LEDGER.streams.home
 _direct = LEDGER.direct
 _getframe = sys._getframe
 _recording = captures.RECORDING
@@ -164,14 +165,14 @@ def _run(
     if _recording:
         # Not the buffer, which is gone in a moment: a replay looks whether the caller's own tensors have moved.
         captures.note(op, group, arguments, _getframe(2))
-    pointers = (output.data_ptr(), source.data_ptr())
+    index = lane.index
+    home = _home(output.data_ptr(), source.data_ptr()) if index >= 0 else HOST
     if asynchronous:
         storages = (output.untyped_storage(), source.untyped_storage())
-        return inner and lane.hold(Work(), op, inner, storages, pointers, _getframe(2))
+        return inner and lane.hold(Work(), op, inner, storages, home, _getframe(2))
     if inner is not None:
         inner.wait()
-    index = lane.index
-    if index >= 0 and not _at_home(_current(index), *pointers):
+    if index >= 0 and home != _current(index):
         LEDGER.trail(op, group, index, storages_of([output, source]), _getframe(2))
     return None
 

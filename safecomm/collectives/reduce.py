@@ -27,13 +27,14 @@ from safecomm.collectives.call import (
     storages_of,
 )
 from safecomm.ledger import LEDGER
+from safecomm.streams import HOST
 from safecomm.work import Work
 
 # Bound once: each of these is read on every call.
 _compiling = torch.compiler.is_dynamo_compiling
 _busy = LEDGER.busy
 _current = LEDGER.streams.current
-_at_home = LEDGER.streams.at_home
+_home = LEDGER.streams.home
 _trail = LEDGER.trail
 _getframe = sys._getframe
 _HERE = globals()
@@ -91,17 +92,17 @@ def all_reduce(tensor: Any, op: Any = c10d.ReduceOp.SUM, group: Any = None, asyn
         return forward(tensor, op=op, group=group, async_op=async_op)
     if lane.regions and (region := REGIONS.get(to)) is not None:
         return region.collect(to, _c10d_all_reduce, tensor, None, op, async_op)
-    pointer = tensor.data_ptr()
+    index = lane.index
+    home = _home(tensor.data_ptr()) if index >= 0 else HOST
     _count_all_reduce()
     if async_op:
         storages = (tensor.untyped_storage(),)
         inner = _launch_all_reduce(lane.backend, [tensor if lane.streamed else tensor.detach()], options)
-        return inner and lane.hold(Work(), "all_reduce", inner, storages, (pointer,), _getframe(1))
+        return inner and lane.hold(Work(), "all_reduce", inner, storages, home, _getframe(1))
     inner = _launch_all_reduce(lane.backend, [tensor], options)
     if inner is not None:  # None where the backend ran it on the current stream (NCCL since torch 2.8)
         inner.wait()
-    index = lane.index
-    if index >= 0 and not _at_home(_current(index), pointer):
+    if index >= 0 and home != _current(index):
         _trail("all_reduce", to, index, storages_of([tensor]), _getframe(1))
     return None
 
@@ -165,18 +166,18 @@ def _reduce_scatter(
         return forward(output, input, op=op, group=group, async_op=async_op)
     if lane.regions and (region := REGIONS.get(to)) is not None:
         return region.collect(to, _c10d_reduce_scatter, input, output, op, async_op)
-    output_pointer, input_pointer = output.data_ptr(), input.data_ptr()
+    index = lane.index
+    home = _home(output.data_ptr(), input.data_ptr()) if index >= 0 else HOST
     _count_reduce_scatter()
     if async_op:
         storages = (output.untyped_storage(), input.untyped_storage())
         inner = _launch_reduce_scatter(lane.backend, output, input, options)
         frame = _caller(_getframe(1)) if _RENAMED else _getframe(1)
-        return inner and lane.hold(Work(), _NAME, inner, storages, (output_pointer, input_pointer), frame)
+        return inner and lane.hold(Work(), _NAME, inner, storages, home, frame)
     inner = _launch_reduce_scatter(lane.backend, output, input, options)
     if inner is not None:
         inner.wait()
-    index = lane.index
-    if index >= 0 and not _at_home(_current(index), output_pointer, input_pointer):
+    if index >= 0 and home != _current(index):
         frame = _caller(_getframe(1)) if _RENAMED else _getframe(1)
         _trail(_NAME, to, index, storages_of([output, input]), frame)
     return None

@@ -72,7 +72,7 @@ class LowLatencyLimits:
 
 DEFAULTS = {
     2: LowLatencyLimits(one_shot=2 * MiB, two_shot=0, scatter=MiB, gather=MiB),
-    4: LowLatencyLimits(one_shot=128 * KiB, two_shot=2 * MiB, scatter=512 * KiB, gather=512 * KiB),
+    4: LowLatencyLimits(one_shot=256 * KiB, two_shot=4 * MiB, scatter=MiB, gather=MiB),
     8: LowLatencyLimits(one_shot=64 * KiB, two_shot=2 * MiB, scatter=256 * KiB, gather=256 * KiB),
 }
 """By the largest number of ranks, for Hopper GPUs with NVLink. Those for 8 are a guess that nobody has measured."""

@@ -55,6 +55,10 @@ def arena_tells_the_ledger_the_stream_of_a_slot():
     ledger = LEDGER
     with safecomm.use_arena(8 * MIB) as arena:
         asked = {}
+        outside = []
+        for stream in (main, side):
+            with torch.cuda.stream(stream):
+                outside.append(torch.empty(1024, device="cuda"))
         for stream in (main, side, main, side):
             with torch.cuda.stream(stream):
                 tensor = arena.empty(6 * MIB, dtype=torch.uint8)  # only one fits
@@ -62,12 +66,12 @@ def arena_tells_the_ledger_the_stream_of_a_slot():
                     home = ledger.streams.home(tensor.data_ptr() + place)
                     asked[place] = home
                     require(home == stream.cuda_stream, home, stream.cuda_stream)
-                    require(ledger.streams.at_home(stream.cuda_stream, tensor.data_ptr() + place), "not at home")
-                other = main if stream is side else side
-                require(not ledger.streams.at_home(other.cuda_stream, tensor.data_ptr()), "at home elsewhere")
+                    both = ledger.streams.home(tensor.data_ptr(), tensor.data_ptr() + place)
+                    require(both == stream.cuda_stream, "both of one slot", both)
+                strangers = ledger.streams.home(tensor.data_ptr(), outside[stream is main].data_ptr())
+                require(strangers is None, "a slot and memory of another stream", strangers)
             del tensor
-        outside = torch.empty(1024, device="cuda")
-        require(ledger.streams.home(outside.data_ptr()) == torch.cuda.current_stream().cuda_stream, "the allocator's")
+        require(ledger.streams.home(outside[0].data_ptr()) == main.cuda_stream, "the allocator's")
     return {"pointers": len(asked)}
 
 

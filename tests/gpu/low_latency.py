@@ -32,6 +32,15 @@ def sent(peer, count, dtype, seed=0):
     return (torch.randint(-20, 20, (count,), generator=generator, device="cuda") / 4).to(dtype)
 
 
+def expected_of_all(op, number):
+    """The result where rank r sends ``number + r``: exact in every type."""
+    world = stock.get_world_size()
+    if op in (stock.ReduceOp.MAX, stock.ReduceOp.MIN):
+        return number + (world - 1 if op == stock.ReduceOp.MAX else 0)
+    total = world * number + sum(range(world))
+    return total if op == stock.ReduceOp.SUM else total / world
+
+
 def expected_of(op, tensors):
     stacked = torch.stack([tensor.float() for tensor in tensors])
     if op == stock.ReduceOp.MAX:
@@ -176,6 +185,7 @@ def low_latency_stress():
                 dtype = dice.choice(DTYPES)
                 count = int(2 ** dice.uniform(0, 18))
                 number = dice.randrange(8)
+                op = dice.choice(OPS)
                 if kind == 0:
                     graph, static = dice.choice(graphs)
                     static.fill_(number + rank())
@@ -184,8 +194,8 @@ def low_latency_stress():
                     replays += 20
                 elif kind == 1:
                     tensor = torch.full((count,), float(number + rank()), dtype=dtype, device="cuda")
-                    stock.all_reduce(tensor)
-                    wrong += (tensor != world * number + sum(range(world))).sum()
+                    stock.all_reduce(tensor, op=op)
+                    wrong += (tensor != expected_of_all(op, number)).sum()
                 elif kind == 2:
                     whole = torch.full((count * world,), float("nan"), dtype=dtype, device="cuda")
                     safecomm.all_gather_into_tensor(
@@ -196,12 +206,12 @@ def low_latency_stress():
                 elif kind == 3:
                     part = torch.full((count,), float("nan"), dtype=dtype, device="cuda")
                     given = torch.full((count * world,), float(number + rank()), dtype=dtype, device="cuda")
-                    safecomm.reduce_scatter_tensor(part, given)
-                    wrong += (part != world * number + sum(range(world))).sum()
+                    safecomm.reduce_scatter_tensor(part, given, op=op)
+                    wrong += (part != expected_of_all(op, number)).sum()
                 else:
                     tensor = torch.full((count,), float(number + rank()), dtype=dtype, device="cuda")
-                    safecomm.all_reduce(tensor)
-                    wrong += (tensor != world * number + sum(range(world))).sum()
+                    safecomm.all_reduce(tensor, op=op)
+                    wrong += (tensor != expected_of_all(op, number)).sum()
                 calls += 1
         taken = on.calls
         for graph, _ in graphs:
