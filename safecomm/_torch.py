@@ -442,10 +442,23 @@ class _Arguments(threading.local):
         self.status = ctypes.c_int()
         self.capturing = (self.pointer, self.status, ctypes.byref(self.status))
         self.mode = ctypes.c_int()
-        self.buffer_id = (self.pointer, self.answer, ctypes.byref(self.answer), ctypes.c_int(_BUFFER_ID))
 
 
 arguments = _Arguments()
+
+
+Question = tuple[Any, Any, Any, Any]
+"""What ``pointer_attribute`` is called with: the pointer, the answer, a reference to it, and what is asked for."""
+
+questions: list[Question] = []
+"""Where whoever asks takes a question from, and puts it back: cheaper than one for each thread, and a signal handler
+that asks in the middle takes another."""
+
+
+def new_question() -> Question:
+    """Return a question that nobody has asked yet."""
+    answer = ctypes.c_uint64()
+    return ctypes.c_uint64(), answer, ctypes.byref(answer), ctypes.c_int(_BUFFER_ID)
 
 
 def _driver_function(name: str, *, waits: bool = False) -> Any:
@@ -457,7 +470,7 @@ def _driver_function(name: str, *, waits: bool = False) -> Any:
 
 
 pointer_attribute = _driver_function("cuPointerGetAttribute")
-"""Called with ``arguments.buffer_id``: answers with the driver's id of the allocation that a pointer lies in.
+"""Called with a :data:`Question`: answers with the driver's id of the allocation that a pointer lies in.
 
 Unlike an address, an id is never used again in the life of the process ("subsequent allocations do not reuse IDs",
 CUDA driver API). That holds for ``cudaMalloc`` and for each mapping of an expandable segment. None without a driver.

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from safecomm import _torch
-from safecomm._torch import arguments, pointer_attribute
+from safecomm._torch import new_question, pointer_attribute, questions
 
 HOST = -1
 """The device index of memory that no stream orders: the CPU's."""
@@ -26,6 +26,8 @@ Segment = tuple[int | None, int, int, Any]
 
 _NOBODYS: Segment = (None, 0, 0, None)
 """The segment of memory of which nobody knows the stream."""
+
+_take, _give = questions.pop, questions.append
 
 _CLAIMED = -2
 """In place of a segment's stream: somebody hands out pieces of it, and knows their streams."""
@@ -128,6 +130,7 @@ class CudaStreams:
         # By the driver's buffer id and not by address: a segment keeps its stream for life, but once it is
         # unmapped its address can come back as a segment of another stream (it did, in the first program tried).
         self._segments: dict[int, Segment] = {}
+        self._known = self._segments.get
         self._claims: dict[int, tuple[int, Callable[[int], int | None]]] = {}
         self._streams: dict[tuple[int, int], Any] = {}
         self._events: dict[int, list[Any]] = {}
@@ -139,11 +142,18 @@ class CudaStreams:
         # This is _segment(pointer), written out: it is asked on every call.
         if pointer_attribute is None:
             return None
-        argument, answer, answer_reference, attribute = arguments.buffer_id
+        try:
+            question = _take()
+        except IndexError:
+            question = new_question()
+        argument, answer, answer_reference, attribute = question
         argument.value = pointer
-        if pointer_attribute(answer_reference, attribute, argument):
+        failed = pointer_attribute(answer_reference, attribute, argument)
+        identity = answer.value
+        _give(question)
+        if failed:
             return None
-        home, start, end, _ = self._segments.get(answer.value) or self._look_up(pointer, answer.value)
+        home, start, end, _ = self._known(identity) or self._look_up(pointer, identity)
         if home == _CLAIMED:
             home = self._claimed_home(pointer)
         # Where both lie in one segment, which the driver has just confirmed for the first, it need not be asked again.
@@ -190,15 +200,16 @@ class CudaStreams:
     def _segment(self, pointer: int) -> Segment:
         if pointer_attribute is None:
             return _NOBODYS
-        argument, answer, answer_reference, attribute = arguments.buffer_id
-        argument.value = pointer
-        if pointer_attribute(answer_reference, attribute, argument):
-            return _NOBODYS
-        identity = answer.value
         try:
-            return self._segments[identity]
-        except KeyError:
-            return self._look_up(pointer, identity)
+            question = _take()
+        except IndexError:
+            question = new_question()
+        argument, answer, answer_reference, attribute = question
+        argument.value = pointer
+        failed = pointer_attribute(answer_reference, attribute, argument)
+        identity = answer.value
+        _give(question)
+        return _NOBODYS if failed else self._known(identity) or self._look_up(pointer, identity)
 
     def _look_up(self, pointer: int, identity: int) -> Segment:
         if len(self._segments) > 1 << 16:

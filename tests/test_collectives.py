@@ -548,6 +548,106 @@ def test_s8_what_is_no_plain_tensor_is_treated_as_by_torch(what):
     safecomm.drain(wait=True)
 
 
+@contextlib.contextmanager
+def _single_calls_go_direct():
+    """Let gloo's regions of one call be launched as that call, and give the names of what was."""
+    from safecomm.collectives import call, coalesced
+
+    launched = []
+
+    def noted(name, launch):
+        def note(*arguments):
+            launched.append(name)
+            return launch(*arguments)
+
+        return note
+
+    known, table = coalesced._NCCL, dict(call.DIRECT)
+    coalesced._NCCL = type(stock.group.WORLD._get_backend(torch.device("cpu")))
+    call.DIRECT.update({name: (noted(name, launch), *tables) for name, (launch, *tables) in table.items()})
+    try:
+        yield launched
+    finally:
+        coalesced._NCCL = known
+        call.DIRECT.update(table)
+
+
+def _one_call(library, name, tensor, whole, asynchronous, op=None):
+    how = {} if op is None else {"op": op}
+    with library._coalescing_manager(async_ops=asynchronous) as manager:
+        if name == "all_reduce":
+            library.all_reduce(tensor, **how)
+        elif name == GATHER:
+            getattr(library, GATHER)(whole, tensor)
+        else:
+            getattr(library, SCATTER)(tensor, whole, **how)
+    works = list(manager.works)
+    manager.wait()
+    return works
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("name", ["all_reduce", GATHER, SCATTER])
+@on(2)
+def test_a_region_of_one_call_is_launched_as_that_call_with_the_same_bits_s8(name, asynchronous):
+    ops = [None] if name == GATHER else [None, stock.ReduceOp.MAX]
+    for dtype, op in itertools.product((torch.float32, torch.bfloat16, torch.int64), ops):
+        results = []
+        for library in (stock, safecomm):
+            tensor = torch.arange(3).to(dtype) + stock.get_rank()
+            whole = (torch.arange(6) * (stock.get_rank() + 1)).to(dtype)
+            with _single_calls_go_direct() as launched:
+                works = _one_call(library, name, tensor, whole, asynchronous, op)
+            assert launched == ([] if library is stock else [name])
+            assert len(works) == asynchronous
+            results.append((bits(tensor), bits(whole)))
+        assert results[0] == results[1]
+    assert safecomm.pending() == []
+
+
+@on(2)
+def test_the_work_of_a_region_of_one_call_is_held_with_the_line_of_the_region_s3():
+    tensor = torch.ones(100)
+    with _single_calls_go_direct(), safecomm._coalescing_manager(async_ops=True) as manager:
+        safecomm.all_reduce(tensor)
+    (entry,) = safecomm.pending()
+    assert (entry.op, entry.nbytes) == ("_coalescing_manager", 400)
+    assert re.search(r"test_collectives.py:\d+ in test_the_work_of_a_region", entry.site)
+    manager.wait()
+    assert tensor.tolist() == [2] * 100
+    assert safecomm.pending() == []
+
+
+@on(2)
+def test_regions_that_are_c10ds_though_they_have_one_call():
+    spread = torch.ones(4, 2).t()
+    with _single_calls_go_direct() as launched:
+        with safecomm._coalescing_manager():  # not contiguous, which only the coalesced call takes
+            safecomm.all_reduce(spread)
+        with safecomm._coalescing_manager():
+            safecomm.all_reduce(torch.ones(2, dtype=torch.complex64))
+        with torch.profiler.profile(), safecomm._coalescing_manager():
+            safecomm.all_reduce(torch.ones(2))
+        with safecomm._coalescing_manager():
+            safecomm.all_reduce(torch.ones(2))
+            safecomm.all_reduce(torch.ones(2))
+        with safecomm._coalescing_manager():
+            pass
+        assert launched == []
+        with safecomm._coalescing_manager():  # and the group goes on
+            safecomm.all_reduce(torch.ones(2))
+        assert launched == ["all_reduce"]
+    assert spread.sum() == 16
+
+
+@on(2)
+def test_a_region_of_one_call_uses_what_the_tensor_has_at_its_end_s8():
+    with _single_calls_go_direct() as launched:
+        tensor, before = _swapped_in_a_region(safecomm)
+        assert launched == ["all_reduce"]
+    assert (tensor.tolist(), before.tolist()) == ([10] * 3, [1] * 3)
+
+
 @on(2)
 def test_results_of_a_region_that_was_waited_for_are_refused_and_not_empty():
     tensor = torch.ones(3)

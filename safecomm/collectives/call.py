@@ -195,10 +195,10 @@ def storages_of(tensors: list[Any]) -> tuple[Any, ...]:
 
 def home_of_few(index: int, storages: tuple[Any, ...]) -> int | None:
     """Return the one stream that all of ``storages`` were allocated on; None if it is not known, or they are many."""
+    if index == HOST:
+        return HOST
     pointers = [storage.data_ptr() for storage in storages if type(storage) is torch.UntypedStorage]
-    if index == HOST or not 1 <= len(storages) == len(pointers) <= 2:
-        return None
-    return _home(*pointers)
+    return _home(*pointers) if 1 <= len(storages) == len(pointers) <= 2 else None
 
 
 def with_memory(tensors: list[Any]) -> list[torch.Tensor]:
@@ -519,6 +519,13 @@ def direct_options(kind: Any) -> tuple[dict[int, Any], dict[int, Any]]:
                 options.asyncOp = bool(asynchronous)
             table[id(op)] = options
     return tables
+
+
+DIRECT: dict[str, tuple[Callable[..., Any], dict[int, Any], dict[int, Any]]] = {}
+"""How the calls that have a direct way are launched, by the names of c10d's functions.
+
+What to call with the backend, the tensors and options; and the two tables of :func:`direct_options`.
+"""
 
 
 def stand_in(wrapper: F, original: Callable[..., Any]) -> F:

@@ -1,4 +1,9 @@
-"""_coalescing_manager: many calls launched as one."""
+"""_coalescing_manager: many calls launched as one.
+
+A region of a single call on NCCL, such as Megatron makes for each of its buckets, is launched as that call. The NCCL
+operation is the same and counts as one call of the group either way, so ranks that differ in it match all the same.
+c10d's flight recorder shows the name of the way that each rank went.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +16,13 @@ from typing import Any
 import torch
 import torch.distributed.distributed_c10d as c10d
 
-from safecomm import _torch
+from safecomm import _torch, captures
 from safecomm.collectives.call import (
     BUCKETS,
+    DIRECT,
+    PLAIN,
     REGIONS,
+    SUM,
     Region,
     at_once,
     counter,
@@ -22,10 +30,11 @@ from safecomm.collectives.call import (
     home_of_few,
     index_of,
     inside,
+    plain,
     stand_in,
     storages_of,
 )
-from safecomm.entries import leave_empty
+from safecomm.entries import WorkLane, leave_empty
 from safecomm.ledger import LEDGER
 from safecomm.streams import HOST
 from safecomm.work import Work
@@ -33,6 +42,7 @@ from safecomm.work import Work
 _original = c10d._coalescing_manager
 _count = counter("_coalescing_manager")
 _compiling = torch.compiler.is_dynamo_compiling
+_NCCL = getattr(c10d, "ProcessGroupNCCL", None)
 
 
 def _coalescing_manager(group: Any = None, device: Any = None, async_ops: bool = False) -> Any:
@@ -75,7 +85,14 @@ def _inside_of(to: Any, device: Any, async_ops: bool, frame: types.FrameType) ->
         _close(cm, to, region, frame)
         raise
     REGIONS.pop(to, None)
-    for call in _torch.world.pg_coalesce_state.get(to, ()):  # also what was called through torch's own functions
+    calls = _torch.world.pg_coalesce_state.get(to, ())  # also what was called through torch's own functions
+    if len(calls) == 1 and not device and not region.tensors and (ready := _alone(to, calls[0], async_ops)):
+        del _torch.world.pg_coalesce_state[to]  # and c10d's manager is left where it is: it would launch it
+        work = _launch_alone(to, *ready, async_ops, frame)
+        if work is not None:
+            cm.append(work)
+        return
+    for call in calls:
         call.tensor = region.alias(call.tensor)
         if call.dst_tensor is not None:
             call.dst_tensor = region.alias(call.dst_tensor)
@@ -89,6 +106,54 @@ def _inside_of(to: Any, device: Any, async_ops: bool, frame: types.FrameType) ->
         _close(cm, to, region, frame)
     finally:
         cm.works[:0] = own
+
+
+def _alone(group: Any, call: Any, async_ops: bool) -> tuple[Any, WorkLane, Any, list[torch.Tensor]] | None:
+    """Return what it takes to launch the only ``call`` of a region as it is; None where that is c10d's to do."""
+    lane = LEDGER.direct.get(id(group))
+    launch, *tables = DIRECT.get(getattr(call.op, "__name__", ""), (None, {}, {}))
+    options = tables[bool(async_ops)].get(id(SUM if call.redop is None else call.redop))
+    tensors = [call.tensor] if call.dst_tensor is None else [call.dst_tensor, call.tensor]
+    if (
+        lane is None
+        or options is None
+        or type(lane.backend) is not _NCCL  # gloo's coalesced calls are other algorithms
+        or any(type(tensor) not in PLAIN or tensor.is_nested for tensor in tensors)
+        or not plain(lane, *tensors)
+        # What the coalesced calls of c10d take as it comes, and the others refuse.
+        or not all(tensor.is_contiguous() for tensor in tensors)
+        or (call.dst_tensor is not None and not _fit(call.tensor, call.dst_tensor, lane.backend))
+        or _torch.dispatch_modes()
+        or _torch.profiler._is_profiler_enabled
+        or captures.RECORDING
+        or (async_ops and _torch.inflight_as_graph_input())
+    ):
+        return None
+    return launch, lane, options, tensors
+
+
+def _fit(one: torch.Tensor, other: torch.Tensor, backend: Any) -> bool:
+    """Return whether the larger of the two has a part like the smaller for each rank."""
+    part, whole = sorted((one.numel(), other.numel()))
+    return whole == part * int(backend.size())
+
+
+def _launch_alone(
+    group: Any, launch: Any, lane: WorkLane, options: Any, tensors: list[torch.Tensor], async_ops: bool,
+    frame: types.FrameType,
+) -> Work | None:  # fmt: skip
+    """Launch the only call of a region, hold what it uses, and return its work if it is to be waited for."""
+    index = lane.index
+    storages = tuple([tensor.untyped_storage() for tensor in tensors])
+    home = home_of_few(index, storages)
+    inner = launch(lane.backend, *tensors, options)
+    if async_ops:
+        return inner and lane.hold(Work(), "_coalescing_manager", inner, storages, home, frame)
+    if inner is not None:
+        inner.wait()
+    if index != HOST and home != LEDGER.current(index):
+        LEDGER.trail("_coalescing_manager", group, index, storages, frame)
+    return None
 
 
 def _close(cm: Any, group: Any, region: Region, frame: types.FrameType) -> None:

@@ -15,6 +15,7 @@ from torch.overrides import has_torch_function_unary
 from safecomm import _torch
 from safecomm.collectives.call import (
     BUCKETS,
+    DIRECT,
     ENGINES,
     REGIONS,
     by_engine,
@@ -51,8 +52,10 @@ _inflight = _torch.inflight_as_graph_input
 _RENAMED = hasattr(c10d, "all_gather_single")
 _NAME = "all_gather_single" if _RENAMED else "all_gather_into_tensor"
 _SUM = id(c10d.ReduceOp.SUM)  # a gather has no reduce operation; any key of the table does
-_sync_options, _async_options = (table[_SUM] for table in direct_options(c10d.AllgatherOptions))  # type: ignore[attr-defined]
+_tables = direct_options(c10d.AllgatherOptions)  # type: ignore[attr-defined]
+_sync_options, _async_options = (table[_SUM] for table in _tables)
 _launch = _torch.Backend._allgather_base
+DIRECT[_NAME] = (_launch, *_tables)
 _c10d_all_gather = getattr(c10d, _NAME)
 _count = counter(_NAME)
 _forward_all_gather = forwarded(_NAME, "output_tensor", "input_tensor", coalesced=True)

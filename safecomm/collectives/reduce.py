@@ -15,6 +15,7 @@ from torch.overrides import has_torch_function_unary
 from safecomm import _torch
 from safecomm.collectives.call import (
     BUCKETS,
+    DIRECT,
     ENGINES,
     REGIONS,
     by_engine,
@@ -50,6 +51,11 @@ _inflight = _torch.inflight_as_graph_input
 
 _launch_all_reduce = _torch.Backend.allreduce
 _sync_all_reduce, _async_all_reduce = direct_options(c10d.AllreduceOptions)
+DIRECT["all_reduce"] = (
+    lambda backend, tensor, options: _launch_all_reduce(backend, [tensor], options),
+    _sync_all_reduce,
+    _async_all_reduce,
+)
 _c10d_all_reduce = c10d.all_reduce
 _count_all_reduce = counter("all_reduce")
 _forward_all_reduce = forwarded("all_reduce", "tensor", coalesced=True)
@@ -115,6 +121,7 @@ _RENAMED = hasattr(c10d, "reduce_scatter_single")
 _NAME = "reduce_scatter_single" if _RENAMED else "reduce_scatter_tensor"
 _sync_reduce_scatter, _async_reduce_scatter = direct_options(c10d.ReduceScatterOptions)
 _launch_reduce_scatter = _torch.Backend._reduce_scatter_base
+DIRECT[_NAME] = (_launch_reduce_scatter, _sync_reduce_scatter, _async_reduce_scatter)
 _c10d_reduce_scatter = getattr(c10d, _NAME)
 _count_reduce_scatter = counter(_NAME)
 _forward_reduce_scatter = forwarded(_NAME, "output", "input", coalesced=True, unpolled=True)

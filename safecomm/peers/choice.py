@@ -71,7 +71,7 @@ class LowLatencyLimits:
 
 
 DEFAULTS = {
-    2: LowLatencyLimits(one_shot=2 * MiB, two_shot=0, scatter=MiB, gather=MiB),
+    2: LowLatencyLimits(one_shot=MiB, two_shot=4 * MiB, scatter=MiB, gather=MiB),
     4: LowLatencyLimits(one_shot=256 * KiB, two_shot=4 * MiB, scatter=MiB, gather=MiB),
     8: LowLatencyLimits(one_shot=64 * KiB, two_shot=2 * MiB, scatter=256 * KiB, gather=256 * KiB),
 }

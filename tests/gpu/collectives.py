@@ -1,5 +1,7 @@
 """The collectives themselves: S1, S2, S3, S5 and S8, beside ``torch.distributed`` where it goes wrong."""
 
+import contextlib
+import itertools
 import time
 
 import torch
@@ -320,6 +322,51 @@ def s1_coalesced_on_side_streams():
         safecomm.drain(wait=True)
     require(bad == 0, bad)
     return {"corrupted": bad}
+
+
+@case(60)
+def s1_regions_of_one_call():
+    """A region of one call: launched, allocated and waited for on main and side streams; ranks that go c10d's way."""
+    world = stock.get_world_size()
+    main, side = torch.cuda.current_stream(), torch.cuda.Stream()
+    bad = wrong = 0
+    places = list(itertools.product((main, side), repeat=3))
+    for trial, (allocating, launching, waiting) in enumerate(places * 3):
+        name = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")[trial % 3]
+        stock.barrier()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(allocating):
+            part = torch.full((4 << 20,), float(rank()), device="cuda")
+            whole = torch.full((world * (4 << 20),), float(rank()), device="cuda")
+        launching.wait_stream(allocating)
+        if rank() == trial % world:
+            slow()
+        aside = LEDGER.diverted() if trial % 4 == 3 and rank() == 0 else contextlib.nullcontext()
+        with torch.cuda.stream(launching), aside, safecomm._coalescing_manager(async_ops=trial % 5 != 0) as manager:
+            if name == "all_reduce":
+                safecomm.all_reduce(whole)
+            elif name == "all_gather_into_tensor":
+                safecomm.all_gather_into_tensor(whole, part)
+            else:
+                safecomm.reduce_scatter_tensor(part, whole)
+        with torch.cuda.stream(waiting):
+            manager.wait()
+            waiting.wait_stream(launching)
+            read = (part if name == "reduce_scatter_tensor" else whole).clone()
+        del manager, part, whole
+        with torch.cuda.stream(allocating):
+            victims = [torch.full((n << 22,), -7.0, device="cuda") for n in (1, world)]
+        torch.cuda.synchronize()
+        bad += any(bool((victim != -7.0).any()) for victim in victims)
+        expected = torch.arange(world, device="cuda").float().repeat_interleave(4 << 20)
+        if name != "all_gather_into_tensor":
+            expected = torch.full_like(read, float(sum(range(world))))
+        wrong += not torch.equal(read, expected)
+        del victims, read, expected
+        safecomm.drain(wait=True)
+    require(bad == 0, bad)
+    require(wrong == 0, wrong)
+    return {"corrupted": bad, "wrong": wrong, "programs": len(places) * 3}
 
 
 def forum(library, how, layers=8, iterations=5):
