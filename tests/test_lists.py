@@ -477,13 +477,15 @@ def test_staging_takes_the_same_slot_each_time_and_is_part_of_a_plan():
         assert launched == ["all_gather"] * 6 + ["reduce_scatter"]
 
 
-def staged(monkeypatch, gathers, *, home=True, recorded=None):
+def staged(monkeypatch, gathers, *, home=True, recorded=None, failure=None):
     """Stage a call of pieces as if on a GPU, and return what was done, in its order, and the tensors."""
     done = []
     pieces, tensor = [torch.ones(3), torch.ones(3)], torch.zeros(3)
 
     def launch(backend, output, source, options):
         done.append("launch")
+        if failure is not None:
+            raise failure
         output.copy_(torch.arange(6.0) if gathers else source[:3] + source[3:])
         return types.SimpleNamespace(wait=lambda: done.append("wait"))
 
@@ -499,8 +501,9 @@ def staged(monkeypatch, gathers, *, home=True, recorded=None):
     def trail(op, group, index, storages, frame):
         assert {one.data_ptr() for one in storages} == {one.data_ptr() for one in [*pieces, tensor]}
         assert (op, group, index) == ("a call", "a group", 0)
-        assert pieces[1].tolist() == ([3.0, 4.0, 5.0] if gathers else [1.0] * 3), "before the copies"
-        assert tensor.tolist() == ([0.0] * 3 if gathers else [2.0] * 3)
+        if failure is None:
+            assert pieces[1].tolist() == ([3.0, 4.0, 5.0] if gathers else [1.0] * 3), "before the copies"
+            assert tensor.tolist() == ([0.0] * 3 if gathers else [2.0] * 3)
         done.append("trail")
 
     monkeypatch.setattr(lists, "_launch_all_gather" if gathers else "_launch_reduce_scatter", launch)
@@ -516,9 +519,10 @@ def staged(monkeypatch, gathers, *, home=True, recorded=None):
             )
     lane = types.SimpleNamespace(index=0, backend=Backend(2))
     run = lists._gather if gathers else lists._scatter
-    assert lists._staged(
-        "a call", run, None, lane, "a group", pieces, tensor, lambda: done.append("count"), written=gathers
-    )
+    with contextlib.nullcontext() if failure is None else pytest.raises(type(failure)):
+        assert lists._staged(
+            "a call", run, None, lane, "a group", pieces, tensor, lambda: done.append("count"), written=gathers
+        )
     return done, pieces, tensor
 
 
@@ -526,6 +530,8 @@ def staged(monkeypatch, gathers, *, home=True, recorded=None):
 def test_pieces_of_other_streams_leave_a_trail_after_the_copies(monkeypatch, gathers):
     assert staged(monkeypatch, gathers)[0] == ["slot", "count", "launch", "wait"]
     assert staged(monkeypatch, gathers, home=False)[0] == ["slot", "count", "launch", "wait", "trail"]
+    failure = stock.DistBackendError("the launch has failed")
+    assert staged(monkeypatch, gathers, home=False, failure=failure)[0] == ["slot", "count", "launch", "trail"]
 
 
 @pytest.mark.parametrize("gathers", [True, False])

@@ -257,15 +257,17 @@ def _staged(
     if slot is None:
         return False
     count()
-    if _profiler._is_profiler_enabled:
-        with span(op):
+    try:
+        if _profiler._is_profiler_enabled:
+            with span(op):
+                run(lane.backend, slot, pieces, tensor, options)
+        else:
             run(lane.backend, slot, pieces, tensor, options)
-    else:
-        run(lane.backend, slot, pieces, tensor, options)
-    if _recording:
-        captures.note(op, group, arguments, _getframe(2))  # the slot is the graph's already
-    if index >= 0 and not _all_at_home(_current(index), addresses):
-        LEDGER.trail(op, group, index, storages_of([*pieces, tensor]), _getframe(2))
+        if _recording:
+            captures.note(op, group, arguments, _getframe(2))  # the slot is the graph's already
+    finally:  # what has failed may still be running
+        if index >= 0 and not _all_at_home(_current(index), addresses):
+            LEDGER.trail(op, group, index, storages_of([*pieces, tensor]), _getframe(2))
     return True
 
 
