@@ -347,6 +347,14 @@ def saved_by(node: Any) -> list[tuple[str, torch.Tensor]]:
 _saved_names: weakref.WeakKeyDictionary[type, tuple[str, ...]] = weakref.WeakKeyDictionary()
 
 
+class _NoForwardAD:
+    _current_level = 0
+
+
+forward_ad: Any = torch.autograd.forward_ad if hasattr(torch.autograd.forward_ad, "_current_level") else _NoForwardAD
+"""``forward_ad._current_level`` is -1 where no tensor can have a tangent, which copies into given memory refuse."""
+
+
 # --- the dispatcher --------------------------------------------------------------------------------
 
 try:

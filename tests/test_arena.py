@@ -223,6 +223,53 @@ def test_a_full_arena_raises_where_that_is_asked_for():
     arena.close()
 
 
+@pytest.mark.parametrize("full", ["fallback", "raise"])
+def test_who_can_do_without_gets_a_slot_or_nothing_and_nothing_is_counted(full, caplog):
+    caplog.set_level(logging.WARNING, "safecomm")
+    arena = Arena(4096, "cpu", full=full)
+    found = arena.if_room((2, 256), torch.float32)
+    assert arena.owns(found)
+    assert (found.shape, found.dtype) == ((2, 256), torch.float32)
+    assert arena.if_room((513,), torch.float32) is None
+    assert arena.if_room((1 << 20,), torch.float32) is None
+    place = arena.offset(found)
+    del found
+    again = arena.if_room((2, 256), torch.float32)
+    assert arena.offset(again) == place
+    stats = arena.stats()
+    assert (stats.fallbacks, stats.fallback_bytes, stats.enough, stats.in_use) == (0, 0, 4096, 2048)
+    assert caplog.records == []
+    del again
+    arena.close()
+    assert arena.if_room((1,), torch.float32) is None
+
+
+def test_who_can_do_without_takes_shelves_apart_only_where_that_makes_room():
+    arena = Arena(8192, "cpu", full="raise")
+    kept = [arena.empty(2048, dtype=torch.uint8) for _ in range(4)]
+    del kept[1:]
+    before = dict(arena._layout.cut)
+    assert len(before) == 4
+    assert arena.if_room((7000,), torch.uint8) is None
+    assert arena._layout.cut == before, "the idle slots stay on their shelf"
+    assert not arena._layout.tight
+    assert arena.owns(arena.if_room((6000,), torch.uint8))
+    del kept
+    arena.close()
+
+
+def test_a_registered_arena_is_not_for_who_can_do_without(arena):
+    arena._backing = object()
+    assert arena.if_room((4,), torch.float32) is None
+    arena._backing = None
+
+
+def test_a_plan_has_what_could_have_been_done_without():
+    with record_plan("cpu") as plan:
+        assert use.in_use(-1).if_room((128,), torch.float32).shape == (128,)
+    assert plan.nbytes == 512
+
+
 def test_unused_slots_are_taken_apart_before_anything_is_refused():
     arena = Arena(8192, "cpu", full="raise")
     for size in (512, 1024, 2048, 8192, 512, 4096):

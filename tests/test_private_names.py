@@ -62,6 +62,7 @@ NAMES = [
         "unowned() gives the tensor itself, and sends record streams; no arena",
     ),
     (torch.utils._python_dispatch, "TorchDispatchMode", "leaks.watch() says that it can't watch"),
+    (torch.autograd.forward_ad, "_current_level", "lists in pieces are c10d's"),
     (torch._C._autograd.SavedTensor, "data", "saved_by() unpacks what is saved, and runs unpack hooks"),
     (torch.cuda.memory, "_record_memory_history", "the demo writes no snapshots, and demo --html says so"),
     (torch.cuda.memory, "_dump_snapshot", "the demo writes no snapshots, and demo --html says so"),
@@ -181,6 +182,14 @@ def test_without_the_dispatch_keys_no_tensor_is_known_to_be_plain(monkeypatch):
     copy = a_fresh_copy()
     assert not copy.has_plain_keys(tensor)
     assert copy.transform_level() is None
+
+
+def test_without_the_level_of_forward_ad_there_may_be_tangents(monkeypatch):
+    assert _torch.forward_ad._current_level == -1
+    with torch.autograd.forward_ad.dual_level():
+        assert _torch.forward_ad._current_level == 0
+    monkeypatch.delattr(torch.autograd.forward_ad, "_current_level")
+    assert a_fresh_copy().forward_ad._current_level >= 0
 
 
 def test_without_dynamos_guards_no_tensors_are_like_others(monkeypatch):

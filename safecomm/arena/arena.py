@@ -358,39 +358,59 @@ class Arena:
         shape = shape_of(size, dtype, "Arena.empty()")
         if bucket not in self._layout.bounds:
             raise ValueError(f"Arena.empty(bucket={bucket!r}): expected one of {sorted(self._layout.bounds)}")
+        with self._layout.lock:
+            tensor = self._slot(size, shape, dtype, stream, bucket)
+            return self._fall_back(shape, dtype, stream, bucket) if tensor is None else tensor
+
+    def if_room(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
+        """Return what :meth:`empty` does if that is a slot, and None if not, for callers that can do without.
+
+        Unlike :meth:`empty` it counts no fallback, says nothing and does not raise. None also of a registered arena,
+        whose memory the ranks must not mix with ordinary memory: one may have room where another has none.
+        """
+        if self._ended or self._backing is not None:
+            return None
+        stream = self._current(self.index) if self.index >= 0 else self.index
+        with self._layout.lock:
+            return self._slot(shape, shape, dtype, stream, "", needed=False)
+
+    def _slot(
+        self, size: tuple[Any, ...], shape: tuple[int, ...], dtype: Any, stream: int, bucket: str, *,
+        needed: bool = True,
+    ) -> torch.Tensor | None:  # fmt: skip
+        """Return a slot for a request that says ``size``; None if there is no room, or a graph could not own it."""
         nbytes = math.prod(shape) * dtype.itemsize
         capture = self._capture(stream) if stream > 0 else 0
         graph = captures.RECORDING.get(capture) if capture else None
         if capture and graph is None:
-            return self._fall_back(shape, dtype, nbytes, bucket, "a CUDA graph capture that safecomm does not see")
+            return None
 
         def usable(after: frozenset[int]) -> bool:
             # A graph can't wait for what runs, nor what runs for a stream that is being captured.
             return not after if capture else all(one == stream or not self._capturing(one) for one in after)
 
-        with self._layout.lock:
-            found = self._layout.take((shape, dtype), nbytes, stream, capture, bucket, usable)
-            if found is None:
-                return self._fall_back(shape, dtype, nbytes, bucket, "")
-            slot, after = found
-            if slot.storage is None:
-                self._furnish(slot, shape, dtype)
-            for other in after:
-                event = self._streams.mark(self.index, other)
-                self._streams.order(self.index, stream, event)
-                self._streams.recycle(self.index, event)
-            if graph is not None:
-                graph.lease(slot.storage)
-            tensor: torch.Tensor = slot.template.data
-            self._layout.put(slot)
-            if self._group is not None:
-                slot.site = call_site()
-                self._log.append((slot.site, nbytes, slot.start))
-            elif not capture:
-                if len(self._fast) > 1 << 13:
-                    self._fast.clear()
-                with contextlib.suppress(TypeError):  # a list can't be a key
-                    self._fast[size, dtype, stream, bucket] = slot.shelf
+        found = self._layout.take((shape, dtype), nbytes, stream, capture, bucket, usable, needed=needed)
+        if found is None:
+            return None
+        slot, after = found
+        if slot.storage is None:
+            self._furnish(slot, shape, dtype)
+        for other in after:
+            event = self._streams.mark(self.index, other)
+            self._streams.order(self.index, stream, event)
+            self._streams.recycle(self.index, event)
+        if graph is not None:
+            graph.lease(slot.storage)
+        tensor: torch.Tensor = slot.template.data
+        self._layout.put(slot)
+        if self._group is not None:
+            slot.site = call_site()
+            self._log.append((slot.site, nbytes, slot.start))
+        elif not capture:
+            if len(self._fast) > 1 << 13:
+                self._fast.clear()
+            with contextlib.suppress(TypeError):  # a list can't be a key
+                self._fast[size, dtype, stream, bucket] = slot.shelf
         return tensor
 
     def _furnish(self, slot: Slot, shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -418,10 +438,12 @@ class Arena:
     def _capturing(self, stream: int) -> bool:
         return stream > 0 and bool(self._capture(stream))
 
-    def _fall_back(
-        self, shape: tuple[int, ...], dtype: torch.dtype, nbytes: int, bucket: str, why: str
-    ) -> torch.Tensor:
-        if not why:
+    def _fall_back(self, shape: tuple[int, ...], dtype: torch.dtype, stream: int, bucket: str) -> torch.Tensor:
+        nbytes = math.prod(shape) * dtype.itemsize
+        capture = self._capture(stream) if stream > 0 else 0
+        if capture and capture not in captures.RECORDING:
+            why = "a CUDA graph capture that safecomm does not see"
+        else:
             start, end = self._layout.bounds[bucket]
             tail = next((last - first for first, last, _ in self._layout.spaces[bucket] if last == end), 0)
             enough = self._layout.nbytes + rounded(nbytes) - tail

@@ -165,13 +165,14 @@ class Layout:
 
     def take(
         self, identity: Any, nbytes: int, stream: int, capture: int, bucket: str,
-        usable: Callable[[frozenset[int]], bool] = lambda _: True,
+        usable: Callable[[frozenset[int]], bool] = lambda _: True, *, needed: bool = True,
     ) -> tuple[Slot, frozenset[int]] | None:  # fmt: skip
         """Return a slot for a request, and the streams that its use has to be ordered after; None if there is no room.
 
         ``identity`` is what requests must have in common to be given the same slot, besides stream, bucket and
-        capture. ``usable`` tells whether a range can be used that some streams used last. The caller makes the slot's
-        storage, if it has none, and puts it on its shelf.
+        capture. ``usable`` tells whether a range can be used that some streams used last. Where a request is not
+        ``needed``, the shelves of others are taken apart for it only if enough of them is idle. The caller makes the
+        slot's storage, if it has none, and puts it on its shelf.
         """
         key = (*identity, stream, bucket, capture) if capture else (*identity, stream, bucket)
         with self.lock:
@@ -185,6 +186,8 @@ class Layout:
             space = self.spaces[bucket]
             found = space.take(size, usable)
             if found is None:
+                if not needed and not self._has_idle(size, bucket):
+                    return None
                 self.harvest()
                 self.tight.add(bucket)
                 found = space.take(size, usable)
@@ -212,6 +215,12 @@ class Layout:
             if shelf.first is None:
                 shelf.first = slot
             return slot, after - {stream}
+
+    def _has_idle(self, size: int, bucket: str) -> bool:
+        """Return whether ``size`` bytes of ``bucket`` are not in use, be it in many places."""
+        start, end = self.bounds[bucket]
+        room = end - start - size
+        return room >= 0 and sum([slot.end - slot.start for slot in self.in_use() if slot.bucket == bucket]) <= room
 
     def _begin_anew(self, bucket: str, shelf: Shelf | None, usable: Callable[[frozenset[int]], bool]) -> None:
         """Gather the slots of ``bucket`` if a step begins, with a request for ``shelf``, that is to go another way.

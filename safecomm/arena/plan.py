@@ -156,6 +156,10 @@ class Recorder:
         self._live.append((alive, request))
         return tensor
 
+    def if_room(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return what :meth:`Arena.if_room` does in an arena of this plan, in ordinary memory."""
+        return self.empty(shape, dtype=dtype)
+
     def _look(self, number: int) -> None:
         """Write down which memory nobody refers to any more."""
         live = []

@@ -246,7 +246,7 @@ def arena_s6_slots_of_a_graph_are_its_own():
 
 
 def flat_launches():
-    """Count the list calls that go flat, from now on: in what is returned, by name."""
+    """Count the list calls that go flat, from now on, staged ones included: in what is returned, by name."""
     counts = {"_launch_all_gather": 0, "_launch_reduce_scatter": 0}
 
     def counting(name, launch):
@@ -272,14 +272,17 @@ def memory_of(made, arena, world, numel, dtype):
 
 @case(240)
 def arena_list_forms_against_stock():
-    """The same bits as stock's, 20 B to 64 MiB a slice: in slices, in pieces, mixed between ranks, sync and async."""
+    """The same bits as stock's, 20 B to 64 MiB a slice: in slices, in pieces, mixed between ranks, sync and async.
+
+    Slices go flat, pieces are staged and go flat if the call is synchronous.
+    """
     world = stock.get_world_size()
     checked = 0
     sizes = (20, 1 << 10, 64 << 10, (1 << 20) + 12, 4 << 20, (16 << 20) + 32, 64 << 20)
     side = torch.cuda.Stream()
     launches = flat_launches()
     expected = 0
-    with safecomm.use_arena(1 << 30) as arena:
+    with safecomm.use_arena(world << 29) as arena:
         for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.complex64):
             for nbytes in sizes:
                 numel = -(-nbytes // dtype.itemsize)
@@ -301,7 +304,10 @@ def arena_list_forms_against_stock():
                                 versions = [one._version for one in out]
                                 works = [library.all_gather(out, given[0], async_op=asynchronous)]
                                 # Slices are views of one tensor, and stock's copies count for each: only whether.
-                                versions = [one._version > before for one, before in zip(out, versions, strict=True)]
+                                versions = [
+                                    int(one._version > before) if one_buffer else one._version - before
+                                    for one, before in zip(out, versions, strict=True)
+                                ]
                                 if works[0] is not None:
                                     works[0].wait()
                                 gathered = torch.cat(out)
@@ -315,7 +321,7 @@ def arena_list_forms_against_stock():
                             torch.cuda.current_stream().wait_stream(stream)
                             torch.cuda.synchronize()
                             results.append((gathered, part, exchanged, torch.tensor(versions)))
-                            if library is safecomm and one_buffer and not dtype.is_complex:
+                            if library is safecomm and (one_buffer or not asynchronous) and not dtype.is_complex:
                                 expected += 1
                             del works, work, out, sent, one, other  # a handle keeps its outputs
                         for theirs, ours in zip(*results, strict=True):
@@ -331,9 +337,63 @@ def arena_list_forms_against_stock():
     return {"compared": checked, "flat": expected, "fallbacks": stats.fallbacks}
 
 
+def pieces_handed_out_again(allocating, launching, numel):
+    """Run one trial with a slow rank 0; return how many elements are wrong, and whether memory was handed out again."""
+    world = stock.get_world_size()
+    with torch.cuda.stream(allocating):
+        out = [torch.zeros(numel, device="cuda") for _ in range(world)]
+        given = [torch.full((numel,), 1.0 + place, device="cuda") for place in range(world)]
+        mine = torch.full((numel,), 1.0, device="cuda")
+        part = torch.zeros(numel, device="cuda")
+    launching.wait_stream(allocating)
+    with torch.cuda.stream(launching):
+        if rank() == 0:
+            slow()
+        safecomm.all_gather(out, mine)
+        safecomm.reduce_scatter(part, given)
+    places = {one.data_ptr() for one in (*out, *given, mine)}
+    del out, given, mine
+    # What is written here would be in the sum if it were given's memory, and be written over if it were out's.
+    with torch.cuda.stream(allocating):
+        victims = [torch.full((numel,), -7.0, device="cuda") for _ in places]
+    torch.cuda.synchronize()
+    wrong = sum(int((victim != -7.0).sum()) for victim in victims) + int((part != world * (1.0 + rank())).sum())
+    again = bool(places & {victim.data_ptr() for victim in victims})
+    del victims, part
+    safecomm.drain(wait=True)
+    return wrong, again
+
+
+@case(120)
+def arena_s1_pieces_of_another_stream():
+    """Pieces of one stream that are staged on another, with a slow peer: their memory is not handed out too early."""
+    count = bad = reused = 0
+    numel = MIB
+    launches = flat_launches()
+    with safecomm.use_arena(256 * MIB) as arena:
+        for allocating in (every := streams()):
+            for launching in every:
+                for _ in range(3):
+                    stock.barrier()
+                    wrong, again = pieces_handed_out_again(allocating, launching, numel)
+                    bad += wrong > 0
+                    reused += again
+                    count += 1
+        settle()
+        stats = arena.stats()
+        require(stats.in_use == 0, arena)
+    require(bad == 0, bad, "of", count)
+    require(list(launches.values()) == [count] * 2, launches, "pieces were not staged")
+    require(reused, "no memory was ever handed out again: the programs do not bite")
+    return {"programs": count, "corrupted": bad, "handed out again": reused, "high water MiB": stats.high_water // MIB}
+
+
 @case(120)
 def arena_list_forms_in_a_capture():
-    """Captured in slices, in pieces and mixed between ranks: each replay gives stock's bits, and leases the list."""
+    """Captured in slices, in pieces and mixed between ranks: each replay gives stock's bits, and leases the list.
+
+    What pieces are staged in is the graph's own as well.
+    """
     world = stock.get_world_size()
     checked = 0
     leases = {}
@@ -358,9 +418,12 @@ def arena_list_forms_in_a_capture():
                                 work.wait()
                     del work
                     flat = [launches[name] - before[name] for name in launches]
-                    require(flat == [int(one_buffer)] * 2, flat, made, nbytes)
+                    require(flat == [int(one_buffer or not asynchronous)] * 2, flat, made, nbytes)
+                    if not one_buffer and not asynchronous:
+                        require(arena.stats().captured >= world * nbytes, "the slot is not the graph's", arena)
                     leases[made] = len(captured.leases())
                     require(leases[made] == 2 * (world + 1), captured.leases())
+                    stranger = arena.empty(world, numel).fill_(-7.0)
                     for trial in range(3):
                         given.uniform_(generator=torch.Generator("cuda").manual_seed(trial * 10 + rank()))
                         for one, other in zip(sent, given, strict=True):
@@ -374,8 +437,9 @@ def arena_list_forms_in_a_capture():
                             require(torch.equal(ours, theirs), made, nbytes, asynchronous)
                             checked += 1
                     torch.cuda.synchronize()
+                    require(bool((stranger == -7.0).all()), "a replay wrote to another slot", made, nbytes)
                     graph.reset()
-                    del graph, captured, out, sent, one, other, ours, theirs, expected, total
+                    del graph, captured, out, sent, one, other, ours, theirs, expected, total, stranger
         safecomm.drain(wait=True)
         settle()
         require(arena.stats().in_use == 0, arena)
