@@ -196,6 +196,19 @@ def backend_name(group: Any, device_type: str) -> str:
     return dict(entry.split(":", 1) for entry in config.split(",") if ":" in entry).get(device_type, "")
 
 
+NCCL: Any = getattr(c10d, "ProcessGroupNCCL", None)
+
+
+def regions_differ() -> bool:
+    """Return whether a coalescing region of one call may do something else than that call, as these variables ask for.
+
+    The coalesced calls of ProcessGroupNCCL know neither torch's own one-shot all_reduce nor its check for NaN. Groups
+    read the variables when they are made.
+    """
+    names = ("ENABLE_INTRA_NODE_COMM", "TORCH_NCCL_NAN_CHECK")
+    return any(os.environ.get(name, "0") not in ("", "0") for name in names)
+
+
 def group_name(group: Any) -> str:
     """Return the name under which c10d knows ``group``; ``""`` if it does not."""
     return str(getattr(world, "pg_names", {}).get(group, ""))

@@ -274,6 +274,17 @@ class Lane:
             except RuntimeError:
                 continue
 
+    def ends(self, count: int) -> tuple[Entry, ...]:
+        """Return the ``count`` oldest and the ``count`` newest entries, each once, also while others change them."""
+        if len(self.entries) <= 2 * count:
+            return self.oldest(2 * count)
+        while True:
+            try:
+                newest = itertools.islice(reversed(self.entries), count)
+                return (*itertools.islice(self.entries, count), *newest)
+            except RuntimeError:
+                continue
+
     def first(self) -> Entry | None:
         """Return the oldest entry, also while other threads take entries out."""
         while self.entries:
@@ -306,14 +317,14 @@ class Lane:
         return sum(entry.nbytes for entry in sample) * len(self.entries) // max(len(sample), 1)
 
 
-KINDS = 8
+KINDS = 16
 """Kinds of tensors that a lane remembers direct calls of."""
 
 
 class WorkLane(Lane):
     """The works of a group on one device, in one capture or in none, and what its direct calls need to know."""
 
-    __slots__ = ("backend", "current", "ledger", "like_one", "like_two", "likes", "regions", "streamed")
+    __slots__ = ("alone", "backend", "current", "ledger", "like_one", "like_two", "likes", "regions", "streamed")
 
     def __init__(
         self, ledger: Rules, table: dict[Any, Any], key: Any, index: int, stream: int, capture: int, budget: int
@@ -323,6 +334,7 @@ class WorkLane(Lane):
         self.current = ledger.streams.current
         self.backend: Any = None  # of an ordinary lane: the C++ side of the group's backend, which direct calls go to
         self.regions: dict[Any, Any] = {}  # c10d's open coalescing regions, by group
+        self.alone = False  # a region of one call does what that call does
         # Whether one tensor, or two, are like those of an earlier direct call; see look_alike().
         self.like_one: Callable[..., bool] = _torch.unlike
         self.like_two: Callable[..., bool] = _torch.unlike

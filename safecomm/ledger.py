@@ -53,6 +53,9 @@ LAG = 4
 UNORDERED = 8
 """Running works of a lane that one call looks at, where it can't stop at the first."""
 
+CROWD = 64
+"""Works of a lane beyond which each call asks whether they are over, whoever has their handles."""
+
 PATIENCE = 0.1
 """Seconds for which a work is not asked whether it is over while somebody has its handle, and so is about to wait.
 
@@ -160,6 +163,7 @@ class Ledger:
             known = backend in ("nccl", "gloo")  # the works of others may be something else: the fake one's never end
             if type(group) is ProcessGroup and known and not capture and not p2p:
                 lane.backend = _torch.backend_of(group, "cpu" if index == HOST else "cuda")
+                lane.alone = type(lane.backend) is _torch.NCCL and not _torch.regions_differ()
                 if lane.backend is not None:
                     with self._diverting_lock:
                         direct = self._diverted if self._diverting else self.direct
@@ -378,9 +382,9 @@ class Ledger:
             return False
         young = _now() - self._patience
         for lane in keys_of(self.busy):
-            if lane.capture or lane.blind or not isinstance(lane, WorkLane):
+            if lane.capture or lane.blind or len(lane.entries) > CROWD or not isinstance(lane, WorkLane):
                 return False
-            for entry in lane.oldest(UNORDERED):
+            for entry in lane.ends(UNORDERED // 2):  # a handle that is dropped at once is one of the newest
                 if entry.since <= young or getrefcount(entry) <= _UNSHARED + 1:  # and one of the tuple
                     return False
         return True

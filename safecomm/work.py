@@ -110,8 +110,9 @@ class Work(Launched, _Base):
     def result(self) -> list[torch.Tensor]:
         """Return the outputs, from the backend's handle.
 
-        Raises SafecommError for a coalescing region that was waited for: c10d would keep its outputs until the group's
-        next collective, so the wait takes them from it. Asked before the wait, they stay with the handle, as in torch.
+        Raises SafecommError for a coalescing region that was waited for, unless it was of one call on NCCL: c10d would
+        keep its outputs until the group's next collective, so the wait takes them from it. Asked before the wait, they
+        stay with the handle, as in torch.
         """
         self._show_results()
         return self.inner.result()

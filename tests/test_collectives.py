@@ -9,6 +9,7 @@ import re
 import sys
 import warnings
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
@@ -551,7 +552,8 @@ def test_s8_what_is_no_plain_tensor_is_treated_as_by_torch(what):
 @contextlib.contextmanager
 def _single_calls_go_direct():
     """Let gloo's regions of one call be launched as that call, and give the names of what was."""
-    from safecomm.collectives import call, coalesced
+    from safecomm.collectives import call
+    from safecomm.ledger import LEDGER
 
     launched = []
 
@@ -562,13 +564,15 @@ def _single_calls_go_direct():
 
         return note
 
-    known, table = coalesced._NCCL, dict(call.DIRECT)
-    coalesced._NCCL = type(stock.group.WORLD._get_backend(torch.device("cpu")))
+    table = dict(call.DIRECT)
+    safecomm.all_reduce(torch.ones(1))  # so that there is a lane
+    lane = LEDGER.direct[id(stock.group.WORLD)]
+    lane.alone = True
     call.DIRECT.update({name: (noted(name, launch), *tables) for name, (launch, *tables) in table.items()})
     try:
         yield launched
     finally:
-        coalesced._NCCL = known
+        lane.alone = False
         call.DIRECT.update(table)
 
 
@@ -605,21 +609,28 @@ def test_a_region_of_one_call_is_launched_as_that_call_with_the_same_bits_s8(nam
     assert safecomm.pending() == []
 
 
+@pytest.mark.parametrize(("name", "nbytes"), [("all_reduce", 200), (GATHER, 600), (SCATTER, 600)])
 @on(2)
-def test_the_work_of_a_region_of_one_call_is_held_with_the_line_of_the_region_s3():
-    tensor = torch.ones(100)
+def test_the_work_of_a_region_of_one_call_is_held_with_the_line_of_the_region_s1_s3(name, nbytes):
+    tensor, whole = torch.ones(50), torch.ones(100)
     with _single_calls_go_direct(), safecomm._coalescing_manager(async_ops=True) as manager:
-        safecomm.all_reduce(tensor)
+        if name == "all_reduce":
+            safecomm.all_reduce(tensor)
+        elif name == GATHER:
+            getattr(safecomm, GATHER)(whole, tensor)
+        else:
+            getattr(safecomm, SCATTER)(tensor, whole)
     (entry,) = safecomm.pending()
-    assert (entry.op, entry.nbytes) == ("_coalescing_manager", 400)
+    assert (entry.op, entry.nbytes) == ("_coalescing_manager", nbytes)
     assert re.search(r"test_collectives.py:\d+ in test_the_work_of_a_region", entry.site)
     manager.wait()
-    assert tensor.tolist() == [2] * 100
     assert safecomm.pending() == []
 
 
 @on(2)
 def test_regions_that_are_c10ds_though_they_have_one_call():
+    from safecomm import _torch
+
     spread = torch.ones(4, 2).t()
     with _single_calls_go_direct() as launched:
         with safecomm._coalescing_manager():  # not contiguous, which only the coalesced call takes
@@ -628,9 +639,15 @@ def test_regions_that_are_c10ds_though_they_have_one_call():
             safecomm.all_reduce(torch.ones(2, dtype=torch.complex64))
         with torch.profiler.profile(), safecomm._coalescing_manager():
             safecomm.all_reduce(torch.ones(2))
+        with Sees(), safecomm._coalescing_manager():
+            safecomm.all_reduce(torch.ones(2))
         with safecomm._coalescing_manager():
             safecomm.all_reduce(torch.ones(2))
             safecomm.all_reduce(torch.ones(2))
+        with mock.patch.object(_torch, "inflight_as_graph_input", return_value=True):
+            with safecomm._coalescing_manager(async_ops=True) as manager:
+                safecomm.all_reduce(torch.ones(2))
+            manager.wait()
         with safecomm._coalescing_manager():
             pass
         assert launched == []
@@ -638,6 +655,46 @@ def test_regions_that_are_c10ds_though_they_have_one_call():
             safecomm.all_reduce(torch.ones(2))
         assert launched == ["all_reduce"]
     assert spread.sum() == 16
+
+
+@on(2)
+def test_a_call_that_comes_at_the_end_of_a_region_of_one_call_is_not_lost_s8():
+    from safecomm.collectives import coalesced
+
+    one, late = torch.ones(2), torch.ones(2)
+    alone = coalesced._alone
+
+    def interrupted(*arguments):
+        ready = alone(*arguments)
+        safecomm.all_reduce(late)  # as from a signal handler
+        return ready
+
+    with _single_calls_go_direct() as launched, mock.patch.object(coalesced, "_alone", interrupted):
+        with safecomm._coalescing_manager():
+            safecomm.all_reduce(one)
+        assert launched == []
+    assert (one.tolist(), late.tolist()) == ([2, 2], [2, 2])
+
+
+@on(2)
+def test_a_group_with_nothing_but_regions_has_a_lane_s10():
+    from safecomm.ledger import LEDGER
+
+    group = stock.new_group()
+    with safecomm._coalescing_manager(group):
+        safecomm.all_reduce(torch.ones(2), group=group)
+    assert id(group) in LEDGER.direct
+    safecomm.destroy_process_group(group)
+
+
+@pytest.mark.parametrize("name", ["ENABLE_INTRA_NODE_COMM", "TORCH_NCCL_NAN_CHECK"])
+def test_regions_of_one_call_are_c10ds_where_its_coalesced_calls_differ_s8(name, monkeypatch):
+    from safecomm import _torch
+
+    monkeypatch.delenv(name, raising=False)
+    assert not _torch.regions_differ()
+    monkeypatch.setenv(name, "1")
+    assert _torch.regions_differ()
 
 
 @on(2)

@@ -38,7 +38,7 @@ from simulated import INDEX, FakeGraph, FakeGroup, Launched, SimulatedDevice, ca
 
 from safecomm.captures import CapturedGraph
 from safecomm.errors import CaptureBoundaryError
-from safecomm.ledger import Ledger
+from safecomm.ledger import CROWD, Ledger
 from safecomm.streams import HOST
 from safecomm.trails import Trails
 
@@ -897,6 +897,28 @@ def test_one_that_never_ends_keeps_no_other_s3(device) -> None:
             pass
         ledger.sweep()
         assert [entry.op for entry in ledger.pending()] == [stuck.op]
+
+
+@pytest.mark.parametrize("kept", [1, 8, 30])
+def test_what_is_dropped_does_not_pile_up_behind_kept_handles_s3(device, group, kept) -> None:
+    """S3: dropped works come back at the next call also behind kept ones, which the ledger does not ask."""
+    ledger = Ledger(device, patience=math.inf)
+    handles = [call(ledger, group, [device.allocate(0, 64)]) for _ in range(kept)]
+    for _ in range(100):
+        device.finish()
+        call(ledger, group, [device.allocate(0, 1 << 20)])
+        assert sum(entry.nbytes for entry in ledger.pending()) <= (2 << 20) + 64 * kept
+    assert len(handles) == kept
+
+
+def test_a_crowd_is_asked_whoever_has_the_handles_s3(device, group) -> None:
+    """S3: works that are over do not pile up because their handles are kept for a while."""
+    ledger = Ledger(device, patience=math.inf)
+    handles = []
+    for _ in range(300):
+        device.finish()
+        handles.append(call(ledger, group, [device.allocate(0, 64)]))
+        assert len(ledger.pending()) <= CROWD + 2
 
 
 @pytest.mark.parametrize("patience", [0, math.inf])

@@ -627,7 +627,7 @@ class Arena:
         """
         if self._ended:
             return
-        LEDGER.sweep()
+        LEDGER.sweep(thorough=True)
         layout = self._layout
         with layout.lock:
             fast, self._fast = self._fast, {}  # other threads now need the lock

@@ -1,7 +1,8 @@
 """_coalescing_manager: many calls launched as one.
 
 A region of a single call on NCCL, such as Megatron makes for each of its buckets, is launched as that call. The NCCL
-operation is the same and counts as one call of the group either way, so ranks that differ in it match all the same.
+operation is the same and counts as one call of the group either way, so ranks that differ in it match all the same
+(``WorkLane.alone``: where they would not, the region is c10d's).
 c10d's flight recorder shows the name of the way that each rank went.
 """
 
@@ -42,7 +43,7 @@ from safecomm.work import Work
 _original = c10d._coalescing_manager
 _count = counter("_coalescing_manager")
 _compiling = torch.compiler.is_dynamo_compiling
-_NCCL = getattr(c10d, "ProcessGroupNCCL", None)
+_ORDINARY = _torch.is_torchs(_original)  # and not somebody's own, who expects to see the end of a region
 
 
 def _coalescing_manager(group: Any = None, device: Any = None, async_ops: bool = False) -> Any:
@@ -85,13 +86,17 @@ def _inside_of(to: Any, device: Any, async_ops: bool, frame: types.FrameType) ->
         _close(cm, to, region, frame)
         raise
     REGIONS.pop(to, None)
-    calls = _torch.world.pg_coalesce_state.get(to, ())  # also what was called through torch's own functions
+    state = _torch.world.pg_coalesce_state
+    calls = state.get(to, ())  # also what was called through torch's own functions
     if len(calls) == 1 and not device and not region.tensors and (ready := _alone(to, calls[0], async_ops)):
-        del _torch.world.pg_coalesce_state[to]  # and c10d's manager is left where it is: it would launch it
-        work = _launch_alone(to, *ready, async_ops, frame)
-        if work is not None:
-            cm.append(work)
-        return
+        taken = state.pop(to)
+        if len(taken) == 1:  # a signal handler may have made another call since
+            # c10d's manager is left where it is: it would launch the call again.
+            work = _launch_alone(to, *ready, async_ops, frame)
+            if work is not None:
+                cm.append(work)
+            return
+        state[to] = taken
     for call in calls:
         call.tensor = region.alias(call.tensor)
         if call.dst_tensor is not None:
@@ -117,7 +122,8 @@ def _alone(group: Any, call: Any, async_ops: bool) -> tuple[Any, WorkLane, Any, 
     if (
         lane is None
         or options is None
-        or type(lane.backend) is not _NCCL  # gloo's coalesced calls are other algorithms
+        or not lane.alone
+        or not _ORDINARY
         or any(type(tensor) not in PLAIN or tensor.is_nested for tensor in tensors)
         or not plain(lane, *tensors)
         # What the coalesced calls of c10d take as it comes, and the others refuse.
@@ -175,6 +181,8 @@ def _close(cm: Any, group: Any, region: Region, frame: types.FrameType) -> None:
         return
     for alias in region.aliases:
         leave_empty(alias)
+    if id(group) not in LEDGER.direct:
+        LEDGER.lane_of(group, index)
     if index != HOST:
         LEDGER.trail("_coalescing_manager", group, index, storages, frame)
 
