@@ -291,6 +291,7 @@ def figures():
         ),
         bucketed(load("bucketed.json")),
         low_latency(load("low_latency.json")),
+        low_latency(load("low_latency_4.json")),
         megatron(load("megatron.json")),
         host(times, times["backend"]),
         host(load("host_time_gloo.json"), "gloo, one rank"),

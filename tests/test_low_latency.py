@@ -397,7 +397,7 @@ def test_lanes_lie_behind_each_other_and_hold_the_largest_call(world, one_shot, 
 
 
 def test_the_bytes_of_staging_are_known_before():
-    assert choice.defaults(2).nbytes(2) == 24 * KIB * KIB
+    assert choice.defaults(2).nbytes(2) == 60 * KIB * KIB
     limits = LowLatencyLimits(one_shot=8 * KIB, two_shot=64 * KIB, scatter=0, gather=16 * KIB)
     assert limits.nbytes(4) == 2 * 3 * (4 * 16 * KIB + 2 * 64 * KIB)
 
