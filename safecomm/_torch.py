@@ -102,20 +102,19 @@ def unlike(*_: Any) -> bool:
     return False
 
 
-def look_alike(*tensors: torch.Tensor) -> Callable[..., bool]:
+def look_alike(*tensors: torch.Tensor, shaped: bool = False) -> Callable[..., bool]:
     """Return a function that says whether as many other tensors are like ``tensors``, in one call of C++.
 
-    It compares the types, dtypes, devices, numbers of dimensions, ``requires_grad`` and dispatch keys, those that the
-    thread adds included, but not those of ``FakeTensorMode`` (torch 2.13): what Dynamo guards its graphs with. Two
-    arguments that are one tensor are like nothing. Not to be asked about strided nested tensors, which take the process
-    down.
+    It compares the types, dtypes, devices, numbers of dimensions (``shaped``: shapes and strides), ``requires_grad``
+    and dispatch keys, those that the thread adds included, but not those of ``FakeTensorMode`` (torch 2.13): what
+    Dynamo guards its graphs with. Two arguments that are one tensor are like nothing. Not to be asked about strided
+    nested tensors, which take the process down.
     """
     if _TensorGuards is None:
         return unlike
-    anything = [[None] * tensor.dim() for tensor in tensors]
-    check: Callable[..., bool] = _TensorGuards(
-        *tensors, dynamic_dims_sizes=anything, dynamic_dims_strides=anything
-    ).check
+    sizes: Any = [[*tensor.shape] if shaped else [None] * tensor.dim() for tensor in tensors]
+    strides: Any = [[*tensor.stride()] if shaped else [None] * tensor.dim() for tensor in tensors]
+    check: Callable[..., bool] = _TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
     return check
 
 

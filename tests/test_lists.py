@@ -208,6 +208,9 @@ def test_pieces_are_staged_if_they_are_like_the_tensor_and_apart_where_they_are_
     if broken in ("parts", "overlap", "neighbours", "two storages", "complex", "conjugated", "nothing in them"):
         like = torch.zeros(tensors[0].shape, dtype=tensors[0].dtype)
     for written in (False, True):
+        if not like.is_complex() and like.numel():
+            ordinary = [torch.zeros_like(like) for _ in tensors]  # that the next are compared with
+            assert addresses_of(ordinary, like, len(tensors), written=written)
         found = addresses_of(tensors, like, len(tensors), written=written)
         if broken in APART or (broken in OVERLAPPING and not written):
             assert found == sorted(one.data_ptr() for one in [*tensors, like])
@@ -230,7 +233,9 @@ def test_pieces_are_staged_if_they_are_like_the_tensor_and_apart_where_they_are_
     ids=["requires grad", "size", "shape", "type", "strided", "negative", "sparse", "meta"],
 )
 def test_pieces_unlike_the_tensor_are_c10ds(tensor):
-    assert addresses_of([torch.zeros(3), torch.zeros(3)], tensor, 2, written=False) is None
+    for _ in range(2):
+        assert addresses_of([torch.zeros(3), torch.zeros(3)], tensor, 2, written=False) is None
+        assert addresses_of([torch.zeros(3), torch.zeros(3)], torch.zeros(3), 2, written=False)
 
 
 def test_pieces_of_another_number_scalars_and_types_that_nccl_does_not_know_are_c10ds():
@@ -256,6 +261,7 @@ def test_pieces_of_inference_mode_are_written_to_inside_of_it_only():
         assert addresses_of(made, torch.zeros(3), 2, written=True)
         assert addresses_of(mixed, torch.zeros(3), 2, written=True)
     assert addresses_of(made, torch.zeros(3), 2, written=True) is None
+    assert addresses_of([torch.zeros(3), torch.zeros(3)], torch.zeros(3), 2, written=True)
     assert addresses_of([torch.zeros(3), made[0]], torch.zeros(3), 2, written=True) is None
     assert addresses_of(made, torch.zeros(3), 2, written=False)
 

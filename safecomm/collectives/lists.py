@@ -142,28 +142,19 @@ def addresses_of(pieces: list[Any], tensor: torch.Tensor, size: int, *, written:
     """
     if (
         len(pieces) != size
-        or tensor.dtype not in _STAGED
-        or not _has_plain_keys(tensor)
-        or tensor.requires_grad
-        or not tensor.is_contiguous()
-        or not tensor.dim()  # torch.cat knows no scalars
         or _forward_ad._current_level >= 0  # which our copies don't know, and c10d's do
+        or tensor.is_nested  # like() must not be asked
     ):
         return None
-    shape, dtype, index, nbytes = tensor.shape, tensor.dtype, tensor.get_device(), tensor.nbytes
-    fixed = written and not _inference()
     for one in pieces:
-        if (
-            type(one) is not _Tensor
-            or not _has_plain_keys(one)
-            or one.shape != shape
-            or one.dtype is not dtype
-            or one.get_device() != index
-            or one.requires_grad
-            or not one.is_contiguous()
-            or (fixed and one.is_inference())  # c10d raises when it copies
-        ):
+        if type(one) is not _Tensor or one.is_nested:
             return None
+    like = _likes.get((size, written))
+    if like is None or not like(*pieces, tensor):
+        if not _can_be_copied(pieces, tensor, written):
+            return None
+        _likes[size, written] = _torch.look_alike(*pieces, tensor, shaped=True)
+    nbytes = tensor.nbytes
     found = sorted([one.data_ptr() for one in pieces])
     if not nbytes or not found[0]:
         return None
@@ -174,6 +165,34 @@ def addresses_of(pieces: list[Any], tensor: torch.Tensor, size: int, *, written:
     found.append(tensor.data_ptr())
     found.sort()
     return found
+
+
+_likes: dict[tuple[int, bool], Callable[..., bool]] = {}
+"""Whether a list in pieces is like the last one that could be staged, by its length and whether it is written to."""
+
+
+def _can_be_copied(pieces: list[Any], tensor: torch.Tensor, written: bool) -> bool:
+    """Return whether ``pieces`` are like ``tensor``, and our copies do with them what c10d's would."""
+    if (
+        tensor.dtype not in _STAGED
+        or not _has_plain_keys(tensor)
+        or tensor.requires_grad
+        or not tensor.is_contiguous()
+        or not tensor.dim()  # torch.cat knows no scalars
+    ):
+        return False
+    shape, dtype, index = tensor.shape, tensor.dtype, tensor.get_device()
+    fixed = written and not _inference()
+    return all(
+        _has_plain_keys(one)
+        and one.shape == shape
+        and one.dtype is dtype
+        and one.get_device() == index
+        and not one.requires_grad
+        and one.is_contiguous()
+        and not (fixed and one.is_inference())  # c10d raises when it copies
+        for one in pieces
+    )
 
 
 def _found(tensors: Any, tensor: Any, group: Any, asynchronous: bool) -> WorkLane | None:
