@@ -431,6 +431,25 @@ def test_without_room_in_the_arena_pieces_are_c10ds_and_nothing_is_counted(full)
 
 
 @on(2)
+def test_an_arena_that_is_only_wanted_is_made_for_pieces_and_not_for_slices():
+    from safecomm.arena import use
+
+    known, lists._NCCL = lists._NCCL, type(stock.group.WORLD._get_backend(torch.device("cpu")))
+    use._wanted.append(1 << 20)
+    try:
+        gathered(made="slices")
+        assert not use.IN_USE
+        gathered(made="pieces")
+        arena = use.IN_USE.pop(-1)
+        assert arena.stats().high_water > 0
+        until(lambda: arena.stats().in_use == 0)  # gloo's threads let go of a slot a moment after the wait
+        arena.close()
+    finally:
+        lists._NCCL = known
+        use._wanted.clear()
+
+
+@on(2)
 def test_each_piece_counts_as_written_to_once():
     with flat() as launched:
         for large in (0, 8 << 20):

@@ -40,6 +40,11 @@ def may_be_used() -> bool:
     return bool(IN_USE or _wanted)
 
 
+def would_be_used(index: int) -> bool:
+    """Return whether :func:`in_use` would give an arena for the device with ``index``, without making one."""
+    return index in IN_USE or bool(_wanted and index not in OPEN)
+
+
 def in_use(index: int) -> Any:
     """Return the arena in use on the device with ``index``; None if there is none."""
     arena = IN_USE.get(index)

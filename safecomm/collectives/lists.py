@@ -27,7 +27,7 @@ from torch.nn import Parameter as _Parameter
 from torch.overrides import has_torch_function_unary
 
 from safecomm import _torch, captures
-from safecomm.arena.use import in_use, may_be_used
+from safecomm.arena.use import IN_USE, in_use, may_be_used, would_be_used
 from safecomm.collectives.call import (
     BUCKETS,
     counter,
@@ -210,9 +210,9 @@ def _found(tensors: Any, tensor: Any, group: Any, asynchronous: bool) -> WorkLan
     backend = lane.backend
     if (
         type(backend) is not _NCCL  # another class compares the names of what the ranks call, which differ (DETAIL)
-        or (arena := in_use(index)) is None
+        or not would_be_used(index)  # slices need none of its memory
         # NCCL's symmetric kernels are for buffers that lie in the window on all ranks, and c10d stages outside of it.
-        or arena.symmetric
+        or ((arena := IN_USE.get(index)) is not None and arena.symmetric)
         or (lane.regions and group in lane.regions)
         or _modes()
         or _level() is not None
@@ -272,7 +272,8 @@ def _staged(
     if _recording:
         captures.check_group(op, group, arguments)  # before a graph is given a slot
     index, shape = lane.index, tensor.shape
-    slot = in_use(index).if_room((len(pieces) * shape[0], *shape[1:]), tensor.dtype)
+    arena = in_use(index)
+    slot = None if arena is None else arena.if_room((len(pieces) * shape[0], *shape[1:]), tensor.dtype)
     if slot is None:
         return False
     count()
