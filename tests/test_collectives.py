@@ -17,7 +17,7 @@ import torch.distributed as stock
 import torch.distributed.distributed_c10d as c10d
 from calls import ALL, COALESCED, DTYPES, LAYOUTS, MOVES, OPS, POINT_TO_POINT, REDUCTIONS, Setting, bits, finish, shapes
 from ranks import launch, on, subgroup, until
-from watching import Sees
+from watching import Sees, noted
 
 import safecomm
 
@@ -557,18 +557,11 @@ def _single_calls_go_direct():
 
     launched = []
 
-    def noted(name, launch):
-        def note(*arguments):
-            launched.append(name)
-            return launch(*arguments)
-
-        return note
-
     table = dict(call.DIRECT)
     safecomm.all_reduce(torch.ones(1))  # so that there is a lane
     lane = LEDGER.direct[id(stock.group.WORLD)]
     lane.alone = True
-    call.DIRECT.update({name: (noted(name, launch), *tables) for name, (launch, *tables) in table.items()})
+    call.DIRECT.update({name: (noted(launched, name, launch), *tables) for name, (launch, *tables) in table.items()})
     try:
         yield launched
     finally:

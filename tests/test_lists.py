@@ -14,7 +14,7 @@ import torch
 import torch.distributed as stock
 from ranks import on, subgroup, until
 from torch.overrides import TorchFunctionMode
-from watching import Sees
+from watching import Sees, noted
 
 import safecomm
 from safecomm import _torch, captures
@@ -117,13 +117,35 @@ BROKEN = {
 }
 
 
+def tensor_for(broken, tensors):
+    """Return the tensor that the list ``BROKEN[broken]`` is given with."""
+    if broken in ("parts", "overlap", "neighbours", "two storages", "complex", "conjugated", "nothing in them"):
+        return torch.zeros(tensors[0].shape, dtype=tensors[0].dtype)
+    return torch.zeros(3, 3)
+
+
+unlike = pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.zeros(3, requires_grad=True),
+        torch.zeros(4),
+        torch.zeros(1, 3),
+        torch.zeros(3, dtype=torch.int32),
+        torch.zeros(6)[::2],
+        torch._neg_view(torch.zeros(3)),
+        torch.zeros(3).to_sparse(),
+        torch.zeros(3, device="meta"),
+    ],
+    ids=["requires grad", "size", "shape", "type", "strided", "negative", "sparse", "meta"],
+)
+"""With each tensor that a list of ``torch.zeros(3)`` is not like."""
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("broken", BROKEN)
 def test_others_are_not(broken):
     tensors = BROKEN[broken](torch.arange(27.0).reshape(3, 3, 3))
-    like = torch.zeros(3, 3)
-    if broken in ("parts", "overlap", "neighbours", "two storages", "complex", "conjugated", "nothing in them"):
-        like = torch.zeros(tensors[0].shape, dtype=tensors[0].dtype)
+    like = tensor_for(broken, tensors)
     assert whole_of(tensors, like, Backend(len(tensors))) is None
 
 
@@ -138,20 +160,7 @@ def test_a_list_of_another_length_than_the_group_is_c10ds():
     assert found(tensors, size=4) is None
 
 
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        torch.zeros(3, requires_grad=True),
-        torch.zeros(4),
-        torch.zeros(1, 3),
-        torch.zeros(3, dtype=torch.int32),
-        torch.zeros(6)[::2],
-        torch._neg_view(torch.zeros(3)),
-        torch.zeros(3).to_sparse(),
-        torch.zeros(3, device="meta"),
-    ],
-    ids=["requires grad", "size", "shape", "type", "strided", "negative", "sparse", "meta"],
-)
+@unlike
 def test_a_tensor_that_is_not_like_the_list_is_c10ds(tensor):
     assert whole_of(list(torch.zeros(2, 3)), tensor, Backend(2)) is None
 
@@ -204,9 +213,7 @@ OVERLAPPING = {"overlap", "twice", "twice of three"}
 @pytest.mark.parametrize("broken", BROKEN)
 def test_pieces_are_staged_if_they_are_like_the_tensor_and_apart_where_they_are_written_to(broken):
     tensors = BROKEN[broken](torch.arange(27.0).reshape(3, 3, 3))
-    like = torch.zeros(3, 3)
-    if broken in ("parts", "overlap", "neighbours", "two storages", "complex", "conjugated", "nothing in them"):
-        like = torch.zeros(tensors[0].shape, dtype=tensors[0].dtype)
+    like = tensor_for(broken, tensors)
     for written in (False, True):
         if not like.is_complex() and like.numel():
             ordinary = [torch.zeros_like(like) for _ in tensors]  # that the next are compared with
@@ -218,20 +225,7 @@ def test_pieces_are_staged_if_they_are_like_the_tensor_and_apart_where_they_are_
             assert found is None
 
 
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        torch.zeros(3, requires_grad=True),
-        torch.zeros(4),
-        torch.zeros(1, 3),
-        torch.zeros(3, dtype=torch.int32),
-        torch.zeros(6)[::2],
-        torch._neg_view(torch.zeros(3)),
-        torch.zeros(3).to_sparse(),
-        torch.zeros(3, device="meta"),
-    ],
-    ids=["requires grad", "size", "shape", "type", "strided", "negative", "sparse", "meta"],
-)
+@unlike
 def test_pieces_unlike_the_tensor_are_c10ds(tensor):
     for _ in range(2):
         assert addresses_of([torch.zeros(3), torch.zeros(3)], tensor, 2, written=False) is None
@@ -274,17 +268,10 @@ def flat(size="4MiB", full="fallback"):
     """Let gloo's groups go flat, and give the names of what was launched so."""
     launched = []
 
-    def noted(name, launch):
-        def call(*args):
-            launched.append(name)
-            return launch(*args)
-
-        return call
-
     before = lists._NCCL, lists._launch_all_gather, lists._launch_reduce_scatter
     lists._NCCL = type(stock.group.WORLD._get_backend(torch.device("cpu")))
-    lists._launch_all_gather = noted("all_gather", before[1])
-    lists._launch_reduce_scatter = noted("reduce_scatter", before[2])
+    lists._launch_all_gather = noted(launched, "all_gather", before[1])
+    lists._launch_reduce_scatter = noted(launched, "reduce_scatter", before[2])
     try:
         with safecomm.use_arena(size, device="cpu", full=full) as arena:
             yield launched

@@ -1,4 +1,4 @@
-"""What tests watch safecomm with: its log, and a mode that sees torch's operations and changes nothing."""
+"""What tests watch safecomm with: its log, notes of calls, and a mode that sees operations and changes nothing."""
 
 import logging
 
@@ -21,6 +21,16 @@ class Log(logging.Handler):
 
     def __exit__(self, *_):
         logging.getLogger("safecomm").removeHandler(self)
+
+
+def noted(log, name, function):
+    """Return ``function`` with a note of ``name`` in ``log`` for each call."""
+
+    def call(*args):
+        log.append(name)
+        return function(*args)
+
+    return call
 
 
 class Sees(TorchDispatchMode):

@@ -30,6 +30,7 @@ from safecomm.collectives.call import (
     REDUCE,
     SCATTER,
     default_group,
+    fits,
     storages_of,
 )
 from safecomm.errors import SafecommError
@@ -132,7 +133,7 @@ class Buckets:
     def _alike(self, run: Run, output: torch.Tensor, given: Any) -> bool:
         if type(given) not in PLAIN or given.is_nested:
             return False
-        return self._fits(run.kind, output, given) and (run.like(output, given) or run.other(output, given))
+        return fits(run.kind, output, given, self.world) and (run.like(output, given) or run.other(output, given))
 
     def _put_off(self, name: str, op: Any, output: Any, given: Any) -> bool:
         """As put_off(), of a call that is not like those of the last run."""
@@ -166,15 +167,9 @@ class Buckets:
         first, last = tensors[0], tensors[-1]
         kind = COLLECTIVE_OF[name]
         # What does not fit, c10d is to refuse.
-        if first.dtype is not last.dtype or first.device != last.device or not self._fits(kind, first, last):
+        if first.dtype is not last.dtype or first.device != last.device or not fits(kind, first, last, self.world):
             return None
         return kind, id(op), first.dtype, first.device
-
-    def _fits(self, kind: str, output: torch.Tensor, given: torch.Tensor) -> bool:
-        if kind == REDUCE:
-            return True
-        small, large = (given, output) if kind == GATHER else (output, given)
-        return large.numel() == self.world * small.numel()
 
     def open(self) -> None:
         """Put off what is called from now on, unless the block is over or has failed."""

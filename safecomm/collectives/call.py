@@ -123,6 +123,15 @@ COLLECTIVE_OF = {
 }
 """The collectives that can be put off or run by an engine, by the names of c10d's functions."""
 
+
+def fits(collective: str, output: torch.Tensor, given: torch.Tensor, world: int) -> bool:
+    """Return whether the larger of the two has a part like the smaller for each of ``world`` ranks, as c10d wants."""
+    if collective == REDUCE:
+        return True
+    part, whole = (given, output) if collective == GATHER else (output, given)
+    return whole.numel() == world * part.numel()
+
+
 ENGINES: dict[Any, Any] = {}
 """What ``low_latency()`` has put before the backend, by group; under None, what does so for groups that are not there.
 
@@ -476,6 +485,23 @@ def forwarded(
         return group or default_group(), tensors
 
     return stand_in(call, original)
+
+
+def hold_launched(
+    op: str, inner: Any, lane: WorkLane, group: Any, tensors: list[torch.Tensor], asynchronous: bool,
+    frame: types.FrameType,
+) -> Work | None:  # fmt: skip
+    """Hold what a launch on the backend of ``lane`` uses, one or two plain tensors; return what the caller gets."""
+    index = lane.index
+    home = _home(*[tensor.data_ptr() for tensor in tensors]) if index >= 0 else HOST
+    if asynchronous:
+        storages = tuple([tensor.untyped_storage() for tensor in tensors])
+        return inner and lane.hold(Work(), op, inner, storages, home, frame)
+    if inner is not None:
+        inner.wait()
+    if index >= 0 and home != _current(index):
+        LEDGER.trail(op, group, index, storages_of(tensors), frame)
+    return None
 
 
 def plain(lane: WorkLane, *tensors: Any) -> bool:

@@ -19,7 +19,7 @@ import torch.distributed.distributed_c10d as c10d
 
 from safecomm import _torch, captures
 from safecomm.collectives.call import (
-    BUCKETS,
+    COLLECTIVE_OF,
     DIRECT,
     PLAIN,
     REGIONS,
@@ -28,6 +28,8 @@ from safecomm.collectives.call import (
     at_once,
     counter,
     default_group,
+    fits,
+    hold_launched,
     home_of_few,
     index_of,
     inside,
@@ -60,10 +62,7 @@ _coalescing_manager = stand_in(_coalescing_manager, _original)
 
 @contextlib.contextmanager
 def _region(to: Any, device: Any, async_ops: bool, frame: types.FrameType) -> Iterator[Any]:
-    if BUCKETS:
-        with at_once(to):
-            yield from _inside_of(to, device, async_ops, frame)
-    else:
+    with at_once(to):
         yield from _inside_of(to, device, async_ops, frame)
 
 
@@ -92,9 +91,9 @@ def _inside_of(to: Any, device: Any, async_ops: bool, frame: types.FrameType) ->
         taken = state.pop(to)
         if len(taken) == 1:  # a signal handler may have made another call since
             # c10d's manager is left where it is: it would launch the call again.
-            work = _launch_alone(to, *ready, async_ops, frame)
-            if work is not None:
-                cm.append(work)
+            launch, lane, options, tensors = ready
+            inner = launch(lane.backend, *tensors, options)
+            cm.append(hold_launched("_coalescing_manager", inner, lane, to, tensors, async_ops, frame))
             return
         state[to] = taken
     for call in calls:
@@ -116,7 +115,8 @@ def _inside_of(to: Any, device: Any, async_ops: bool, frame: types.FrameType) ->
 def _alone(group: Any, call: Any, async_ops: bool) -> tuple[Any, WorkLane, Any, list[torch.Tensor]] | None:
     """Return what it takes to launch the only ``call`` of a region as it is; None where that is c10d's to do."""
     lane = LEDGER.direct.get(id(group))
-    launch, *tables = DIRECT.get(getattr(call.op, "__name__", ""), (None, {}, {}))
+    name = getattr(call.op, "__name__", "")
+    launch, *tables = DIRECT.get(name, (None, {}, {}))
     options = tables[bool(async_ops)].get(id(SUM if call.redop is None else call.redop))
     tensors = [call.tensor] if call.dst_tensor is None else [call.dst_tensor, call.tensor]
     if (
@@ -128,7 +128,7 @@ def _alone(group: Any, call: Any, async_ops: bool) -> tuple[Any, WorkLane, Any, 
         or not plain(lane, *tensors)
         # What the coalesced calls of c10d take as it comes, and the others refuse.
         or not all(tensor.is_contiguous() for tensor in tensors)
-        or (call.dst_tensor is not None and not _fit(call.tensor, call.dst_tensor, lane.backend))
+        or not fits(COLLECTIVE_OF[name], tensors[0], tensors[-1], lane.backend.size())
         or _torch.dispatch_modes()
         or _torch.profiler._is_profiler_enabled
         or captures.RECORDING
@@ -136,30 +136,6 @@ def _alone(group: Any, call: Any, async_ops: bool) -> tuple[Any, WorkLane, Any, 
     ):
         return None
     return launch, lane, options, tensors
-
-
-def _fit(one: torch.Tensor, other: torch.Tensor, backend: Any) -> bool:
-    """Return whether the larger of the two has a part like the smaller for each rank."""
-    part, whole = sorted((one.numel(), other.numel()))
-    return whole == part * int(backend.size())
-
-
-def _launch_alone(
-    group: Any, launch: Any, lane: WorkLane, options: Any, tensors: list[torch.Tensor], async_ops: bool,
-    frame: types.FrameType,
-) -> Work | None:  # fmt: skip
-    """Launch the only call of a region, hold what it uses, and return its work if it is to be waited for."""
-    index = lane.index
-    storages = tuple([tensor.untyped_storage() for tensor in tensors])
-    home = home_of_few(index, storages)
-    inner = launch(lane.backend, *tensors, options)
-    if async_ops:
-        return inner and lane.hold(Work(), "_coalescing_manager", inner, storages, home, frame)
-    if inner is not None:
-        inner.wait()
-    if index != HOST and home != LEDGER.current(index):
-        LEDGER.trail("_coalescing_manager", group, index, storages, frame)
-    return None
 
 
 def _close(cm: Any, group: Any, region: Region, frame: types.FrameType) -> None:

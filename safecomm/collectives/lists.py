@@ -35,19 +35,17 @@ from safecomm.collectives.call import (
     direct,
     direct_options,
     forwarded,
+    hold_launched,
     span,
     storages_of,
 )
 from safecomm.entries import WorkLane
 from safecomm.ledger import LEDGER
-from safecomm.streams import HOST
-from safecomm.work import Work
 
 # Bound once: each of these is read on every call.
 _compiling = torch.compiler.is_dynamo_compiling
 _busy = LEDGER.busy
 _current = LEDGER.streams.current
-_home = LEDGER.streams.home
 _all_at_home = LEDGER.streams.all_at_home
 _direct = LEDGER.direct
 _getframe = sys._getframe
@@ -60,7 +58,7 @@ _profiler = _torch.profiler
 _forward_ad = _torch.forward_ad
 _inflight = _torch.inflight_as_graph_input
 _inference = torch.is_inference_mode_enabled
-_NCCL = getattr(c10d, "ProcessGroupNCCL", None)
+_NCCL = _torch.NCCL
 
 _SUM = id(c10d.ReduceOp.SUM)
 _gather_options = tuple(table[_SUM] for table in direct_options(c10d.AllgatherOptions))  # type: ignore[attr-defined]
@@ -246,16 +244,7 @@ def _run(
     if _recording:
         # Not the buffer, which is gone in a moment: a replay looks whether the caller's own tensors have moved.
         captures.note(op, group, arguments, _getframe(2))
-    index = lane.index
-    home = _home(output.data_ptr(), source.data_ptr()) if index >= 0 else HOST
-    if asynchronous:
-        storages = (output.untyped_storage(), source.untyped_storage())
-        return inner and lane.hold(Work(), op, inner, storages, home, _getframe(2))
-    if inner is not None:
-        inner.wait()
-    if index >= 0 and home != _current(index):
-        LEDGER.trail(op, group, index, storages_of([output, source]), _getframe(2))
-    return None
+    return hold_launched(op, inner, lane, group, [output, source], asynchronous, _getframe(2))
 
 
 def _staged(
