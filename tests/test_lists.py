@@ -146,6 +146,9 @@ unlike = pytest.mark.parametrize(
 def test_others_are_not(broken):
     tensors = BROKEN[broken](torch.arange(27.0).reshape(3, 3, 3))
     like = tensor_for(broken, tensors)
+    if not like.is_complex() and like.numel():
+        ordinary = list(torch.zeros(len(tensors), *like.shape, dtype=like.dtype))  # that the next are compared with
+        assert found(ordinary) is not None
     assert whole_of(tensors, like, Backend(len(tensors))) is None
 
 
@@ -162,7 +165,39 @@ def test_a_list_of_another_length_than_the_group_is_c10ds():
 
 @unlike
 def test_a_tensor_that_is_not_like_the_list_is_c10ds(tensor):
-    assert whole_of(list(torch.zeros(2, 3)), tensor, Backend(2)) is None
+    for _ in range(2):
+        assert whole_of(list(torch.zeros(2, 3)), tensor, Backend(2)) is None
+        assert found(list(torch.zeros(2, 3))) is not None
+
+
+def test_lists_like_one_of_the_last_are_told_by_one_call(monkeypatch):
+    def lists_of(shape):
+        return list(torch.zeros(2, *shape)), [torch.zeros(shape), torch.zeros(shape)], torch.zeros(shape)
+
+    def told(shape):
+        slices, pieces, tensor = lists_of(shape)
+        assert found(slices, tensor) is not None
+        for written in (False, True):
+            assert addresses_of(pieces, tensor, 2, written=written)
+        return asked
+
+    asked = []
+    for name in ("_are_slices", "_can_be_copied"):
+        inner = getattr(lists, name)
+        monkeypatch.setattr(lists, name, lambda *args, name=name, inner=inner: asked.append(name) or inner(*args))
+    for name in ("_SLICES", "_READ", "_WRITTEN"):
+        monkeypatch.setattr(lists, name, lists._Likes())
+    each = ["_are_slices", "_can_be_copied", "_can_be_copied"]
+    assert told((3,)) == told((3,)) == each
+    assert told((4, 2)) == told((3,)) == told((4, 2)) == 2 * each
+    for size in range(10, 10 + lists.KINDS):
+        told((size,))
+    assert told((3,)) == (3 + lists.KINDS) * each, "only so many are remembered"
+    asked.clear()
+    memory = torch.zeros(4)
+    slices = list(memory.view(2, 2))
+    assert found(slices, slices[0], rank=0) is not None
+    assert told((3,)) == ["_are_slices"], "one tensor given twice is like nothing, and is not remembered"
 
 
 def test_a_tensor_inside_of_the_list_is_nccls_only_at_the_ranks_own_slice():
@@ -263,6 +298,15 @@ def test_pieces_of_inference_mode_are_written_to_inside_of_it_only():
 # --- deciding, with gloo in NCCL's place ----------------------------------------------------------------------------
 
 
+def shaped(launch):
+    """Return gloo's all-gather as NCCL's is, which does not look at the shapes."""
+
+    def launch_all_gather(backend, output, source, options):
+        return launch(backend, output.flatten(0, output.dim() - source.dim()), source, options)
+
+    return launch_all_gather
+
+
 @contextlib.contextmanager
 def flat(size="4MiB", full="fallback"):
     """Let gloo's groups go flat, and give the names of what was launched so."""
@@ -270,7 +314,7 @@ def flat(size="4MiB", full="fallback"):
 
     before = lists._NCCL, lists._launch_all_gather, lists._launch_reduce_scatter
     lists._NCCL = type(stock.group.WORLD._get_backend(torch.device("cpu")))
-    lists._launch_all_gather = noted(launched, "all_gather", before[1])
+    lists._launch_all_gather = noted(launched, "all_gather", shaped(before[1]))
     lists._launch_reduce_scatter = noted(launched, "reduce_scatter", before[2])
     try:
         with safecomm.use_arena(size, device="cpu", full=full) as arena:
@@ -330,29 +374,24 @@ def drawn(shape, dtype, seed):
     )
 
 
-@pytest.mark.parametrize("large", [0, 8 << 20])
 @on(2, 3)
-def test_staged_pieces_are_stocks_bits(large):
+def test_staged_pieces_are_stocks_bits():
     rank, world = stock.get_rank(), stock.get_world_size()
-    lists._LARGE, before = large, lists._LARGE
-    try:
-        with flat() as launched:
-            for shape in ((1,), (5,), (4, 3), (2, 1, 7), (3000,)):
-                for dtype in (torch.float32, torch.float64, torch.int64, torch.uint8):
-                    results = []
-                    for library in (stock, safecomm):
-                        out = [drawn(shape, dtype, 90 + one) for one in range(world)]
-                        given = [drawn(shape, dtype, 10 * rank + one) for one in range(world)]
-                        part = torch.zeros(shape, dtype=dtype)
-                        assert library.all_gather(out, drawn(shape, dtype, rank)) is None
-                        assert library.reduce_scatter(part, given, stock.ReduceOp.MAX) is None
-                        results.append([*out, *given, part])
-                    for theirs, ours in zip(*results, strict=True):
-                        assert torch.equal(theirs, ours)
-                    assert launched == ["all_gather", "reduce_scatter"]
-                    launched.clear()
-    finally:
-        lists._LARGE = before
+    with flat() as launched:
+        for shape in ((1,), (5,), (4, 3), (2, 1, 7), (3000,)):
+            for dtype in (torch.float32, torch.float64, torch.int64, torch.uint8):
+                results = []
+                for library in (stock, safecomm):
+                    out = [drawn(shape, dtype, 90 + one) for one in range(world)]
+                    given = [drawn(shape, dtype, 10 * rank + one) for one in range(world)]
+                    part = torch.zeros(shape, dtype=dtype)
+                    assert library.all_gather(out, drawn(shape, dtype, rank)) is None
+                    assert library.reduce_scatter(part, given, stock.ReduceOp.MAX) is None
+                    results.append([*out, *given, part])
+                for theirs, ours in zip(*results, strict=True):
+                    assert torch.equal(theirs, ours)
+                assert launched == ["all_gather", "reduce_scatter"]
+                launched.clear()
 
 
 @on(3)
@@ -421,7 +460,9 @@ def test_without_room_in_the_arena_pieces_are_c10ds_and_nothing_is_counted(full)
 def test_an_arena_that_is_only_wanted_is_made_for_pieces_and_not_for_slices():
     from safecomm.arena import use
 
-    known, lists._NCCL = lists._NCCL, type(stock.group.WORLD._get_backend(torch.device("cpu")))
+    before = lists._NCCL, lists._launch_all_gather
+    lists._NCCL = type(stock.group.WORLD._get_backend(torch.device("cpu")))
+    lists._launch_all_gather = shaped(before[1])
     use._wanted.append(1 << 20)
     try:
         gathered(made="slices")
@@ -432,30 +473,27 @@ def test_an_arena_that_is_only_wanted_is_made_for_pieces_and_not_for_slices():
         until(lambda: arena.stats().in_use == 0)  # gloo's threads let go of a slot a moment after the wait
         arena.close()
     finally:
-        lists._NCCL = known
+        lists._NCCL, lists._launch_all_gather = before
         use._wanted.clear()
 
 
 @on(2)
 def test_each_piece_counts_as_written_to_once():
     with flat() as launched:
-        for large in (0, 8 << 20):
-            lists._LARGE, known = large, lists._LARGE
-            out, memory = [torch.zeros(3), torch.zeros(3)], torch.zeros(2, 3)
-            x = torch.ones(3, requires_grad=True)
-            y = (x * out[1]).sum()
-            safecomm.all_gather(out, torch.zeros(3))
-            assert [one._version for one in out] == [1, 1]
-            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-                y.backward()
-            safecomm.all_gather([memory[1], memory[0]], torch.zeros(3))
-            assert memory._version == 2
-            given = [torch.zeros(3), torch.zeros(3)]
-            safecomm.reduce_scatter(torch.zeros(3), given)
-            assert [one._version for one in given] == [0, 0]
-            assert not any(one.requires_grad or one.grad_fn for one in [*out, *given])
-            lists._LARGE = known
-        assert launched == ["all_gather", "all_gather", "reduce_scatter"] * 2
+        out, memory = [torch.zeros(3), torch.zeros(3)], torch.zeros(2, 3)
+        x = torch.ones(3, requires_grad=True)
+        y = (x * out[1]).sum()
+        safecomm.all_gather(out, torch.zeros(3))
+        assert [one._version for one in out] == [1, 1]
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.backward()
+        safecomm.all_gather([memory[1], memory[0]], torch.zeros(3))
+        assert memory._version == 2
+        given = [torch.zeros(3), torch.zeros(3)]
+        safecomm.reduce_scatter(torch.zeros(3), given)
+        assert [one._version for one in given] == [0, 0]
+        assert not any(one.requires_grad or one.grad_fn for one in [*out, *given])
+        assert launched == ["all_gather", "all_gather", "reduce_scatter"]
 
 
 @on(2)
@@ -498,7 +536,7 @@ def staged(monkeypatch, gathers, *, home=True, recorded=None, failure=None):
         done.append("launch")
         if failure is not None:
             raise failure
-        output.copy_(torch.arange(6.0) if gathers else source[:3] + source[3:])
+        output.copy_(torch.arange(6.0).view(2, 3) if gathers else source[:3] + source[3:])
         return types.SimpleNamespace(wait=lambda: done.append("wait"))
 
     def room(shape, dtype):

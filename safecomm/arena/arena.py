@@ -321,8 +321,13 @@ class Arena:
             return torch.empty(*size, dtype=dtype, device=self._device)
         index = self.index
         stream = self._current(index) if index >= 0 else index
+        tensor = self._again((size, dtype, stream, bucket), stream)
+        return self._empty(size, dtype, stream, bucket) if tensor is None else tensor
+
+    def _again(self, key: tuple[Any, ...], stream: int) -> torch.Tensor | None:
+        """Return a slot like those that a request was given before; None for a new one, or if none of them is free."""
         try:
-            shelf = self._fast[size, dtype, stream, bucket]
+            shelf = self._fast[key]
             if stream <= 0 or not self._capture(stream):
                 slots, first = shelf.slots, shelf.first
                 # What is _idle(slot) is written out here.
@@ -344,14 +349,14 @@ class Arena:
                         # Where there is no room to lose, a step may have to begin another way than the last.
                         found = None if layout.exact or layout.tight else layout.from_shelf(shelf)
                         if found is None:
-                            return self._empty(size, dtype, stream, bucket)
+                            return None
                         slot = found
                 tensor: torch.Tensor = slot.template.data
                 slots.append(slot)
                 return tensor
         except (KeyError, IndexError, TypeError):
             pass
-        return self._empty(size, dtype, stream, bucket)
+        return None
 
     def _empty(self, size: tuple[Any, ...], dtype: Any, stream: int, bucket: str) -> torch.Tensor:
         self._refuse_ended("Arena.empty()")
@@ -371,8 +376,11 @@ class Arena:
         if self._ended or self._backing is not None:
             return None
         stream = self._current(self.index) if self.index >= 0 else self.index
-        with self._layout.lock:
-            return self._slot(shape, shape, dtype, stream, "", needed=False)
+        tensor = self._again((shape, dtype, stream, ""), stream)
+        if tensor is None:
+            with self._layout.lock:
+                tensor = self._slot(shape, shape, dtype, stream, "", needed=False)
+        return tensor
 
     def _slot(
         self, size: tuple[Any, ...], shape: tuple[int, ...], dtype: Any, stream: int, bucket: str, *,

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed.distributed_c10d as c10d
-from torch.nn import Parameter as _Parameter
-from torch.overrides import has_torch_function_unary
+from torch.overrides import has_torch_function_variadic as has_torch_function
 
 from safecomm import _torch
 from safecomm.collectives.call import (
@@ -42,7 +41,6 @@ _HERE = globals()
 _groups = _torch.groups
 _DEFAULT = _torch.DEFAULT
 _direct = LEDGER.direct
-_Tensor = torch.Tensor
 _modes = _torch.dispatch_modes
 _profiler = _torch.profiler
 _inflight = _torch.inflight_as_graph_input
@@ -84,20 +82,21 @@ def _all_gather(output_tensor: Any, input_tensor: Any, group: Any = None, async_
         if taken is None:
             return _forward_all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
         forward = _after_engine_all_gather
-    lane = _direct.get(id(to))
-    if (
-        lane is None
-        or has_torch_function_unary(input_tensor)  # a TorchFunctionMode is active
-        or (type(input_tensor) is not _Tensor and type(input_tensor) is not _Parameter)
-        or (type(output_tensor) is not _Tensor and type(output_tensor) is not _Parameter)
-        or input_tensor.is_nested  # like_two() must not be asked
-        or output_tensor.is_nested
-        or not (lane.like_two(output_tensor, input_tensor) or plain(lane, output_tensor, input_tensor))
-        or (lane.regions and to in lane.regions and to not in REGIONS)  # a region of torch's own
-        or _modes()
-        or _profiler._is_profiler_enabled
-        or (async_op and _inflight())
-    ):
+    lane: Any = _direct.get(id(to))
+    try:
+        ordinary = (
+            lane is not None
+            and not has_torch_function(output_tensor, input_tensor)  # a subclass, or a TorchFunctionMode is active
+            and not input_tensor.is_nested  # like_two() must not be asked
+            and not output_tensor.is_nested
+            and (lane.like_two(output_tensor, input_tensor) or plain(lane, output_tensor, input_tensor))
+            and not _modes()
+            and not _profiler._is_profiler_enabled
+            and not (async_op and _inflight())
+        )
+    except AttributeError:  # not a tensor
+        ordinary = False
+    if not ordinary:
         if (
             BUCKETS
             and not async_op
@@ -106,7 +105,9 @@ def _all_gather(output_tensor: Any, input_tensor: Any, group: Any = None, async_
         ):
             return None
         return forward(output_tensor, input_tensor, group=group, async_op=async_op)
-    if lane.regions and (region := REGIONS.get(to)) is not None:
+    if lane.regions and to in lane.regions:
+        if (region := REGIONS.get(to)) is None:  # torch's own
+            return forward(output_tensor, input_tensor, group=group, async_op=async_op)
         return region.collect(to, _c10d_all_gather, input_tensor, output_tensor, None, async_op)
     index = lane.index
     home = _home(output_tensor.data_ptr(), input_tensor.data_ptr()) if index >= 0 else HOST

@@ -39,7 +39,7 @@ from safecomm.collectives.call import (
     span,
     storages_of,
 )
-from safecomm.entries import WorkLane
+from safecomm.entries import KINDS, WorkLane
 from safecomm.ledger import LEDGER
 
 # Bound once: each of these is read on every call.
@@ -74,13 +74,6 @@ _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _STAGED = frozenset((*_FLOATS, torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool))
 """The types that NCCL sums up and that all of torch's copies know. What c10d says of others, it is to say."""
 
-_LARGE = 8 << 20
-"""Bytes of a piece beyond which each is copied out on its own.
-
-That is the driver's copy, at the full speed of the memory, which one kernel for all of them does not reach: with it,
-64 MiB a piece took 9 % longer than c10d's call (2 x H200). What it saves is launches, of which small copies consist.
-"""
-
 
 def whole_of(tensors: list[Any], tensor: torch.Tensor, backend: Any) -> torch.Tensor | None:
     """Return the buffer that ``tensors`` are the slices of, as a tensor of one dimension; None if they are not.
@@ -94,41 +87,78 @@ def whole_of(tensors: list[Any], tensor: torch.Tensor, backend: Any) -> torch.Te
         if type(first) is not _Tensor or type(last) is not _Tensor:
             return None
         start, nbytes = first.data_ptr(), tensor.nbytes
-        # First what tells pieces from slices at once.
-        if last.data_ptr() != start + (count - 1) * nbytes:
+        # First what tells pieces from slices at once: neighbours in memory can be two allocations, and often are.
+        if last.data_ptr() != start + (count - 1) * nbytes or last.untyped_storage() is not first.untyped_storage():
             return None
         if not start or not nbytes or count != backend.size():
             return None
         place = tensor.data_ptr()
         if start - nbytes < place < start + count * nbytes and place != start + backend.rank() * nbytes:
             return None
-        shape, dtype, storage, inference = tensor.shape, tensor.dtype, first.untyped_storage(), first.is_inference()
-        if (
-            dtype.is_complex  # c10d makes pairs of real numbers of them
-            or tensor.requires_grad
-            or not _has_plain_keys(tensor)
-            or not tensor.is_contiguous()
-            or first.get_device() != tensor.get_device()
-        ):
-            return None
-        place = start
-        for one in tensors:
+        inference = first.is_inference()
+        for one, place in zip(tensors, range(start, start + count * nbytes, nbytes), strict=True):
             if (
                 type(one) is not _Tensor
+                or one.is_nested  # like() must not be asked
                 or one.data_ptr() != place
-                or one.untyped_storage() is not storage  # neighbours in memory can be two allocations
-                or one.shape != shape
-                or one.dtype is not dtype
-                or one.requires_grad
-                or one.is_neg()
-                or one.is_inference() is not inference
-                or not one.is_contiguous()
+                or one.is_inference() is not inference  # in that mode, like() can't tell
             ):
                 return None
-            place += nbytes
+        if tensor.is_nested or not _SLICES.like(*tensors, tensor):
+            if not _are_slices(tensors, tensor):
+                return None
+            _SLICES.learn(*tensors, tensor)
         return first.as_strided((count * tensor.numel(),), (1,), first.storage_offset())
     except (RuntimeError, IndexError):  # none there, or tensors without memory or shape: c10d says what it says of them
         return None
+
+
+def _are_slices(tensors: list[torch.Tensor], tensor: torch.Tensor) -> bool:
+    """Return whether ``tensors``, which follow each other in memory, are like ``tensor`` and of one storage."""
+    first = tensors[0]
+    shape, dtype, storage = tensor.shape, tensor.dtype, first.untyped_storage()
+    return not (
+        dtype.is_complex  # c10d makes pairs of real numbers of them
+        or tensor.requires_grad
+        or not _has_plain_keys(tensor)
+        or not tensor.is_contiguous()
+        or first.get_device() != tensor.get_device()
+    ) and all(
+        one.untyped_storage() is storage
+        and one.shape == shape
+        and one.dtype is dtype
+        and not one.requires_grad
+        and not one.is_neg()
+        and one.is_contiguous()
+        for one in tensors
+    )
+
+
+class _Likes:
+    """The lists that one way was found to do: whether tensors are like those of any, in one call of C++ for each."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, list[Callable[..., bool]]] = {}  # by the number of tensors
+
+    def like(self, *tensors: torch.Tensor) -> bool:
+        known = self._known.get(len(tensors))
+        if known is not None:
+            for place, like in enumerate(known):
+                if like(*tensors):
+                    if place:
+                        self._known[len(tensors)] = [like, *known[:place], *known[place + 1 :]]
+                    return True
+        return False
+
+    def learn(self, *tensors: torch.Tensor) -> None:
+        if len({id(tensor) for tensor in tensors}) < len(tensors):  # nothing is like one tensor given twice
+            return
+        known = self._known.get(len(tensors), [])
+        self._known[len(tensors)] = [_torch.look_alike(*tensors, shaped=True), *known[: KINDS - 1]]
+
+
+_SLICES, _WRITTEN, _READ = _Likes(), _Likes(), _Likes()
+"""Lists that are slices; in pieces that are written to; in pieces that are read."""
 
 
 def addresses_of(pieces: list[Any], tensor: torch.Tensor, size: int, *, written: bool) -> list[int] | None:
@@ -147,11 +177,11 @@ def addresses_of(pieces: list[Any], tensor: torch.Tensor, size: int, *, written:
     for one in pieces:
         if type(one) is not _Tensor or one.is_nested:
             return None
-    like = _likes.get((size, written))
-    if like is None or not like(*pieces, tensor):
+    likes = _WRITTEN if written else _READ
+    if not likes.like(*pieces, tensor):
         if not _can_be_copied(pieces, tensor, written):
             return None
-        _likes[size, written] = _torch.look_alike(*pieces, tensor, shaped=True)
+        likes.learn(*pieces, tensor)
     nbytes = tensor.nbytes
     found = sorted([one.data_ptr() for one in pieces])
     if not nbytes or not found[0]:
@@ -163,10 +193,6 @@ def addresses_of(pieces: list[Any], tensor: torch.Tensor, size: int, *, written:
     found.append(tensor.data_ptr())
     found.sort()
     return found
-
-
-_likes: dict[tuple[int, bool], Callable[..., bool]] = {}
-"""Whether a list in pieces is like the last one that could be staged, by its length and whether it is written to."""
 
 
 def _can_be_copied(pieces: list[Any], tensor: torch.Tensor, written: bool) -> bool:
@@ -260,9 +286,11 @@ def _staged(
     arguments = [*pieces, tensor] if _recording else pieces
     if _recording:
         captures.check_group(op, group, arguments)  # before a graph is given a slot
-    index, shape = lane.index, tensor.shape
+    index, number, shape = lane.index, len(pieces), tensor.shape
     arena = in_use(index)
-    slot = None if arena is None else arena.if_room((len(pieces) * shape[0], *shape[1:]), tensor.dtype)
+    if arena is None:
+        return False
+    slot = arena.if_room((number, *shape) if written else (number * shape[0], *shape[1:]), tensor.dtype)
     if slot is None:
         return False
     count()
@@ -284,12 +312,8 @@ def _gather(backend: Any, slot: torch.Tensor, pieces: list[Any], tensor: torch.T
     inner = _launch_all_gather(backend, slot, tensor, options)
     if inner is not None:
         inner.wait()
-    parts = slot.chunk(len(pieces))
-    if tensor.nbytes > _LARGE:
-        for piece, part in zip(pieces, parts, strict=True):
-            piece.copy_(part)
-    else:
-        _torch.copy_all(pieces, parts)
+    # The driver's copy for each, at the full speed of the memory, and no tensor of Python for the parts.
+    torch.unbind_copy(slot, out=pieces)
 
 
 def _scatter(backend: Any, slot: torch.Tensor, pieces: list[Any], tensor: torch.Tensor, options: Any) -> None:

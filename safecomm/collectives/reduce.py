@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed.distributed_c10d as c10d
-from torch.nn import Parameter as _Parameter
-from torch.overrides import has_torch_function_unary
+from torch.overrides import has_torch_function_variadic as has_torch_function
 
 from safecomm import _torch
 from safecomm.collectives.call import (
@@ -42,7 +41,6 @@ _HERE = globals()
 _groups = _torch.groups
 _DEFAULT = _torch.DEFAULT
 _direct = LEDGER.direct
-_Tensor = torch.Tensor
 _modes = _torch.dispatch_modes
 _profiler = _torch.profiler
 _inflight = _torch.inflight_as_graph_input
@@ -79,24 +77,27 @@ def all_reduce(tensor: Any, op: Any = c10d.ReduceOp.SUM, group: Any = None, asyn
         if taken is None:
             return _forward_all_reduce(tensor, op=op, group=group, async_op=async_op)
         forward = _after_engine_all_reduce
-    lane = _direct.get(id(to))
-    if (
-        lane is None
-        or has_torch_function_unary(tensor)  # a TorchFunctionMode is active
-        or (type(tensor) is not _Tensor and type(tensor) is not _Parameter)
-        or tensor.is_nested  # like_one() must not be asked
-        or not (lane.like_one(tensor) or plain(lane, tensor))
-        or (options := (_async_all_reduce if async_op else _sync_all_reduce).get(id(op))) is None
-        or (lane.regions and to in lane.regions and to not in REGIONS)  # a region of torch's own
-        or _modes()
-        or _profiler._is_profiler_enabled
-        or (async_op and _inflight())
-    ):
+    lane: Any = _direct.get(id(to))
+    try:
+        ordinary = (
+            lane is not None
+            and not has_torch_function(tensor)  # a subclass, or a TorchFunctionMode is active
+            and not tensor.is_nested  # like_one() must not be asked
+            and (lane.like_one(tensor) or plain(lane, tensor))
+            and not _modes()
+            and not _profiler._is_profiler_enabled
+            and not (async_op and _inflight())
+        )
+    except AttributeError:  # not a tensor
+        ordinary = False
+    if not ordinary or (options := (_async_all_reduce if async_op else _sync_all_reduce).get(id(op))) is None:
         # Asked here, because there are no lanes while there are buckets.
         if BUCKETS and not async_op and (buckets := BUCKETS.get(to)) and buckets.put_off("all_reduce", op, tensor):
             return None
         return forward(tensor, op=op, group=group, async_op=async_op)
-    if lane.regions and (region := REGIONS.get(to)) is not None:
+    if lane.regions and to in lane.regions:
+        if (region := REGIONS.get(to)) is None:  # torch's own
+            return forward(tensor, op=op, group=group, async_op=async_op)
         return region.collect(to, _c10d_all_reduce, tensor, None, op, async_op)
     index = lane.index
     home = _home(tensor.data_ptr()) if index >= 0 else HOST
@@ -152,26 +153,27 @@ def _reduce_scatter(
         if taken is None:
             return _forward_reduce_scatter(output, input, op=op, group=group, async_op=async_op)
         forward = _after_engine_reduce_scatter
-    lane = _direct.get(id(to))
-    if (
-        lane is None
-        or has_torch_function_unary(input)
-        or (type(output) is not _Tensor and type(output) is not _Parameter)
-        or (type(input) is not _Tensor and type(input) is not _Parameter)
-        or input.is_nested  # like_two() must not be asked
-        or output.is_nested
-        or not (lane.like_two(output, input) or plain(lane, output, input))
-        or (options := (_async_reduce_scatter if async_op else _sync_reduce_scatter).get(id(op))) is None
-        or (lane.regions and to in lane.regions and to not in REGIONS)  # a region of torch's own
-        or (async_op and not lane.streamed)  # gloo's can't be polled
-        or _modes()
-        or _profiler._is_profiler_enabled
-        or (async_op and _inflight())
-    ):
+    lane: Any = _direct.get(id(to))
+    try:
+        ordinary = (
+            lane is not None
+            and not has_torch_function(output, input)
+            and not input.is_nested  # like_two() must not be asked
+            and not output.is_nested
+            and (lane.like_two(output, input) or plain(lane, output, input))
+            and not _modes()
+            and not _profiler._is_profiler_enabled
+            and not (async_op and (_inflight() or not lane.streamed))  # gloo's can't be polled
+        )
+    except AttributeError:  # not a tensor
+        ordinary = False
+    if not ordinary or (options := (_async_reduce_scatter if async_op else _sync_reduce_scatter).get(id(op))) is None:
         if BUCKETS and not async_op and (buckets := BUCKETS.get(to)) and buckets.put_off(_NAME, op, output, input):
             return None
         return forward(output, input, op=op, group=group, async_op=async_op)
-    if lane.regions and (region := REGIONS.get(to)) is not None:
+    if lane.regions and to in lane.regions:
+        if (region := REGIONS.get(to)) is None:  # torch's own
+            return forward(output, input, op=op, group=group, async_op=async_op)
         return region.collect(to, _c10d_reduce_scatter, input, output, op, async_op)
     index = lane.index
     home = _home(output.data_ptr(), input.data_ptr()) if index >= 0 else HOST
