@@ -19,6 +19,7 @@ import torch.distributed.distributed_c10d as c10d
 
 from safecomm import _torch, captures
 from safecomm.collectives.call import (
+    BUCKETS,
     COLLECTIVE_OF,
     DIRECT,
     PLAIN,
@@ -54,80 +55,98 @@ def _coalescing_manager(group: Any = None, device: Any = None, async_ops: bool =
     _count()
     if LEDGER.busy:
         LEDGER.sweep()
-    return _region(group or default_group(), device, async_ops, sys._getframe(1))
+    region = _Manager(group or default_group(), device, async_ops, sys._getframe(1))
+    return _beside_buckets(region) if BUCKETS else region
 
 
 _coalescing_manager = stand_in(_coalescing_manager, _original)
 
 
 @contextlib.contextmanager
-def _region(to: Any, device: Any, async_ops: bool, frame: types.FrameType) -> Iterator[Any]:
-    with at_once(to):
-        yield from _inside_of(to, device, async_ops, frame)
-
-
-def _inside_of(to: Any, device: Any, async_ops: bool, frame: types.FrameType) -> Iterator[Any]:
-    region = Region()
-    manager = _original(to, device, async_ops)
-    was_open = to in _torch.world.pg_coalesce_state
-    try:
-        cm = manager.__enter__()
-    except BaseException:
-        if not was_open:  # c10d would go on collecting the group's calls without running them
-            _torch.world.pg_coalesce_state.pop(to, None)
-        raise
-    REGIONS[to] = region
-    try:
+def _beside_buckets(region: _Manager) -> Iterator[Any]:
+    with at_once(region.group), region as cm:
         yield cm
-    except BaseException:
-        REGIONS.pop(to, None)
-        cm.works = _abandon(to, device)
-        _close(cm, to, region, frame)
-        raise
-    REGIONS.pop(to, None)
-    state = _torch.world.pg_coalesce_state
-    calls = state.get(to, ())  # also what was called through torch's own functions
-    if len(calls) == 1 and not device and not region.tensors and (ready := _alone(to, calls[0], async_ops)):
-        taken = state.pop(to)
-        if len(taken) == 1:  # a signal handler may have made another call since
-            # c10d's manager is left where it is: it would launch the call again.
-            launch, lane, options, tensors = ready
-            inner = launch(lane.backend, *tensors, options)
-            cm.append(hold_launched("_coalescing_manager", inner, lane, to, tensors, async_ops, frame))
+
+
+class _Manager(contextlib.ContextDecorator):
+    """The context of one region: c10d's own manager, and what its end has to hold."""
+
+    # Not a generator as c10d's is: two of them for each region would take longer than all the rest.
+
+    def __init__(self, group: Any, device: Any, async_ops: bool, frame: types.FrameType) -> None:
+        self.group = group
+        self._arguments = (group, device, async_ops)
+        self._frame = frame
+
+    def _recreate_cm(self) -> _Manager:  # of a decorator, for each call
+        return _Manager(*self._arguments, self._frame)
+
+    def __enter__(self) -> Any:
+        group = self.group
+        self._manager = _original(*self._arguments)
+        was_open = group in _torch.world.pg_coalesce_state
+        try:
+            self._cm = self._manager.__enter__()
+        except BaseException:
+            if not was_open:  # c10d would go on collecting the group's calls without running them
+                _torch.world.pg_coalesce_state.pop(group, None)
+            raise
+        self._region = REGIONS[group] = Region()
+        return self._cm
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        group, device, async_ops = self._arguments
+        cm, region, manager, frame = self._cm, self._region, self._manager, self._frame
+        del self._cm, self._region, self._manager, self._frame  # whoever keeps this keeps none of them
+        REGIONS.pop(group, None)
+        if kind is not None:
+            cm.works = _abandon(group, device)
+            _close(cm, group, region, frame)
             return
-        state[to] = taken
-    for call in calls:
-        call.tensor = region.alias(call.tensor)
-        if call.dst_tensor is not None:
-            call.dst_tensor = region.alias(call.dst_tensor)
-        region.tensors += [tensor for tensor in (call.tensor, call.dst_tensor) if tensor is not None]
-        # c10d tells calls apart by the function that its module has under the name, which a patch may have changed.
-        call.op = getattr(c10d, call.op.__name__, call.op)
-    before = len(cm.works)
-    manager.__exit__(None, None, None)
-    own, cm.works = cm.works[:before], cm.works[before:]  # callers may have put works of their own in
-    try:
-        _close(cm, to, region, frame)
-    finally:
-        cm.works[:0] = own
+        state = _torch.world.pg_coalesce_state
+        calls = state.get(group, ())  # also what was called through torch's own functions
+        if len(calls) == 1 and not device and not region.tensors and (ready := _alone(group, calls[0], async_ops)):
+            taken = state.pop(group)
+            if len(taken) == 1:  # a signal handler may have made another call since
+                # c10d's manager is left where it is: it would launch the call again.
+                launch, lane, options, tensors = ready
+                inner = launch(lane.backend, *tensors, options)
+                cm.append(hold_launched("_coalescing_manager", inner, lane, group, tensors, async_ops, frame))
+                return
+            state[group] = taken
+        for call in calls:
+            call.tensor = region.alias(call.tensor)
+            if call.dst_tensor is not None:
+                call.dst_tensor = region.alias(call.dst_tensor)
+            region.tensors += [tensor for tensor in (call.tensor, call.dst_tensor) if tensor is not None]
+            # c10d tells calls apart by the function that its module has under the name, which a patch may have changed.
+            call.op = getattr(c10d, call.op.__name__, call.op)
+        before = len(cm.works)
+        manager.__exit__(None, None, None)
+        own, cm.works = cm.works[:before], cm.works[before:]  # callers may have put works of their own in
+        try:
+            _close(cm, group, region, frame)
+        finally:
+            cm.works[:0] = own
 
 
 def _alone(group: Any, call: Any, async_ops: bool) -> tuple[Any, WorkLane, Any, list[torch.Tensor]] | None:
     """Return what it takes to launch the only ``call`` of a region as it is; None where that is c10d's to do."""
     lane = LEDGER.direct.get(id(group))
+    if lane is None or not lane.alone or not _ORDINARY:
+        return None
     name = getattr(call.op, "__name__", "")
     launch, *tables = DIRECT.get(name, (None, {}, {}))
     options = tables[bool(async_ops)].get(id(SUM if call.redop is None else call.redop))
+    if options is None:
+        return None
     tensors = [call.tensor] if call.dst_tensor is None else [call.dst_tensor, call.tensor]
+    for tensor in tensors:
+        # c10d's coalesced calls take one that is not contiguous as it comes, and the others refuse it.
+        if type(tensor) not in PLAIN or tensor.is_nested or not tensor.is_contiguous():
+            return None
     if (
-        lane is None
-        or options is None
-        or not lane.alone
-        or not _ORDINARY
-        or any(type(tensor) not in PLAIN or tensor.is_nested for tensor in tensors)
-        or not plain(lane, *tensors)
-        # What the coalesced calls of c10d take as it comes, and the others refuse.
-        or not all(tensor.is_contiguous() for tensor in tensors)
+        not plain(lane, *tensors)
         or not fits(COLLECTIVE_OF[name], tensors[0], tensors[-1], lane.backend.size())
         or _torch.dispatch_modes()
         or _torch.profiler._is_profiler_enabled

@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib.abc
 import importlib.machinery
 import importlib.util
-import math
 import sys
 import types
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from typing import Any
 
 import torch
 
-from safecomm.arena.use import empty, in_use
+from safecomm.arena.use import empty, in_use, may_be_used
 from safecomm.streams import HOST
 
 MODULE = "megatron.core.utils"
@@ -47,11 +46,11 @@ class Buffers:
         def get_tensor(
             self: Any, tensor_shape: Sequence[int], dtype: torch.dtype, name: str, *args: Any, **kwargs: Any
         ) -> torch.Tensor:
-            device = torch.device(torch.cuda.current_device())
-            arena = in_use(HOST if device.type == "cpu" else device.index)
-            if arena is None or args or kwargs or not math.prod(tensor_shape):
-                return original(self, tensor_shape, dtype, name, *args, **kwargs)  # type: ignore[no-any-return]
-            return empty(*tensor_shape, dtype=dtype, device=device)
+            if may_be_used() and not args and not kwargs and 0 not in tensor_shape:
+                device = torch.device(torch.cuda.current_device())
+                if in_use(HOST if device.type == "cpu" else device.index) is not None:
+                    return empty(*tensor_shape, dtype=dtype, device=device)
+            return original(self, tensor_shape, dtype, name, *args, **kwargs)  # type: ignore[no-any-return]
 
         get_tensor.__doc__ = original.__doc__
         owner.get_tensor = get_tensor  # type: ignore[union-attr]
