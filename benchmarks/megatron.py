@@ -74,6 +74,7 @@ def main():
         "--how", nargs="*", default=list(HOW), choices=list(HOW), help="patched how; always unpatched too"
     )
     parser.add_argument("--times", nargs="*", default=list(WAYS), choices=list(WAYS), help="of which to time the steps")
+    parser.add_argument("--turns", type=int, default=40, help="turns in which the steps are timed")
     parser.add_argument("--graph", choices=("both", "ours", "none"), default="both", help="full-iteration CUDA graphs")
     arguments = parser.parse_args()
     results = {"command": "python benchmarks/megatron.py", "date": datetime.date.today().isoformat(), "ways": {}}
@@ -115,7 +116,7 @@ def main():
         print(way, shown, {how: row.get("peak_reserved_kib ratio") for how, row in rows.items()}, flush=True)
         save()
     for way in arguments.times:
-        found, _ = run(arguments.world, [], [*SIZE, *WAYS[way], "--compare", "20"])
+        found, _ = run(arguments.world, [], [*SIZE, *WAYS[way], "--compare", str(arguments.turns)])
         times = results.setdefault("step time", {})
         times[way] = found.get("compare") or found
         print("step time", way, times[way], flush=True)

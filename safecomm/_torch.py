@@ -517,6 +517,14 @@ def capture_id(stream: int) -> int:
     return 0 if failed else int(identity.value)
 
 
+def is_capturing(index: int, stream: int) -> bool:
+    """Return whether the raw ``stream``, the current one of device ``index``, is part of a CUDA graph capture.
+
+    Where that device is the current one torch answers, in half the time of :func:`capture_id`.
+    """
+    return torch.cuda.is_current_stream_capturing() if current_device() == index else capture_id(stream) != 0
+
+
 def swap_capture_mode(mode: int = _CAPTURE_RELAXED) -> int:
     """Set this thread's stream-capture mode and return the one it had.
 

@@ -134,7 +134,8 @@ class Launched(Entry):
         stream = HOST
         if index >= 0:
             stream = lane.current(index)
-            if stream or rare:  # the default stream, which is 0, can't capture
+            # The default stream, which is 0, can't capture.
+            if rare or (stream and lane.ledger.streams.is_capturing(index, stream)):
                 if lane.ledger.check_boundary(self):
                     return True
                 if lane.capture:
@@ -357,7 +358,7 @@ class WorkLane(Lane):
         ``home``: None if that is not one and known, ``HOST`` on the CPU. For others see ``Ledger.hold``.
         """
         index = self.index
-        if index >= 0 and (stream := self.current(index)) and self.ledger.streams.capture(stream):
+        if index >= 0 and (stream := self.current(index)) and self.ledger.streams.is_capturing(index, stream):
             group = self.group() if self.group is not None else None
             return self.ledger.hold(work, op, inner, group, index, storages, frame)
         work.op = op

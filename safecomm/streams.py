@@ -27,6 +27,12 @@ Segment = tuple[int | None, int, int, Any]
 _NOBODYS: Segment = (None, 0, 0, None)
 """The segment of memory of which nobody knows the stream."""
 
+GRANULE = 21
+"""Binary logarithm of what the driver maps at least: 2 MiB, which is also what the allocator's small segments have."""
+
+PINS = 16
+"""Small segments at most that a tensor of ours keeps mapped."""
+
 _take, _give = questions.pop, questions.append
 
 _CLAIMED = -2
@@ -66,6 +72,9 @@ class Streams(Protocol):
 
     def capture(self, stream: int, /) -> int:
         """Return the id of the graph capture that ``stream`` is part of; 0 if it is not capturing."""
+
+    def is_capturing(self, index: int, stream: int, /) -> bool:
+        """Return whether ``stream``, the current one of device ``index``, is capturing."""
 
     def mark(self, index: int, stream: int, /) -> Any:
         """Return an event recorded on ``stream``."""
@@ -111,6 +120,16 @@ def stream_object(index: int, stream: int) -> torch.cuda.Stream:
     return torch.cuda.default_stream(index)
 
 
+def _described(segment: dict[str, Any] | None) -> Segment:
+    """Return what is known of a segment of the allocator's snapshot."""
+    if segment is None:
+        return _NOBODYS
+    start = segment["address"]
+    # An expandable segment has an id for each part that is mapped, and we don't know where this part ends.
+    end = 0 if segment.get("is_expandable") else start + segment["total_size"]
+    return (segment["stream"], start, end, tuple(segment.get("segment_pool_id", (0, 0))))
+
+
 class _Lenient:
     """Relaxes this thread's capture mode for a few queries, and puts it back."""
 
@@ -132,13 +151,22 @@ class CudaStreams:
         self._segments: dict[int, Segment] = {}
         self._known = self._segments.get
         self._claims: dict[int, tuple[int, Callable[[int], int | None]]] = {}
+        # The streams of segments that stay mapped because a storage of ours lies in them, by the number of the granule.
+        # Of memory there the driver need not be asked, which takes a twentieth of a small call.
+        self._pinned: dict[int, int] = {}
+        self._pinned_at = self._pinned.get
+        self._pins: list[torch.UntypedStorage] = []
         self._streams: dict[tuple[int, int], Any] = {}
         self._events: dict[int, list[Any]] = {}
 
     current = staticmethod(_torch.current_raw_stream)
     capture = staticmethod(_torch.capture_id)
+    is_capturing = staticmethod(_torch.is_capturing)
 
     def home(self, pointer: int, other: int | None = None) -> int | None:
+        pinned = self._pinned_at(pointer >> GRANULE)
+        if pinned is not None and (other is None or self._pinned_at(other >> GRANULE) == pinned):
+            return pinned
         # This is _segment(pointer), written out: it is asked on every call.
         if pointer_attribute is None:
             return None
@@ -164,6 +192,7 @@ class CudaStreams:
     def claim(self, start: int, end: int, home: Callable[[int], int | None]) -> None:
         self._claims[start] = (end, home)
         self._segments.clear()
+        self._unpin(start, end)
 
     def unclaim(self, start: int) -> None:
         self._claims.pop(start, None)
@@ -173,7 +202,7 @@ class CudaStreams:
         for start, (end, home) in tuple(self._claims.items()):
             if start <= pointer < end:
                 return home(pointer)
-        return self._search(pointer)[0]  # the segment is larger than the claim
+        return _described(self._search(pointer))[0]  # the segment is larger than the claim
 
     def pool(self, pointer: int) -> Any:
         return self._segment(pointer)[3]
@@ -214,29 +243,63 @@ class CudaStreams:
     def _look_up(self, pointer: int, identity: int) -> Segment:
         if len(self._segments) > 1 << 16:
             self._segments.clear()  # segments come and go, their ids never come back
-        found = self._search(pointer)
+        segment = self._search(pointer)
+        found = _described(segment)
         _, start, end, pool = found
         for first, (last, _) in tuple(self._claims.items()):
             if first <= pointer < last or (first < end and start < last):
                 found = (_CLAIMED, 0, 0, pool)
         self._segments[identity] = found
+        if segment is not None and found[0] != _CLAIMED:
+            self._pin(segment)
         return found
 
-    def _search(self, pointer: int) -> Segment:
+    def _search(self, pointer: int) -> dict[str, Any] | None:
+        """Return the allocator's description of the segment at ``pointer``; None if that is not this allocator's."""
         try:
             segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
         except RuntimeError:
-            segments = []  # an allocator that keeps no record, such as a pluggable one
+            return None  # an allocator that keeps no record, such as a pluggable one
         # Only for this pointer, whose memory the caller keeps alive: any other segment of the snapshot may by now
         # have been unmapped by another thread, and its address given to a segment of another stream.
         for segment in segments:
-            start = segment["address"]
-            end = start + segment["total_size"]
-            if start <= pointer < end:
-                # An expandable segment has an id for each part that is mapped, and we don't know where this part ends.
-                end = 0 if segment.get("is_expandable") else end
-                return (segment["stream"], start, end, tuple(segment.get("segment_pool_id", (0, 0))))
-        return _NOBODYS  # not this allocator's memory
+            if segment["address"] <= pointer < segment["address"] + segment["total_size"]:
+                return segment  # type: ignore[no-any-return]
+        return None
+
+    def _pin(self, segment: dict[str, Any]) -> None:
+        """Keep ``segment`` mapped, if it is a small one and the allocator has room there for the next byte.
+
+        It is described by a snapshot, and somebody's memory in it is alive.
+        """
+        start, device, stream = segment["address"], segment["device"], segment["stream"]
+        end = start + segment["total_size"]
+        if (
+            segment.get("segment_type") != "small"
+            or segment.get("is_expandable")  # parts of it come and go
+            or tuple(segment.get("segment_pool_id", ())) != (0, 0)  # its owner gives it back as a whole
+            or (start | end) % (1 << GRANULE)
+            or start >> GRANULE in self._pinned
+            or len(self._pins) >= PINS
+            or self.current(device) != stream  # on which we allocate
+            or (stream and self.capture(stream))
+        ):
+            return
+        try:
+            pin = torch.UntypedStorage(1, device=torch.device("cuda", device))  # type: ignore[no-untyped-call]
+        except RuntimeError:  # out of memory
+            return
+        if start <= pin.data_ptr() < end:
+            self._pins.append(pin)
+            for granule in range(start >> GRANULE, end >> GRANULE):
+                self._pinned[granule] = stream
+            for first, (last, _) in tuple(self._claims.items()):  # another thread may have claimed a part since
+                self._unpin(first, last)
+
+    def _unpin(self, start: int, end: int) -> None:
+        for granule in tuple(self._pinned):
+            if granule << GRANULE < end and start < (granule + 1) << GRANULE:
+                self._pinned.pop(granule, None)
 
     def _stream(self, index: int, stream: int) -> Any:
         known = self._streams.get((index, stream))

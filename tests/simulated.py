@@ -133,6 +133,10 @@ class SimulatedDevice:
     def capture(self, stream: int) -> int:
         return self.streams[stream].capture
 
+    def is_capturing(self, index: int, stream: int) -> bool:
+        assert stream == self.current(index)
+        return self.capture(stream) != 0
+
     def capacity(self, index: int) -> int:
         return 1 << 20
 

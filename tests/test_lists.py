@@ -374,24 +374,29 @@ def drawn(shape, dtype, seed):
     )
 
 
+@pytest.mark.parametrize("large", [0, 8 << 20])
 @on(2, 3)
-def test_staged_pieces_are_stocks_bits():
+def test_staged_pieces_are_stocks_bits(large):
     rank, world = stock.get_rank(), stock.get_world_size()
-    with flat() as launched:
-        for shape in ((1,), (5,), (4, 3), (2, 1, 7), (3000,)):
-            for dtype in (torch.float32, torch.float64, torch.int64, torch.uint8):
-                results = []
-                for library in (stock, safecomm):
-                    out = [drawn(shape, dtype, 90 + one) for one in range(world)]
-                    given = [drawn(shape, dtype, 10 * rank + one) for one in range(world)]
-                    part = torch.zeros(shape, dtype=dtype)
-                    assert library.all_gather(out, drawn(shape, dtype, rank)) is None
-                    assert library.reduce_scatter(part, given, stock.ReduceOp.MAX) is None
-                    results.append([*out, *given, part])
-                for theirs, ours in zip(*results, strict=True):
-                    assert torch.equal(theirs, ours)
-                assert launched == ["all_gather", "reduce_scatter"]
-                launched.clear()
+    lists._LARGE, before = large, lists._LARGE
+    try:
+        with flat() as launched:
+            for shape in ((1,), (5,), (4, 3), (2, 1, 7), (3000,)):
+                for dtype in (torch.float32, torch.float64, torch.int64, torch.uint8):
+                    results = []
+                    for library in (stock, safecomm):
+                        out = [drawn(shape, dtype, 90 + one) for one in range(world)]
+                        given = [drawn(shape, dtype, 10 * rank + one) for one in range(world)]
+                        part = torch.zeros(shape, dtype=dtype)
+                        assert library.all_gather(out, drawn(shape, dtype, rank)) is None
+                        assert library.reduce_scatter(part, given, stock.ReduceOp.MAX) is None
+                        results.append([*out, *given, part])
+                    for theirs, ours in zip(*results, strict=True):
+                        assert torch.equal(theirs, ours)
+                    assert launched == ["all_gather", "reduce_scatter"]
+                    launched.clear()
+    finally:
+        lists._LARGE = before
 
 
 @on(3)
@@ -480,20 +485,23 @@ def test_an_arena_that_is_only_wanted_is_made_for_pieces_and_not_for_slices():
 @on(2)
 def test_each_piece_counts_as_written_to_once():
     with flat() as launched:
-        out, memory = [torch.zeros(3), torch.zeros(3)], torch.zeros(2, 3)
-        x = torch.ones(3, requires_grad=True)
-        y = (x * out[1]).sum()
-        safecomm.all_gather(out, torch.zeros(3))
-        assert [one._version for one in out] == [1, 1]
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            y.backward()
-        safecomm.all_gather([memory[1], memory[0]], torch.zeros(3))
-        assert memory._version == 2
-        given = [torch.zeros(3), torch.zeros(3)]
-        safecomm.reduce_scatter(torch.zeros(3), given)
-        assert [one._version for one in given] == [0, 0]
-        assert not any(one.requires_grad or one.grad_fn for one in [*out, *given])
-        assert launched == ["all_gather", "all_gather", "reduce_scatter"]
+        for large in (0, 8 << 20):
+            lists._LARGE, known = large, lists._LARGE
+            out, memory = [torch.zeros(3), torch.zeros(3)], torch.zeros(2, 3)
+            x = torch.ones(3, requires_grad=True)
+            y = (x * out[1]).sum()
+            safecomm.all_gather(out, torch.zeros(3))
+            assert [one._version for one in out] == [1, 1]
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                y.backward()
+            safecomm.all_gather([memory[1], memory[0]], torch.zeros(3))
+            assert memory._version == 2
+            given = [torch.zeros(3), torch.zeros(3)]
+            safecomm.reduce_scatter(torch.zeros(3), given)
+            assert [one._version for one in given] == [0, 0]
+            assert not any(one.requires_grad or one.grad_fn for one in [*out, *given])
+            lists._LARGE = known
+        assert launched == ["all_gather", "all_gather", "reduce_scatter"] * 2
 
 
 @on(2)

@@ -276,6 +276,7 @@ class Arena:
         self._streams = streams
         self._current = streams.current
         self._capture = streams.capture
+        self._is_capturing = streams.is_capturing
         self._full = full
         self._group = check
         self._ended = ""
@@ -321,14 +322,9 @@ class Arena:
             return torch.empty(*size, dtype=dtype, device=self._device)
         index = self.index
         stream = self._current(index) if index >= 0 else index
-        tensor = self._again((size, dtype, stream, bucket), stream)
-        return self._empty(size, dtype, stream, bucket) if tensor is None else tensor
-
-    def _again(self, key: tuple[Any, ...], stream: int) -> torch.Tensor | None:
-        """Return a slot like those that a request was given before; None for a new one, or if none of them is free."""
         try:
-            shelf = self._fast[key]
-            if stream <= 0 or not self._capture(stream):
+            shelf = self._fast[size, dtype, stream, bucket]
+            if stream <= 0 or not self._is_capturing(index, stream):
                 slots, first = shelf.slots, shelf.first
                 # What is _idle(slot) is written out here.
                 if (
@@ -349,14 +345,14 @@ class Arena:
                         # Where there is no room to lose, a step may have to begin another way than the last.
                         found = None if layout.exact or layout.tight else layout.from_shelf(shelf)
                         if found is None:
-                            return None
+                            return self._empty(size, dtype, stream, bucket)
                         slot = found
                 tensor: torch.Tensor = slot.template.data
                 slots.append(slot)
                 return tensor
         except (KeyError, IndexError, TypeError):
             pass
-        return None
+        return self._empty(size, dtype, stream, bucket)
 
     def _empty(self, size: tuple[Any, ...], dtype: Any, stream: int, bucket: str) -> torch.Tensor:
         self._refuse_ended("Arena.empty()")
@@ -376,11 +372,17 @@ class Arena:
         if self._ended or self._backing is not None:
             return None
         stream = self._current(self.index) if self.index >= 0 else self.index
-        tensor = self._again((shape, dtype, stream, ""), stream)
-        if tensor is None:
-            with self._layout.lock:
-                tensor = self._slot(shape, shape, dtype, stream, "", needed=False)
-        return tensor
+        layout = self._layout
+        shelf = self._fast.get((shape, dtype, stream, ""))
+        # As in empty(): what was given before is given again, but not where a step may have to begin another way.
+        if shelf is not None and not (layout.exact or layout.tight) and not self._capturing(stream):
+            slot = layout.from_shelf(shelf)
+            if slot is not None:
+                tensor: torch.Tensor = slot.template.data
+                layout.put(slot)
+                return tensor
+        with layout.lock:
+            return self._slot(shape, shape, dtype, stream, "", needed=False)
 
     def _slot(
         self, size: tuple[Any, ...], shape: tuple[int, ...], dtype: Any, stream: int, bucket: str, *,
