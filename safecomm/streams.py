@@ -8,6 +8,7 @@ so two objects can be one stream.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -155,7 +156,8 @@ class CudaStreams:
         # Of memory there the driver need not be asked, which takes a twentieth of a small call.
         self._pinned: dict[int, int] = {}
         self._pinned_at = self._pinned.get
-        self._pins: list[torch.UntypedStorage] = []
+        self._pins: dict[int, torch.UntypedStorage] = {}
+        self._claiming = threading.RLock()  # a finalizer can run inside, and ask
         self._streams: dict[tuple[int, int], Any] = {}
         self._events: dict[int, list[Any]] = {}
 
@@ -190,9 +192,13 @@ class CudaStreams:
         return None
 
     def claim(self, start: int, end: int, home: Callable[[int], int | None]) -> None:
-        self._claims[start] = (end, home)
-        self._segments.clear()
-        self._unpin(start, end)
+        with self._claiming:
+            self._claims[start] = (end, home)
+            self._segments.clear()
+            for granule in tuple(self._pinned):
+                if granule << GRANULE < end and start < (granule + 1) << GRANULE:
+                    self._pinned.pop(granule, None)
+                    self._pins.pop(granule, None)
 
     def unclaim(self, start: int) -> None:
         self._claims.pop(start, None)
@@ -281,6 +287,7 @@ class CudaStreams:
             or (start | end) % (1 << GRANULE)
             or start >> GRANULE in self._pinned
             or len(self._pins) >= PINS
+            or not any(block["state"] == "inactive" for block in segment["blocks"])  # full: another would be mapped
             or self.current(device) != stream  # on which we allocate
             or (stream and self.capture(stream))
         ):
@@ -290,16 +297,11 @@ class CudaStreams:
         except RuntimeError:  # out of memory
             return
         if start <= pin.data_ptr() < end:
-            self._pins.append(pin)
-            for granule in range(start >> GRANULE, end >> GRANULE):
-                self._pinned[granule] = stream
-            for first, (last, _) in tuple(self._claims.items()):  # another thread may have claimed a part since
-                self._unpin(first, last)
-
-    def _unpin(self, start: int, end: int) -> None:
-        for granule in tuple(self._pinned):
-            if granule << GRANULE < end and start < (granule + 1) << GRANULE:
-                self._pinned.pop(granule, None)
+            with self._claiming:
+                if not any(first < end and start < last for first, (last, _) in self._claims.items()):
+                    self._pins[start >> GRANULE] = pin
+                    for granule in range(start >> GRANULE, end >> GRANULE):
+                        self._pinned[granule] = stream
 
     def _stream(self, index: int, stream: int) -> Any:
         known = self._streams.get((index, stream))

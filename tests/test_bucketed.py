@@ -171,6 +171,29 @@ def test_other_calls_run_at_once_and_after_what_was_put_off():
         assert tensor.tolist() == [4] * 4, name
 
 
+@on(2)
+def test_a_region_that_was_made_outside_is_beside_the_buckets_too():
+    tensor, other = torch.ones(2), torch.ones(2)
+    region = safecomm._coalescing_manager()
+
+    @safecomm._coalescing_manager()
+    def step():
+        assert other.tolist() == [2] * 2, "what was put off has run before"
+        safecomm.all_reduce(tensor)
+
+    with safecomm.bucketed():
+        safecomm.all_reduce(other)
+        with region:
+            assert other.tolist() == [2] * 2
+        for _ in range(2):
+            step()
+            assert put_off() == 0
+        assert tensor.tolist() == [4] * 2
+        safecomm.all_reduce(other)
+        assert put_off() == 1
+    assert other.tolist() == [4] * 2
+
+
 def _managed(tensor):
     with safecomm._coalescing_manager(async_ops=True) as manager:
         safecomm.all_reduce(tensor)

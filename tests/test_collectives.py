@@ -4,10 +4,12 @@ Every test here calls torch.distributed and safecomm with equal data in the same
 """
 
 import contextlib
+import gc
 import itertools
 import re
 import sys
 import warnings
+import weakref
 from datetime import timedelta
 from unittest import mock
 
@@ -208,6 +210,15 @@ _list_functions = ["all_gather", "reduce_scatter", "all_to_all"]
 _other_functions = ["all_reduce_coalesced", "all_gather_coalesced", "batch_isend_irecv", "barrier"]
 _pair_functions = [name for name in _pair_functions if hasattr(safecomm, name)]
 
+
+
+class _Odd:
+    """No tensor, with attributes that raise."""
+
+    def __getattr__(self, name):
+        raise RuntimeError(name)
+
+
 # Calls that every rank makes and that no rank can launch. The group has two members.
 WRONG = {
     **{
@@ -218,6 +229,7 @@ WRONG = {
             "None": (None, 0),
             "a list": ([_one], 0),
             "a number": (3, 0),
+            "what raises": (_Odd(), 0),
         }.items()
     },
     **{
@@ -228,6 +240,7 @@ WRONG = {
             "one argument": (_one,),
             "a list": ([_ones(8)], _one),
             "None": (_ones(8), None),
+            "what raises": (_ones(8), _Odd()),
             "wrong sizes": (_ones(5), _ones(3)),
             "two types": (_ones(8, dtype=torch.float64), _ones(4)),
         }.items()
@@ -696,6 +709,59 @@ def test_a_region_of_one_call_uses_what_the_tensor_has_at_its_end_s8():
         tensor, before = _swapped_in_a_region(safecomm)
         assert launched == ["all_reduce"]
     assert (tensor.tolist(), before.tolist()) == ([10] * 3, [1] * 3)
+
+
+@on(2)
+def test_a_region_can_be_entered_once_and_decorate_many_calls_s8():
+    tensor = torch.ones(2)
+    manager = safecomm._coalescing_manager()
+    with manager:
+        safecomm.all_reduce(tensor)
+    with pytest.raises(AttributeError), manager:  # as torch's
+        pass
+    assert tensor.tolist() == [2] * 2
+    safecomm.all_reduce(tensor)
+    assert tensor.tolist() == [4] * 2, "nothing was left open"
+
+    @safecomm._coalescing_manager()
+    def step():
+        safecomm.all_reduce(tensor)
+        assert tensor.tolist() == [before] * 2, "called before the end of the region"
+
+    for before in (4, 8):
+        step()
+    assert tensor.tolist() == [16] * 2
+
+
+@on(2)
+def test_a_region_keeps_nothing_alive_s2():
+    def entered(manager, failing):
+        tensor = torch.ones(2)
+        memory = weakref.ref(tensor.untyped_storage())
+        with contextlib.suppress(ValueError), manager:
+            safecomm.all_reduce(tensor)
+            if failing:
+                raise ValueError
+        return memory
+
+    def refused(kept):
+        local = torch.ones(2)
+        kept.append(safecomm._coalescing_manager())
+        with pytest.raises(ValueError, match="already collecting|non-empty"), kept[0]:
+            pass
+        return weakref.ref(local)
+
+    gc.disable()
+    try:
+        for failing in (False, True):
+            manager = safecomm._coalescing_manager()
+            assert entered(manager, failing)() is None
+        with safecomm._coalescing_manager():
+            safecomm.all_reduce(torch.ones(2))
+            kept = []
+            assert refused(kept)() is None
+    finally:
+        gc.enable()
 
 
 @on(2)

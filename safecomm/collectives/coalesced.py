@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import sys
 import types
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ import torch.distributed.distributed_c10d as c10d
 
 from safecomm import _torch, captures
 from safecomm.collectives.call import (
-    BUCKETS,
     COLLECTIVE_OF,
     DIRECT,
     PLAIN,
@@ -46,6 +44,7 @@ from safecomm.work import Work
 _original = c10d._coalescing_manager
 _count = counter("_coalescing_manager")
 _compiling = torch.compiler.is_dynamo_compiling
+
 _ORDINARY = _torch.is_torchs(_original)  # and not somebody's own, who expects to see the end of a region
 
 
@@ -55,17 +54,10 @@ def _coalescing_manager(group: Any = None, device: Any = None, async_ops: bool =
     _count()
     if LEDGER.busy:
         LEDGER.sweep()
-    region = _Manager(group or default_group(), device, async_ops, sys._getframe(1))
-    return _beside_buckets(region) if BUCKETS else region
+    return _Manager(group or default_group(), device, async_ops, sys._getframe(1))
 
 
 _coalescing_manager = stand_in(_coalescing_manager, _original)
-
-
-@contextlib.contextmanager
-def _beside_buckets(region: _Manager) -> Iterator[Any]:
-    with at_once(region.group), region as cm:
-        yield cm
 
 
 class _Manager(contextlib.ContextDecorator):
@@ -74,32 +66,44 @@ class _Manager(contextlib.ContextDecorator):
     # Not a generator as c10d's is: two of them for each region would take longer than all the rest.
 
     def __init__(self, group: Any, device: Any, async_ops: bool, frame: types.FrameType) -> None:
-        self.group = group
         self._arguments = (group, device, async_ops)
-        self._frame = frame
+        self._caller = frame
 
     def _recreate_cm(self) -> _Manager:  # of a decorator, for each call
-        return _Manager(*self._arguments, self._frame)
+        return _Manager(*self._arguments, self._caller)
 
     def __enter__(self) -> Any:
-        group = self.group
-        self._manager = _original(*self._arguments)
-        was_open = group in _torch.world.pg_coalesce_state
+        frame = self._caller
+        del self._caller  # a second time fails above, as c10d's does, before anything is open
+        group = self._arguments[0]
+        beside = at_once(group)
+        beside.__enter__()
+        state = _torch.world.pg_coalesce_state
+        was_open = group in state
+        manager = _original(*self._arguments)
         try:
-            self._cm = self._manager.__enter__()
+            cm = manager.__enter__()
         except BaseException:
             if not was_open:  # c10d would go on collecting the group's calls without running them
-                _torch.world.pg_coalesce_state.pop(group, None)
+                state.pop(group, None)
+            beside.__exit__(None, None, None)
             raise
-        self._region = REGIONS[group] = Region()
-        return self._cm
+        region = REGIONS[group] = Region()
+        self._open = cm, region, manager, frame, beside
+        return cm
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        cm, region, manager, frame, beside = self._open
+        del self._open  # whoever keeps this keeps nothing of it
+        REGIONS.pop(self._arguments[0], None)
+        try:
+            self._end(kind is not None, cm, region, manager, frame)
+        finally:
+            beside.__exit__(None, None, None)
+
+    def _end(self, failed: bool, cm: Any, region: Region, manager: Any, frame: types.FrameType) -> None:
         group, device, async_ops = self._arguments
-        cm, region, manager, frame = self._cm, self._region, self._manager, self._frame
-        del self._cm, self._region, self._manager, self._frame  # whoever keeps this keeps none of them
-        REGIONS.pop(group, None)
-        if kind is not None:
+        if failed:
             cm.works = _abandon(group, device)
             _close(cm, group, region, frame)
             return

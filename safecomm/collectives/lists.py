@@ -112,10 +112,11 @@ def whole_of(tensors: list[Any], tensor: torch.Tensor, backend: Any) -> torch.Te
                 or one.is_inference() is not inference  # in that mode, like() can't tell
             ):
                 return None
-        if tensor.is_nested or not _SLICES.like(*tensors, tensor):
+        together = [*tensors, tensor]
+        if tensor.is_nested or not _SLICES.like(together):
             if not _are_slices(tensors, tensor):
                 return None
-            _SLICES.learn(*tensors, tensor)
+            _SLICES.learn(together)
         return first.as_strided((count * tensor.numel(),), (1,), first.storage_offset())
     except (RuntimeError, IndexError):  # none there, or tensors without memory or shape: c10d says what it says of them
         return None
@@ -147,26 +148,28 @@ class _Likes:
 
     def __init__(self) -> None:
         self._known: dict[int, list[Callable[..., bool]]] = {}  # by the number of tensors
+        self._met: list[Any] = []  # the last that were like none of them
 
-    def like(self, *tensors: torch.Tensor) -> bool:
-        known = self._known.get(len(tensors))
-        if known is not None:
-            for place, like in enumerate(known):
-                if like(*tensors):
-                    if place:
-                        self._known[len(tensors)] = [like, *known[:place], *known[place + 1 :]]
-                    return True
+    def like(self, tensors: list[torch.Tensor]) -> bool:
+        """Return whether ``tensors`` are like those of any list that is known. None of them may be nested."""
+        for like in self._known.get(len(tensors), ()):  # noqa: SIM110 (a generator takes longer than the question)
+            if like(*tensors):
+                return True
         return False
 
-    def learn(self, *tensors: torch.Tensor) -> None:
-        if len({id(tensor) for tensor in tensors}) < len(tensors):  # nothing is like one tensor given twice
-            return
-        known = self._known.get(len(tensors), [])
-        self._known[len(tensors)] = [_torch.look_alike(*tensors, shaped=True), *known[: KINDS - 1]]
+    def learn(self, tensors: list[torch.Tensor]) -> None:
+        """Know ``tensors`` from now on, if there were such ones already: to know lists that never come again costs."""
+        kind = len(tensors), tensors[-1].shape, tensors[-1].dtype
+        if kind not in self._met:
+            self._met = [kind, *self._met[: KINDS - 1]]
+        elif len({id(tensor) for tensor in tensors}) == len(tensors):  # nothing is like one tensor given twice
+            known = self._known.get(len(tensors), [])
+            self._known[len(tensors)] = [_torch.look_alike(*tensors, shaped=True), *known[: KINDS - 1]]
 
 
-_SLICES, _WRITTEN, _READ = _Likes(), _Likes(), _Likes()
-"""Lists that are slices; in pieces that are written to; in pieces that are read."""
+_SLICES, _READ, _WRITTEN = _Likes(), _Likes(), (_Likes(), _Likes())
+"""Lists that are slices; in pieces that are read; in pieces that are written to, outside and inside of inference mode,
+of whose tensors ``like()`` inside of it can't tell others."""
 
 
 def addresses_of(pieces: list[Any], tensor: torch.Tensor, size: int, *, written: bool) -> list[int] | None:
@@ -185,11 +188,11 @@ def addresses_of(pieces: list[Any], tensor: torch.Tensor, size: int, *, written:
     for one in pieces:
         if type(one) is not _Tensor or one.is_nested:
             return None
-    likes = _WRITTEN if written else _READ
-    if not likes.like(*pieces, tensor):
+    likes, together = _WRITTEN[_inference()] if written else _READ, [*pieces, tensor]
+    if not likes.like(together):
         if not _can_be_copied(pieces, tensor, written):
             return None
-        likes.learn(*pieces, tensor)
+        likes.learn(together)
     nbytes = tensor.nbytes
     found = sorted([one.data_ptr() for one in pieces])
     if not nbytes or not found[0]:

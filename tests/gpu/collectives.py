@@ -161,7 +161,7 @@ def s1_small_segments_that_were_met_stay_mapped():
     finally:
         module_streams.pointer_attribute = ask
     segments = [(s["address"], s["address"] + s["total_size"], s["stream"]) for s in torch.cuda.memory_snapshot()]
-    pins = [pin.data_ptr() for pin in streams._pins]
+    pins = [pin.data_ptr() for pin in streams._pins.values()]
     kept = [any(a <= pin < b and streams.home(pin) == stream for a, b, stream in segments) for pin in pins]
     pinned = address >> module_streams.GRANULE in streams._pinned  # not where the allocator had room for it elsewhere
     require((unasked or not pinned) and stray * pinned == 0 and wrong == 0, pinned, unasked, stray, wrong)
