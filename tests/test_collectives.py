@@ -211,7 +211,6 @@ _other_functions = ["all_reduce_coalesced", "all_gather_coalesced", "batch_isend
 _pair_functions = [name for name in _pair_functions if hasattr(safecomm, name)]
 
 
-
 class _Odd:
     """No tensor, with attributes that raise."""
 
@@ -724,12 +723,12 @@ def test_a_region_can_be_entered_once_and_decorate_many_calls_s8():
     assert tensor.tolist() == [4] * 2, "nothing was left open"
 
     @safecomm._coalescing_manager()
-    def step():
+    def step(before):
         safecomm.all_reduce(tensor)
         assert tensor.tolist() == [before] * 2, "called before the end of the region"
 
     for before in (4, 8):
-        step()
+        step(before)
     assert tensor.tolist() == [16] * 2
 
 
@@ -747,7 +746,7 @@ def test_a_region_keeps_nothing_alive_s2():
     def refused(kept):
         local = torch.ones(2)
         kept.append(safecomm._coalescing_manager())
-        with pytest.raises(ValueError, match="already collecting|non-empty"), kept[0]:
+        with pytest.raises(ValueError, match=r"already collecting|non-empty"), kept[0]:
             pass
         return weakref.ref(local)
 
