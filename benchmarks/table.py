@@ -234,7 +234,9 @@ def megatron(results):
     )
 
 
-def low_latency(results):
+def low_latency(results, again=None):
+    """Return the tables of ``results``, with the ratios that another run had, if there is one."""
+
     def bytes_of(size):
         size = int(size)
         return f"{size >> 20} MiB" if size >= 1 << 20 else f"{size >> 10} KiB" if size >= 1 << 10 else f"{size} B"
@@ -243,7 +245,8 @@ def low_latency(results):
     for collective, sizes in results["us in graphs"].items():
         for size, us in sizes.items():
             best = min((us[name] for name in ("torch one-shot", "torch two-shot") if name in us), default="-")
-            rows.append((f"{collective}, {bytes_of(size)}", us["NCCL"], best, us["safecomm"], us["ratio"]))
+            other = [] if again is None else [again["us in graphs"][collective][size]["ratio"]]
+            rows.append((f"{collective}, {bytes_of(size)}", us["NCCL"], best, us["safecomm"], us["ratio"], *other))
     kinds = results["ratio by operation and type"]
     worst = max((ratio, kind, size) for kind, sizes in kinds.items() for size, ratio in sizes.items())
     eager = results["host us, 8 KiB"]
@@ -255,6 +258,7 @@ def low_latency(results):
         f"A decode step in a graph took {', '.join(steps)}\nof the time on NCCL.\n"
     )
     head = (first, "NCCL", "torch's symmetric memory", "`low_latency()`", "ratio to NCCL")
+    head += () if again is None else (f"ratio in a run at {again['commit']}",)
     return f"{table(head, rows)}\n{text}"
 
 
@@ -291,7 +295,7 @@ def figures():
         ),
         bucketed(load("bucketed.json")),
         low_latency(load("low_latency.json")),
-        low_latency(load("low_latency_4.json")),
+        low_latency(load("low_latency_4.json"), load("low_latency_4_again.json")),
         megatron(load("megatron.json")),
         host(times, times["backend"]),
         host(load("host_time_gloo.json"), "gloo, one rank"),
