@@ -80,8 +80,8 @@ class _Manager(contextlib.ContextDecorator):
         beside.__enter__()
         state = _torch.world.pg_coalesce_state
         was_open = group in state
-        manager = _original(*self._arguments)
         try:
+            manager = _original(*self._arguments)
             cm = manager.__enter__()
         except BaseException:
             if not was_open:  # c10d would go on collecting the group's calls without running them

@@ -94,7 +94,7 @@ def _all_gather(output_tensor: Any, input_tensor: Any, group: Any = None, async_
             and not _profiler._is_profiler_enabled
             and not (async_op and _inflight())
         )
-    except Exception:  # not a tensor, or one with attributes of its own
+    except (AttributeError, RuntimeError, TypeError):  # not a tensor, or one with attributes of its own
         ordinary = False
     if not ordinary:
         if (

@@ -88,7 +88,7 @@ def all_reduce(tensor: Any, op: Any = c10d.ReduceOp.SUM, group: Any = None, asyn
             and not _profiler._is_profiler_enabled
             and not (async_op and _inflight())
         )
-    except Exception:  # not a tensor, or one with attributes of its own
+    except (AttributeError, RuntimeError, TypeError):  # not a tensor, or one with attributes of its own
         ordinary = False
     if not ordinary or (options := (_async_all_reduce if async_op else _sync_all_reduce).get(id(op))) is None:
         # Asked here, because there are no lanes while there are buckets.
@@ -165,7 +165,7 @@ def _reduce_scatter(
             and not _profiler._is_profiler_enabled
             and not (async_op and (_inflight() or not lane.streamed))  # gloo's can't be polled
         )
-    except Exception:  # not a tensor, or one with attributes of its own
+    except (AttributeError, RuntimeError, TypeError):  # not a tensor, or one with attributes of its own
         ordinary = False
     if not ordinary or (options := (_async_reduce_scatter if async_op else _sync_reduce_scatter).get(id(op))) is None:
         if BUCKETS and not async_op and (buckets := BUCKETS.get(to)) and buckets.put_off(_NAME, op, output, input):
