@@ -185,10 +185,11 @@ def test_a_region_that_was_made_outside_is_beside_the_buckets_too():
         safecomm.all_reduce(other)
         with region:
             assert other.tolist() == [2] * 2
+            safecomm.all_reduce(tensor)
         for _ in range(2):
             step()
             assert put_off() == 0
-        assert tensor.tolist() == [4] * 2
+        assert tensor.tolist() == [8] * 2
         safecomm.all_reduce(other)
         assert put_off() == 1
     assert other.tolist() == [4] * 2
