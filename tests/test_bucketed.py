@@ -750,7 +750,11 @@ INTERRUPTED = """
 import signal, time
 import torch, torch.distributed as dist
 import safecomm
+# The group's threads inherit the mask. A signal that the kernel gives to one of them is lost until
+# the next one: in that thread CPython computes that this thread need not handle it (3.11).
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
 dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
 class Interrupt(Exception): pass
 armed = False
 def handler(*_):
