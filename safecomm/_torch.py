@@ -262,6 +262,10 @@ current_raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRa
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 """The index of the current device: 0.1 us, where ``torch.cuda.current_device()`` takes 0.2."""
 
+_is_current_capturing: Callable[[], bool] = getattr(
+    torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
+)
+
 
 def raw_stream(stream: torch.Stream) -> int:
     """Return the handle of ``stream``, which C++ gives to Python as a ``torch.Stream`` that does not tell it."""
@@ -522,7 +526,7 @@ def is_capturing(index: int, stream: int) -> bool:
 
     Where that device is the current one torch answers, in half the time of :func:`capture_id`.
     """
-    return torch.cuda.is_current_stream_capturing() if current_device() == index else capture_id(stream) != 0
+    return _is_current_capturing() if current_device() == index else capture_id(stream) != 0
 
 
 def swap_capture_mode(mode: int = _CAPTURE_RELAXED) -> int:

@@ -950,3 +950,21 @@ def test_a_work_alone_in_its_lane_is_not_released_by_a_wait_elsewhere_s1(device,
     assert [entry.state for entry in ledger.pending()] == ["trailing"]
     del launched
     device.settle()  # raises if the memory could be handed out now
+
+
+def test_trails_come_back_half_a_budget_at_a_time_s1(device) -> None:
+    """S1: what overlaps is held up once for half of the budget and not at each call, and no trail is lost."""
+    ledger, group = Ledger(device, trail_budget=1600), FakeGroup(device, "nccl")
+    held = []
+    for _ in range(60):
+        tensor = device.allocate(0, 100)
+        device.switch(1)
+        call_sync(ledger, group, [tensor])
+        device.switch(0)
+        del tensor
+        held.append(sum(entry.nbytes for entry in ledger.pending()))
+    assert max(held) == 1700, "S2: more than the budget, and what came on top of it"
+    drops = [before - after for before, after in itertools.pairwise(held) if after < before]
+    assert set(drops) == {800}
+    device.settle()
+    device.finish()

@@ -14,6 +14,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import itertools
+import operator
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -86,6 +87,7 @@ class Slot:
 
 
 _NO_SHELF = Shelf()
+_start_of = operator.attrgetter("start")
 
 
 class Space:
@@ -267,13 +269,20 @@ class Layout:
                         return slot
                 if len(slots) <= PROBES:
                     return None
-            found = [slot for slot in tuple(slots) if self._pop(slot, slot.capture > 0)]
-            while ready:
-                with contextlib.suppress(IndexError):
-                    found.append(ready.pop())
-            found.sort(key=lambda slot: -slot.start)
-            lowest = found.pop() if found else None
-            ready += found
+            busy: list[Slot] = []
+            try:
+                while slots:
+                    slot = slots.pop()
+                    (ready if idle(slot, slot.capture > 0) else busy).append(slot)
+            except IndexError:  # another thread was faster
+                pass
+            finally:
+                slots[:0] = reversed(busy)
+            ready.sort(key=_start_of, reverse=True)
+            try:
+                lowest: Slot | None = ready.pop()
+            except IndexError:
+                lowest = None
             if anew:
                 shelf.first = lowest
             return lowest
