@@ -247,6 +247,7 @@ def low_latency(results, again=None):
             best = min((us[name] for name in ("torch one-shot", "torch two-shot") if name in us), default="-")
             other = [] if again is None else [again["us in graphs"][collective][size]["ratio"]]
             rows.append((f"{collective}, {bytes_of(size)}", us["NCCL"], best, us["safecomm"], us["ratio"], *other))
+    itself = [us["NCCL to itself"] for us in results["us in graphs"]["all_reduce"].values() if "NCCL to itself" in us]
     kinds = results["ratio by operation and type"]
     worst = max((ratio, kind, size) for kind, sizes in kinds.items() for size, ratio in sizes.items())
     eager = results["host us, 8 KiB"]
@@ -257,6 +258,8 @@ def low_latency(results, again=None):
         f"{bytes_of(worst[2])}). An eager all_reduce of 8 KiB took {eager['ratio']} of the host time of torch's.\n"
         f"A decode step in a graph took {', '.join(steps)}\nof the time on NCCL.\n"
     )
+    if itself:
+        text += f"From 8 MiB on the call is NCCL's own; there, NCCL took {min(itself)} to {max(itself)} of itself.\n"
     head = (first, "NCCL", "torch's symmetric memory", "`low_latency()`", "ratio to NCCL")
     head += () if again is None else (f"ratio in a run at {again['commit']}",)
     return f"{table(head, rows)}\n{text}"
