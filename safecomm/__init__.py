@@ -22,6 +22,7 @@ The direction of dependency, top to bottom; nothing imports upwards (``tests/tes
     trails                 what was used on another stream than its own, and what record_stream was called for
     entries                what an entry is, and the lanes that entries are kept in
     streams                where are we: streams, captures, events
+    homes                  the stream that memory was allocated on
     _torch, _submodules    private names of torch and of the driver; torch.distributed's submodules under our name
     errors, sites          few, flat; call sites
 """

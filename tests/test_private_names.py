@@ -209,20 +209,6 @@ def test_without_the_attribute_of_the_default_group_its_property_is_asked(monkey
     assert copy.groups[copy.DEFAULT] is World.default_pg
 
 
-def test_a_claim_ends_what_is_known_of_the_segments_that_it_lies_in():
-    from safecomm.streams import GRANULE, CudaStreams
-
-    streams = CudaStreams()
-    streams._pinned.update({8: 5, 9: 5, 10: 6})
-    first, second, third = (granule << GRANULE for granule in (8, 9, 10))
-    assert streams.home(second) == streams.home(second + 7, first) == 5
-    assert streams.home(third) == 6
-    streams.claim(second + 512, second + 1024, lambda pointer: 7)
-    assert streams._pinned == {8: 5, 10: 6}
-    streams.claim(first, third, lambda pointer: 7)
-    assert streams._pinned == {10: 6}
-
-
 def test_without_a_driver_there_are_no_buffers_and_no_captures(monkeypatch):
     def no_driver(name):
         raise OSError(name)

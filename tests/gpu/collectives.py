@@ -9,7 +9,7 @@ import torch.distributed as stock
 from harness import LIBRARIES, MIB, case, held, rank, require, settle, slow
 
 import safecomm
-import safecomm.streams as module_streams
+from safecomm import homes
 from safecomm.ledger import LEDGER, PATIENCE
 
 # --- S1: corruption -------------------------------------------------------------------------------------------------
@@ -137,9 +137,9 @@ def s1_address_reused_by_another_stream():
 def s1_small_segments_that_were_met_stay_mapped():
     """Where small tensors were allocated is known without the driver, because their segment can't go."""
     streams = LEDGER.streams
-    asked, ask = [], module_streams.pointer_attribute
+    asked, ask = [], homes.pointer_attribute
     side = torch.cuda.Stream()
-    module_streams.pointer_attribute = lambda *question: asked.append(1) or ask(*question)
+    homes.pointer_attribute = lambda *question: asked.append(1) or ask(*question)
     try:
         streams._segments.clear()  # as if this were the first that it meets
         small = [torch.ones(256, device="cuda") for _ in range(4)]
@@ -156,14 +156,14 @@ def s1_small_segments_that_were_met_stay_mapped():
         with torch.cuda.stream(side):
             others = [torch.ones(256, device="cuda") for _ in range(10_000)]
             torch.cuda.synchronize()
-            stray = sum(one.data_ptr() >> module_streams.GRANULE == address >> module_streams.GRANULE for one in others)
+            stray = sum(one.data_ptr() >> homes.GRANULE == address >> homes.GRANULE for one in others)
             wrong = sum(streams.home(one.data_ptr()) != side.cuda_stream for one in others[::100])
     finally:
-        module_streams.pointer_attribute = ask
+        homes.pointer_attribute = ask
     segments = [(s["address"], s["address"] + s["total_size"], s["stream"]) for s in torch.cuda.memory_snapshot()]
     pins = [pin.data_ptr() for pin in streams._pins.values()]
     kept = [any(a <= pin < b and streams.home(pin) == stream for a, b, stream in segments) for pin in pins]
-    pinned = address >> module_streams.GRANULE in streams._pinned  # not where the allocator had room for it elsewhere
+    pinned = address >> homes.GRANULE in streams._pinned  # not where the allocator had room for it elsewhere
     require((unasked or not pinned) and stray * pinned == 0 and wrong == 0, pinned, unasked, stray, wrong)
     require(pins and all(kept), kept)
     return {"pinned": pinned, "pins": len(pins)}
