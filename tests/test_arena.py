@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import itertools
 import logging
 import os
 import random
@@ -18,6 +21,7 @@ from safecomm.arena import arena as module
 from safecomm.arena import use
 from safecomm.arena.arena import bytes_of
 from safecomm.arena.layout import Layout
+from safecomm.ledger import LEDGER
 
 
 @pytest.fixture
@@ -655,3 +659,121 @@ def test_looking_whether_all_are_idle_does_not_take_longer_with_each_slot(exact)
         used.discard(last)
         last = newer
     assert len(looks) < 4000
+
+
+# --- in the middle of a request ----------------------------------------------------------------------------
+
+
+def test_a_request_of_a_finalizer_in_the_middle_of_another_gets_other_memory_s1():
+    used, got = set(), []
+    layout = Layout(4096, {}, lambda slot, _: slot not in used)
+
+    def usable(_):
+        if not got:
+            got.append(layout.take("inner", 512, 1, 0, ""))
+            layout.harvest()
+            layout.forget_streams()
+        return True
+
+    slot, _ = asked(layout, used, "outer", 1, 0, usable)
+    assert got == [None]
+    assert (slot.start, slot.end) == (0, 512)
+    assert asked(layout, used, "next", 1)[0].start == 512
+
+
+class Cycle:
+    """What only the garbage collector ends; asks for a buffer then."""
+
+    def __init__(self, arena, got):
+        self.arena, self.got, self.itself = arena, got, self
+
+    def __del__(self):
+        self.got.append(self.arena.empty(64))
+
+
+def test_no_two_get_a_buffer_when_the_collector_runs_in_the_middle_s1(arena):
+    got = []
+    gc.collect()
+    thresholds = gc.get_threshold()
+    try:
+        for number in range(1, 600):
+            gc.disable()
+            Cycle(arena, got)
+            got.clear()
+            if number % 50 == 0:
+                gc.collect()
+                arena._layout.harvest()
+            Cycle(arena, got)
+            gc.set_threshold(gc.get_count()[0] + number % 23 + 1)  # it runs once, wherever in the request that is
+            gc.enable()
+            tensor = arena.empty(64 + number)
+            assert tensor.data_ptr() not in [other.data_ptr() for other in got]
+            del tensor
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.enable()
+        gc.collect()
+        got.clear()
+
+
+def test_a_full_arena_that_raises_says_that_it_was_asked_in_the_middle_of_another_request():
+    raising, said = Arena.__new__(Arena), []
+    raising._start(torch.empty(4096, dtype=torch.uint8), -1, LEDGER.streams, "raise", {}, None)
+
+    def usable(_):
+        with pytest.raises(ArenaFullError, match="in the middle of another request") as error:
+            raising.empty(64)
+        said.append(error.value)
+        with pytest.raises(ArenaError, match="in the middle of a request"):
+            raising.close()
+        return True
+
+    assert raising._layout.take("outer", 512, 1, 0, "", usable) is not None
+    assert len(said) == 1
+
+
+@pytest.mark.parametrize("when", range(1, 40))
+def test_what_an_exception_has_interrupted_is_found_again_s4(when):
+    """S4: a signal handler that raises in the middle costs no memory, however far the request has come."""
+    used, looks = set(), itertools.repeat(None)
+
+    def idle(slot, _):
+        if next(looks, "now") == "now":
+            raise InterruptedError
+        return slot not in used
+
+    layout = Layout(8 * 512, {}, idle)
+    for _ in range(6):
+        asked(layout, used, "kind", 1)
+    looks = itertools.chain(itertools.repeat(None, when), ["now"], itertools.repeat(None))
+    with contextlib.suppress(InterruptedError):
+        for _ in range(8):
+            used.pop()
+            asked(layout, used, "kind", 1)
+            layout.harvest()
+    used.clear()
+    looks = itertools.repeat(None)
+    assert layout.largest("") == 8 * 512
+
+
+def test_what_another_thread_has_in_hand_is_nobody_elses_s1():
+    used = set()
+    layout = Layout(512, {}, lambda slot, _: slot not in used)
+    in_hand, _ = asked(layout, used, "kind", 1)
+    used.clear()
+    in_hand.shelf.slots.remove(in_hand)  # as Arena.empty() does, without the lock
+    layout.harvest()
+    assert layout.cut == {0: in_hand}
+    del in_hand
+    layout.harvest()
+    assert layout.cut == {}
+
+
+def test_what_was_not_put_in_order_yet_is_not_forgotten_s1():
+    used = set()
+    layout = Layout(512, {}, lambda slot, _: slot not in used)
+    asked(layout, used, "first", 1)
+    used.clear()
+    # An exception comes, and it is neither put in order nor on a shelf.
+    assert layout.take("second", 512, 2, 0, "")[1] == {1}
+    assert layout.take("third", 512, 3, 0, "")[1] == {1, 2}

@@ -23,9 +23,9 @@ from programs import Running, programs
 from simulated import INDEX, Block, FakeGraph, FakeGroup, Launched, SimulatedDevice, Violation, call, call_sync
 
 from safecomm import _torch, captures
-from safecomm.arena import Arena
+from safecomm.arena import Arena, layout
 from safecomm.arena import arena as arena_module
-from safecomm.arena.layout import ALIGNMENT, NOBODY, Layout, Shelf, Slot, Space
+from safecomm.arena.layout import ALIGNMENT, NOBODY, PROBES, Layout, Shelf, Slot, Space
 from safecomm.captures import CapturedGraph
 from safecomm.ledger import Ledger
 
@@ -149,8 +149,9 @@ class ArenaPrograms(RuleBasedStateMachine):
         self.arena = object.__new__(self.arena_type)
         self.arena._start(self.block, INDEX, self.device, "fallback", buckets, None)
 
-    @initialize(bucket=st.sampled_from([0, 0, 0, 512]))
-    def start(self, bucket: int) -> None:
+    @initialize(bucket=st.sampled_from([0, 0, 0, 512]), probes=st.sampled_from([PROBES, 0]))
+    def start(self, bucket: int, probes: int) -> None:
+        layout.PROBES = probes  # without any, all slots of a shelf are looked at whenever one is asked for
         if bucket:
             self.make({"named": bucket})
 
@@ -382,6 +383,7 @@ class ArenaPrograms(RuleBasedStateMachine):
                 graph.reset()
 
     def teardown(self) -> None:
+        layout.PROBES = PROBES
         try:
             if sys.exc_info()[0] is None:
                 if self.device.capturing:

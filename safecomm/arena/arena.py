@@ -453,6 +453,10 @@ class Arena:
         capture = self._capture(stream) if stream > 0 else 0
         if capture and capture not in captures.RECORDING:
             why = "a CUDA graph capture that safecomm does not see"
+        elif self._layout.changing:
+            why = "asked for by a finalizer or a signal handler, in the middle of another request"
+            if self._full == "raise":
+                raise ArenaFullError(f"Arena.empty({list(shape)}, {dtype}) at {call_site()}: {nbytes} bytes: {why}")
         else:
             start, end = self._layout.bounds[bucket]
             tail = next((last - first for first, last, _ in self._layout.spaces[bucket] if last == end), 0)
@@ -640,6 +644,11 @@ class Arena:
         LEDGER.sweep(thorough=True)
         layout = self._layout
         with layout.lock:
+            if layout.changing:
+                raise ArenaError(
+                    "Arena.close(): called by a finalizer or a signal handler, in the middle of a request. Nothing was "
+                    "done."
+                )
             fast, self._fast = self._fast, {}  # other threads now need the lock
             used = layout.in_use()
             if used:
@@ -666,7 +675,10 @@ class Arena:
 
 def _idle(slot: Slot, but_for_graph: bool) -> bool:
     """Return whether nobody refers to the storage of ``slot``, or nobody but the graph that was captured with it."""
-    leases = len(_torch.KEPT[slot.cdata]) - _KEEPING
+    try:
+        leases = len(_torch.KEPT[slot.cdata]) - _KEEPING
+    except KeyError:  # an exception came before it was handed out for the first time
+        return slot.storage is None
     if leases and not but_for_graph:
         return False
     # In C++ the template refers to it, and what Python has made of it; there, the slot.

@@ -17,6 +17,7 @@ import itertools
 import operator
 import threading
 from collections.abc import Callable
+from sys import getrefcount
 from typing import Any
 
 ALIGNMENT = 512
@@ -53,6 +54,7 @@ class Slot:
     """A range of the block that is handed out as one storage, again and again."""
 
     __slots__ = (
+        "after",
         "asked",
         "bucket",
         "capture",
@@ -72,6 +74,7 @@ class Slot:
     def __init__(self, start: int, end: int) -> None:
         self.start = start
         self.end = end
+        self.after = NOBODY  # the streams that it has to be ordered after before it is put on its shelf
         self.asked = 0  # bytes that its tensors have
         self.home = 0  # the stream that it was handed out on
         self.capture = 0  # the capture that it was handed out in; 0 for none
@@ -164,12 +167,16 @@ class Layout:
         self._witness: dict[str, int] = {}  # where a slot of a bucket was in use, when all were looked at last
         self.tight: set[str] = set()  # buckets that had no room before what was idle was gathered
         self.lock = threading.RLock()
+        # By a call further out on this thread, in whose middle a finalizer or a signal handler has called.
+        self.changing = False
 
     def take(
         self, identity: Any, nbytes: int, stream: int, capture: int, bucket: str,
         usable: Callable[[frozenset[int]], bool] = lambda _: True, *, needed: bool = True,
     ) -> tuple[Slot, frozenset[int]] | None:  # fmt: skip
         """Return a slot for a request, and the streams that its use has to be ordered after; None if there is no room.
+
+        Also None for what a finalizer or a signal handler asks for in the middle of another request on its thread.
 
         ``identity`` is what requests must have in common to be given the same slot, besides stream, bucket and
         capture. ``usable`` tells whether a range can be used that some streams used last. Where a request is not
@@ -178,45 +185,52 @@ class Layout:
         """
         key = (*identity, stream, bucket, capture) if capture else (*identity, stream, bucket)
         with self.lock:
-            shelf = self._shelves.get(key)
-            if self.exact or bucket in self.tight:
-                self._begin_anew(bucket, shelf, usable)
-            slot = None if shelf is None else self.from_shelf(shelf)
-            if slot is not None:
-                return slot, NOBODY
-            size = rounded(nbytes)
-            space = self.spaces[bucket]
-            found = space.take(size, usable)
-            if found is None:
-                if not needed and not self._has_idle(size, bucket):
-                    return None
-                self.harvest()
-                self.tight.add(bucket)
+            if self.changing:
+                return None
+            self.changing = True
+            try:
+                shelf = self._shelves.get(key)
+                if self.exact or bucket in self.tight:
+                    self._begin_anew(bucket, shelf, usable)
+                slot = None if shelf is None else self.from_shelf(shelf)
+                if slot is not None:
+                    return slot, NOBODY
+                size = rounded(nbytes)
+                space = self.spaces[bucket]
                 found = space.take(size, usable)
                 if found is None:
-                    return None
-            start, after = found
-            slot = self._spare.pop((start, identity), None)
-            if slot is None:
-                slot = Slot(start, start + size)
-                slot.identity = identity
-            slot.asked = nbytes
-            slot.home = stream
-            slot.capture = capture
-            slot.bucket = bucket
-            slot.key = key
-            self.cut[start] = slot
-            bisect.insort(self._starts, start)
-            self.taken[bucket] += size
-            self.high_water[bucket] = max(self.high_water[bucket], self.taken[bucket])
-            if shelf is None:
-                if len(self._shelves) > LIMIT:
-                    self._shelves = {k: one for k, one in self._shelves.items() if one.slots or one.ready}
-                shelf = self._shelves.setdefault(key, Shelf())
-            slot.shelf = shelf
-            if shelf.first is None:
-                shelf.first = slot
-            return slot, after - {stream}
+                    if not needed and not self._has_idle(size, bucket):
+                        return None
+                    self._harvest()
+                    self.tight.add(bucket)
+                    found = space.take(size, usable)
+                    if found is None:
+                        return None
+                start, after = found
+                slot = self._spare.pop((start, identity), None)
+                if slot is None:
+                    slot = Slot(start, start + size)
+                    slot.identity = identity
+                slot.after = after - {stream}
+                slot.asked = nbytes
+                slot.home = stream
+                slot.capture = capture
+                slot.bucket = bucket
+                slot.key = key
+                self.cut[start] = slot
+                bisect.insort(self._starts, start)
+                self.taken[bucket] += size
+                self.high_water[bucket] = max(self.high_water[bucket], self.taken[bucket])
+                if shelf is None:
+                    if len(self._shelves) > LIMIT:
+                        self._shelves = {k: one for k, one in self._shelves.items() if one.slots or one.ready}
+                    shelf = self._shelves.setdefault(key, Shelf())
+                slot.shelf = shelf
+                if shelf.first is None:
+                    shelf.first = slot
+                return slot, slot.after
+            finally:
+                self.changing = False
 
     def _has_idle(self, size: int, bucket: str) -> bool:
         """Return whether ``size`` bytes of ``bucket`` are not in use, be it in many places."""
@@ -245,10 +259,11 @@ class Layout:
             return
         if begin != end and usable(frozenset([cut[starts[place]].home for place in range(begin, end)])):
             self.tight.discard(bucket)
-            self.harvest()
+            self._harvest()
 
     def put(self, slot: Slot) -> None:
-        """Put a slot on its shelf, as the last that was handed out."""
+        """Put a slot on its shelf, as the last that was handed out, now that it is ordered after what it has to be."""
+        slot.after = NOBODY
         slot.shelf.slots.append(slot)
 
     def from_shelf(self, shelf: Shelf) -> Slot | None:
@@ -277,7 +292,9 @@ class Layout:
             except IndexError:  # another thread was faster
                 pass
             finally:
-                slots[:0] = reversed(busy)
+                slots[:0] = busy[
+                    ::-1
+                ]  # not a call, after which a signal handler could raise, and all of them were lost
             ready.sort(key=_start_of, reverse=True)
             try:
                 lowest: Slot | None = ready.pop()
@@ -303,21 +320,35 @@ class Layout:
     def harvest(self) -> None:
         """Make free ranges of all slots that are no longer in use."""
         with self.lock:
-            for slot in tuple(self.cut.values()):
-                shelf = slot.shelf
-                if slot in shelf.ready:
-                    if self._idle(slot, False):
-                        with contextlib.suppress(ValueError):  # another thread was faster
-                            shelf.ready.remove(slot)
-                            self._give_back(slot)
-                elif self._pop(slot, False):
-                    self._give_back(slot)
+            if self.changing:
+                return
+            self.changing = True
+            try:
+                self._harvest()
+            finally:
+                self.changing = False
+
+    def _harvest(self) -> None:
+        for slot in tuple(self.cut.values()):
+            shelf = slot.shelf
+            if slot in shelf.ready:
+                if self._idle(slot, False):
+                    with contextlib.suppress(ValueError):  # another thread was faster
+                        shelf.ready.remove(slot)
+                        self._give_back(slot)
+            # A slot that is on no list, and in nobody's hands who could put it back: an exception of a signal handler
+            # came between its being taken and put.
+            elif self._pop(slot, False) or (
+                getrefcount(slot) == _STRAY + (shelf.first is slot) and self._idle(slot, False)
+            ):
+                self._give_back(slot)
 
     def _give_back(self, slot: Slot) -> None:
-        del self.cut[slot.start]
+        # First from the list: what is in that must be in the other, whenever a finalizer or a signal handler asks.
         del self._starts[bisect.bisect_left(self._starts, slot.start)]
+        del self.cut[slot.start]
         self.taken[slot.bucket] -= slot.end - slot.start
-        self.spaces[slot.bucket].give(slot.start, slot.end, frozenset((slot.home,)))
+        self.spaces[slot.bucket].give(slot.start, slot.end, slot.after | {slot.home})
         shelf = slot.shelf
         if shelf.first is slot:
             shelf.first = None
@@ -330,6 +361,8 @@ class Layout:
     def forget_streams(self) -> None:
         """Wait for nobody any more: the device has been idle since the ranges became free."""
         with self.lock:
+            if self.changing:
+                return
             for space in self.spaces.values():
                 space.forget_streams()
 
@@ -361,3 +394,15 @@ class Layout:
         with self.lock:
             self.harvest()
             return self.spaces[bucket].largest
+
+
+def _references_to_a_stray_slot() -> int:
+    layout = Layout(ALIGNMENT, {}, lambda *_: True)
+    layout.cut[0] = Slot(0, ALIGNMENT)
+    for slot in tuple(layout.cut.values()):
+        return getrefcount(slot)
+    raise AssertionError
+
+
+_STRAY = _references_to_a_stray_slot()
+"""References to a slot that is on no shelf, where all of them are looked at. Counted, as versions of Python differ."""
