@@ -267,6 +267,10 @@ _is_current_capturing: Callable[[], bool] = getattr(
 )
 
 
+spin: Callable[[int], None] = getattr(torch._C, "_cuda_sleep", lambda cycles: None)
+"""Keep one thread of the device busy for so many cycles, on the current stream; nothing where torch can't."""
+
+
 def raw_stream(stream: torch.Stream) -> int:
     """Return the handle of ``stream``, which C++ gives to Python as a ``torch.Stream`` that does not tell it."""
     if isinstance(stream, torch.cuda.Stream):

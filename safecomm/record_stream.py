@@ -42,7 +42,7 @@ class avoid_record_streams(contextlib.ContextDecorator):  # noqa: N801
 
     ``release`` is how converted memory comes back. ``"auto"``: at the next ``wait_stream`` that orders the allocation
     stream after the other one, or once the device has passed that point, whatever comes first; that never delays a
-    stream, so overlapped compute stays overlapped. Only when more than 1/32 of the device's memory has piled up, or in
+    stream, so overlapped compute stays overlapped. Only when more than 1/64 of the device's memory has piled up, or in
     a CUDA graph capture, where nothing can be asked (S5), the allocation stream is ordered. ``"order"`` does that
     always: memory that is the same in each run, and no overlap past the end of a tensor. ``"defer"`` never does it,
     except in a capture.

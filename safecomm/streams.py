@@ -21,6 +21,10 @@ HOST = -1
 """The device index of memory that no stream orders: the CPU's."""
 
 
+PAUSE = 10_000
+"""Cycles of the device for which a stream pauses: 5 us on an H200, where a kernel that is ready starts within 2."""
+
+
 class Streams(Protocol):
     """The questions that the ledger asks of a device."""
 
@@ -69,6 +73,9 @@ class Streams(Protocol):
 
     def order(self, index: int, stream: int, event: Any, /) -> None:
         """Let all later work on ``stream`` start after ``event``."""
+
+    def pause(self, index: int, stream: int, /) -> None:
+        """Let ``stream`` do nothing for a few microseconds, so that what other streams have ready starts first."""
 
     def using(self, index: int, stream: int, /) -> AbstractContextManager[Any]:
         """Return a context manager under which ``stream`` is the current one."""
@@ -146,6 +153,10 @@ class CudaStreams(Homes):
 
     def order(self, index: int, stream: int, event: Any) -> None:
         self._stream(index, stream).wait_event(event)
+
+    def pause(self, index: int, stream: int) -> None:
+        with self.using(index, stream):
+            _torch.spin(PAUSE)
 
     def using(self, index: int, stream: int) -> AbstractContextManager[Any]:
         return torch.cuda.stream(self._stream(index, stream))

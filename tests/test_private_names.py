@@ -76,6 +76,7 @@ if torch.cuda.is_available():
         (torch._C, "_cuda_getCurrentRawStream", "current_raw_stream() takes 5 us in place of 0.1"),
         (torch._C, "_cuda_getDevice", "current_device() takes 0.1 us more"),
         (torch._C, "_cuda_isCurrentStreamCapturing", "is_capturing() takes 0.1 us more"),
+        (torch._C, "_cuda_sleep", "compute can hold up the collectives that it overlaps, where it runs far ahead"),
         (
             torch._C,
             "_cuda_endAllocateToPool",
