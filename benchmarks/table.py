@@ -234,8 +234,7 @@ def megatron(results):
     )
 
 
-def low_latency(results, again=None):
-    """Return the tables of ``results``, with the ratios that another run had, if there is one."""
+def low_latency(results):
 
     def bytes_of(size):
         size = int(size)
@@ -245,8 +244,7 @@ def low_latency(results, again=None):
     for collective, sizes in results["us in graphs"].items():
         for size, us in sizes.items():
             best = min((us[name] for name in ("torch one-shot", "torch two-shot") if name in us), default="-")
-            other = [] if again is None else [again["us in graphs"][collective][size]["ratio"]]
-            rows.append((f"{collective}, {bytes_of(size)}", us["NCCL"], best, us["safecomm"], us["ratio"], *other))
+            rows.append((f"{collective}, {bytes_of(size)}", us["NCCL"], best, us["safecomm"], us["ratio"]))
     itself = [us["NCCL to itself"] for us in results["us in graphs"]["all_reduce"].values() if "NCCL to itself" in us]
     kinds = results["ratio by operation and type"]
     worst = max((ratio, kind, size) for kind, sizes in kinds.items() for size, ratio in sizes.items())
@@ -261,7 +259,6 @@ def low_latency(results, again=None):
     if itself:
         text += f"From 8 MiB on the call is NCCL's own; there, NCCL took {min(itself)} to {max(itself)} of itself.\n"
     head = (first, "NCCL", "torch's symmetric memory", "`low_latency()`", "ratio to NCCL")
-    head += () if again is None else (f"ratio in a run at {again['commit']}",)
     return f"{table(head, rows)}\n{text}"
 
 
@@ -298,7 +295,7 @@ def figures():
         ),
         bucketed(load("bucketed.json")),
         low_latency(load("low_latency.json")),
-        low_latency(load("low_latency_4.json"), load("low_latency_4_again.json")),
+        low_latency(load("low_latency_4.json")),
         megatron(load("megatron.json")),
         host(times, times["backend"]),
         host(load("host_time_gloo.json"), "gloo, one rank"),

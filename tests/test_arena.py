@@ -8,6 +8,7 @@ import itertools
 import logging
 import os
 import random
+import sys
 import threading
 
 import pytest
@@ -18,6 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import safecomm
 from safecomm import Arena, ArenaError, ArenaFullError, Plan, _torch, record_plan, use_arena
 from safecomm.arena import arena as module
+from safecomm.arena import layout as layout_module
 from safecomm.arena import use
 from safecomm.arena.arena import bytes_of
 from safecomm.arena.layout import Layout
@@ -672,7 +674,7 @@ def test_a_request_of_a_finalizer_in_the_middle_of_another_gets_other_memory_s1(
         if not got:
             got.append(layout.take("inner", 512, 1, 0, ""))
             layout.harvest()
-            layout.forget_streams()
+            layout.settle(lambda: None)
         return True
 
     slot, _ = asked(layout, used, "outer", 1, 0, usable)
@@ -777,3 +779,165 @@ def test_what_was_not_put_in_order_yet_is_not_forgotten_s1():
     # An exception comes, and it is neither put in order nor on a shelf.
     assert layout.take("second", 512, 2, 0, "")[1] == {1}
     assert layout.take("third", 512, 3, 0, "")[1] == {1, 2}
+
+
+@pytest.mark.parametrize("event", ["call", "c_call", "c_return", "return"])
+def test_an_exception_at_any_point_of_a_request_costs_no_memory_s4(event):
+    """S4: as a signal handler that raises there would. ``Layout`` alone, whose calls are the points where one can."""
+    file, left = layout_module.__file__, 0
+
+    def profile(frame, what, _):
+        nonlocal left
+        code = frame.f_code
+        if what == event and code.co_filename == file and code.co_name != "<genexpr>":  # whose end hides exceptions
+            left -= 1
+            if not left:
+                raise InterruptedError
+
+    when = 0
+    while left <= 0:  # until a program ends before its turn comes
+        when += 1
+        left, used = when, set()
+        layout = Layout(12 * 512, {}, lambda slot, _, used=used: id(slot) not in used)
+        held = []
+
+        def take(kind, size, stream, layout=layout, used=used, held=held):
+            slot, _ = layout.take((kind,), size, stream, 0, "")
+            used.add(id(slot))
+            held.append(slot)
+            layout.put(slot)
+
+        sys.setprofile(profile)
+        with contextlib.suppress(InterruptedError):
+            for kind, size in [("a", 512), ("b", 1024), ("a", 512), ("c", 512), ("a", 512)]:
+                take(kind, size, 1)
+            used.difference_update([id(slot) for slot in held[::2]])
+            layout.harvest()
+            take("d", 1536, 2)
+            take("a", 512, 1)
+            used.clear()
+            layout.settle(lambda: None)
+            take("e", 4096, 3)
+        sys.setprofile(None)
+        used.clear()
+        held.clear()
+        assert layout.largest("") == 12 * 512, when
+        assert layout.taken == {"": 0}
+        assert layout.cut == {}
+        assert layout._starts == []
+        assert not layout.changing
+    assert when > 15
+
+
+def test_who_is_looked_up_in_the_middle_of_a_harvest_is_still_found_s1(monkeypatch):
+    used = set()
+    layout = Layout(8 * 512, {}, lambda slot, _: slot not in used)
+    slots = [asked(layout, used, "kind", 1)[0] for _ in range(8)]
+    bisect = layout_module.bisect.bisect
+    used.clear()
+
+    def found(*arguments):
+        place = bisect(*arguments)
+        layout.harvest()  # a finalizer's
+        return place
+
+    monkeypatch.setattr(layout_module.bisect, "bisect", found)
+    assert [layout.at(place * 512 + 100) for place in range(8)] == slots
+
+
+def test_waiting_for_the_device_forgets_nobody_who_came_meanwhile_s1():
+    used, got = set(), []
+    layout = Layout(4 * 512, {}, lambda slot, _: slot not in used)
+    asked(layout, used, "kind", 1)
+    used.clear()
+    layout.settle(lambda: got.append(layout.take("kind", 512, 2, 0, "")))
+    assert got == [None]
+    assert layout.take("kind", 4 * 512, 3, 0, "")[1] == frozenset()
+
+
+def test_what_is_given_back_meanwhile_is_no_stray_s1(monkeypatch, arena):
+    """S1: a signal handler comes after the count of references: what that says must still be so when it is compared."""
+    layout, count, done = arena._layout, layout_module.getrefcount, []
+    held = [arena.empty(64) for _ in range(8)]
+    (shelf,) = layout._shelves.values()
+    del held[1:]
+    target = shelf.slots[0]
+    shelf.first = shelf.slots[3]  # a step began there
+
+    def counted(slot):
+        found = count(slot) - surplus - (slot is target)
+        if slot is target and not done:
+            done.append(slot)
+            held.clear()
+            again = arena.empty(64)
+            assert shelf.first is target
+            assert again.data_ptr() == target.pointer
+        return found
+
+    surplus = 0
+    monkeypatch.setattr(layout_module, "getrefcount", lambda slot: count(slot))
+    surplus = layout_module._references_to_a_stray_slot() - layout_module._STRAY
+    monkeypatch.setattr(layout_module, "getrefcount", counted)
+    layout.harvest()
+    monkeypatch.undo()
+    assert done
+    assert (target.start in layout.cut) == (target in shelf.slots or target in shelf.ready)
+    tensors = [arena.empty(64 + number % 2) for number in range(60)]
+    assert len({tensor.data_ptr() for tensor in tensors}) == 60
+
+
+def test_close_is_refused_while_a_thread_is_about_to_hand_out_a_slot_s1():
+    arena = Arena(4096, "cpu")
+    arena.empty(64)
+    (shelf,) = arena._fast.values()
+    in_hand = shelf.slots.pop()  # as Arena.empty() does, without the lock
+    with pytest.raises(ArenaError, match="1 slots are in use"):
+        arena.close()
+    shelf.slots.append(in_hand)
+    assert arena.empty(64).data_ptr() == in_hand.pointer
+    arena.close()
+
+
+@pytest.mark.parametrize("ask", [lambda arena: arena.empty(64), lambda arena: arena.if_room((64,), torch.float32)])
+def test_who_waits_while_another_thread_closes_gets_none_of_its_memory_s1(ask):
+    arena = Arena(4096, "cpu")
+    lock = arena._layout.lock
+
+    class Late:
+        def __enter__(self):
+            arena._layout.lock = lock
+            arena.close()
+            lock.acquire()
+
+        def __exit__(self, *_):
+            lock.release()
+
+    arena._layout.lock = Late()
+    try:
+        assert ask(arena) is None
+    except ArenaError as error:
+        assert "was closed" in str(error)  # noqa: PT017
+
+
+def test_a_finalizer_in_the_middle_of_close_gets_none_of_its_memory_s1(monkeypatch):
+    arena, got = Arena(4096, "cpu"), []
+    gather = Layout.gather
+    monkeypatch.setattr(Layout, "gather", lambda layout: got.append(arena.empty(64)) or gather(layout))
+    arena.close()
+    assert len(got) == 1
+    assert not arena.owns(got[0])
+
+
+def test_an_exception_while_a_slot_is_furnished_costs_no_memory_s4(monkeypatch):
+    arena = Arena(4096, "cpu")
+    for name in ("finalize", "KEPT"):
+        with monkeypatch.context() as patch:
+            if name == "finalize":
+                patch.setattr(module.weakref, "finalize", lambda *_: 1 // 0)
+            else:
+                patch.setattr(_torch, "KEPT", type("Kept", (dict,), {"__setitem__": lambda *_: 1 // 0})(_torch.KEPT))
+            with pytest.raises(ZeroDivisionError):
+                arena.empty(64)
+        assert arena.stats().in_use == 0
+        assert arena.stats().buckets[0].largest_free == 4096
+    arena.close()

@@ -466,14 +466,12 @@ def orders_nothing() -> Any:
 def forgets_the_streams_of_neighbours() -> Any:
     """Merges ranges, and remembers the streams of one of them."""
 
-    def give(space: Space, start: int, end: int, after: frozenset[int]) -> None:
-        original(space, start, end, after)
-        space._ranges = [
-            (first, last, after if first <= start < last else streams) for first, last, streams in space._ranges
-        ]
+    def merged(space: Space, start: int, end: int, after: frozenset[int]) -> Any:
+        first, last, (start, end, _) = original(space, start, end, after)
+        return first, last, (start, end, after)
 
-    original = Space.give
-    return mock.patch.object(Space, "give", give)
+    original = Space.merged
+    return mock.patch.object(Space, "merged", merged)
 
 
 def leases_nothing() -> Any:
@@ -485,28 +483,29 @@ def gives_captures_what_runs() -> Any:
     """Does not wait for the device before a capture."""
 
     def before_capture(arena: Arena) -> None:
-        arena._layout.harvest()
-        arena._layout.forget_streams()
+        arena._layout.settle(lambda: None)
 
     return mock.patch.object(Arena, "before_capture", before_capture)
 
 
 def never_merges() -> Any:
     """Leaves unused slots on their shelves."""
-    return mock.patch.object(Layout, "harvest", return_value=None)
+    return mock.patch.object(Layout, "gather", return_value=None)
 
 
 def cuts_too_short() -> Any:
     """Takes the memory behind a slot for free."""
 
-    def take(space: Space, nbytes: int, usable: Any) -> Any:
-        found = original(space, nbytes, usable)
-        if found is not None and nbytes > ALIGNMENT:
-            space.give(found[0] + nbytes - ALIGNMENT, found[0] + nbytes, found[1])
+    def take(layout: Layout, *arguments: Any, **how: Any) -> Any:
+        found = original(layout, *arguments, **how)
+        if found is not None and found[0].end - found[0].start > ALIGNMENT:
+            space = layout.spaces[found[0].bucket]
+            first, last, merged = space.merged(found[0].end - ALIGNMENT, found[0].end, NOBODY)
+            space.ranges[first:last] = [merged]
         return found
 
-    original = Space.take
-    return mock.patch.object(Space, "take", take)
+    original = Layout.take
+    return mock.patch.object(Layout, "take", take)
 
 
 def is_at_home_where_the_block_is() -> Any:

@@ -360,6 +360,7 @@ class Arena:
         if bucket not in self._layout.bounds:
             raise ValueError(f"Arena.empty(bucket={bucket!r}): expected one of {sorted(self._layout.bounds)}")
         with self._layout.lock:
+            self._refuse_ended("Arena.empty()")  # another thread may have closed it meanwhile
             tensor = self._slot(size, shape, dtype, stream, bucket)
             return self._fall_back(shape, dtype, stream, bucket) if tensor is None else tensor
 
@@ -382,7 +383,7 @@ class Arena:
                 layout.put(slot)
                 return tensor
         with layout.lock:
-            return self._slot(shape, shape, dtype, stream, "", needed=False)
+            return None if self._ended else self._slot(shape, shape, dtype, stream, "", needed=False)
 
     def _slot(
         self, size: tuple[Any, ...], shape: tuple[int, ...], dtype: Any, stream: int, bucket: str, *,
@@ -424,26 +425,26 @@ class Arena:
         return tensor
 
     def _furnish(self, slot: Slot, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        slot.pointer = self._base + slot.start
-        slot.storage = _torch.storage_over(slot.pointer, self._device, slot.asked)
+        pointer = self._base + slot.start
+        storage: Any = _torch.storage_over(pointer, self._device, slot.asked)
         with torch.inference_mode(False):  # what is made inside of it can never be saved for a backward pass
             template = torch.empty(0, dtype=dtype, device=self._device)
-            slot.template = template.set_(slot.storage, 0, shape)  # type: ignore[call-overload]
-        slot.cdata = slot.storage._cdata
-        _torch.KEPT[slot.cdata] = [None] * _KEEPING
-        weakref.finalize(slot.storage, _torch.KEPT.pop, slot.cdata, None).atexit = False
+            template.set_(storage, 0, shape)  # type: ignore[call-overload]
+        cdata = storage._cdata
+        weakref.finalize(storage, _torch.KEPT.pop, cdata, None).atexit = False
+        _torch.KEPT[cdata] = [None] * _KEEPING
+        # All at once, and the storage last: an exception of a signal handler leaves a slot that has none.
+        slot.pointer = pointer
+        slot.template = template
+        slot.cdata = cdata
+        slot.storage = storage
 
     def before_capture(self) -> None:
         """Block the host until nothing runs that uses what is free, so that a graph can be given it without any order.
 
         Called before each capture that safecomm sees; torch waits for the device there too.
         """
-        layout = self._layout
-        with layout.lock:
-            layout.harvest()
-            if layout.has_streams():
-                self._streams.synchronize(self.index)
-                layout.forget_streams()
+        self._layout.settle(lambda: self._streams.synchronize(self.index))
 
     def _capturing(self, stream: int) -> bool:
         return stream > 0 and bool(self._capture(stream))
@@ -459,7 +460,7 @@ class Arena:
                 raise ArenaFullError(f"Arena.empty({list(shape)}, {dtype}) at {call_site()}: {nbytes} bytes: {why}")
         else:
             start, end = self._layout.bounds[bucket]
-            tail = next((last - first for first, last, _ in self._layout.spaces[bucket] if last == end), 0)
+            tail = next((last - first for first, last, _ in self._layout.spaces[bucket].ranges if last == end), 0)
             enough = self._layout.nbytes + rounded(nbytes) - tail
             self._enough = max(self._enough, enough)
             where = f"bucket {bucket!r} of {end - start} bytes" if bucket else f"{end - start} bytes"
@@ -649,21 +650,29 @@ class Arena:
                     "Arena.close(): called by a finalizer or a signal handler, in the middle of a request. Nothing was "
                     "done."
                 )
+            layout.changing = True
             fast, self._fast = self._fast, {}  # other threads now need the lock
-            used = layout.in_use()
-            if used:
-                self._fast = fast
-                raise ArenaError(f"Arena.close(): {len(used)} slots are in use. Nothing was done.\n{self.map()}")
-            layout.harvest()
-            if self.index != HOST:
-                for other in {one for space in layout.spaces.values() for _, _, after in space for one in after}:
-                    if other != self._home:
-                        event = self._streams.mark(self.index, other)
-                        self._streams.order(self.index, self._home, event)
-                        self._streams.recycle(self.index, event)
-                self._streams.unclaim(self._base)
-            self._ended = f"{self!r} was closed"
-            layout.forget()
+            try:
+                used = layout.in_use()
+                if not used:
+                    layout.gather()
+                if layout.cut:  # also by a thread that is about to hand one out
+                    count = len(used) or len(layout.cut)
+                    raise ArenaError(f"Arena.close(): {count} slots are in use. Nothing was done.\n{self.map()}")
+                if self.index != HOST:
+                    ranges = [one for space in layout.spaces.values() for one in space.ranges]
+                    for other in {one for _, _, after in ranges for one in after}:
+                        if other != self._home:
+                            event = self._streams.mark(self.index, other)
+                            self._streams.order(self.index, self._home, event)
+                            self._streams.recycle(self.index, event)
+                    self._streams.unclaim(self._base)
+                self._ended = f"{self!r} was closed"
+                layout.forget()
+            finally:
+                layout.changing = False
+                if not self._ended:
+                    self._fast = fast
         if self._backing is not None:
             self._backing.close()
             self._backing = None
@@ -686,13 +695,11 @@ def _idle(slot: Slot, but_for_graph: bool) -> bool:
 
 
 def _references_to_an_unused_storage() -> tuple[int, int]:
-    storage = torch.empty(1).untyped_storage()
-    alone = getrefcount(storage)
     slot = Slot(0, 0)
-    slot.storage = storage
-    slot.template = torch.empty(0, dtype=torch.uint8).set_(storage)
-    del storage
-    # A local variable referred to it in the first count as the slot does in the second.
+    # Never in a variable, which who traces this module may hold a reference of.
+    slot.storage = torch.empty(1).untyped_storage()
+    alone = getrefcount(slot.storage)
+    slot.template = torch.empty(0, dtype=torch.uint8).set_(slot.storage)
     return getrefcount(slot.storage), getrefcount(slot.storage) - alone + 1
 
 

@@ -94,50 +94,36 @@ _start_of = operator.attrgetter("start")
 
 
 class Space:
-    """The free ranges of a bucket, each with the streams that used a part of it last."""
+    """The free ranges of a bucket, each with the streams that used a part of it last, in ascending order."""
 
     def __init__(self, start: int, end: int) -> None:
-        self._ranges: list[tuple[int, int, frozenset[int]]] = [(start, end, NOBODY)]
+        self.ranges: list[tuple[int, int, frozenset[int]]] = [(start, end, NOBODY)]
 
-    def __iter__(self) -> Any:
-        return iter(self._ranges)
-
-    def take(self, nbytes: int, usable: Callable[[frozenset[int]], bool]) -> tuple[int, frozenset[int]] | None:
-        """Cut ``nbytes`` out of the first range that is large enough; return where, and who has to be waited for.
-
-        Only of ranges whose streams are ``usable``: can be waited for.
-        """
-        for place, (start, end, after) in enumerate(self._ranges):
+    def find(self, nbytes: int, usable: Callable[[frozenset[int]], bool]) -> int | None:
+        """Return which range is the first that has ``nbytes`` and whose streams are ``usable``: can be waited for."""
+        for place, (start, end, after) in enumerate(self.ranges):
             if end - start >= nbytes and usable(after):
-                if end - start == nbytes:
-                    del self._ranges[place]
-                else:
-                    self._ranges[place] = (start + nbytes, end, after)
-                return start, after
+                return place
         return None
 
-    def give(self, start: int, end: int, after: frozenset[int]) -> None:
-        """Take back a range, and merge it with its neighbours."""
-        ranges = self._ranges
-        place = bisect.bisect(ranges, (start,))
-        if place < len(ranges) and ranges[place][0] == end:
-            _, end, other = ranges.pop(place)
+    def merged(self, start: int, end: int, after: frozenset[int]) -> tuple[int, int, tuple[int, int, frozenset[int]]]:
+        """Return which ranges, from one to another, a range becomes one with that is given back, and what that is."""
+        ranges = self.ranges
+        first = last = bisect.bisect(ranges, (start,))
+        if last < len(ranges) and ranges[last][0] == end:
+            _, end, other = ranges[last]
             after |= other
-        if place and ranges[place - 1][1] == start:
-            start, _, other = ranges.pop(place - 1)
+            last += 1
+        if first and ranges[first - 1][1] == start:
+            first -= 1
+            start, _, other = ranges[first]
             after |= other
-            place -= 1
-        ranges.insert(place, (start, end, after))
-
-    def forget_streams(self) -> None:
-        """Wait for nobody any more: the device is idle."""
-        # Ranges that only their streams kept apart do not exist: giving back merges whatever touches.
-        self._ranges = [(start, end, NOBODY) for start, end, _ in self._ranges]
+        return first, last, (start, end, after)
 
     @property
     def largest(self) -> int:
         """Bytes of the largest range."""
-        return max((end - start for start, end, _ in self._ranges), default=0)
+        return max((end - start for start, end, _ in self.ranges), default=0)
 
 
 class Layout:
@@ -167,7 +153,8 @@ class Layout:
         self._witness: dict[str, int] = {}  # where a slot of a bucket was in use, when all were looked at last
         self.tight: set[str] = set()  # buckets that had no room before what was idle was gathered
         self.lock = threading.RLock()
-        # By a call further out on this thread, in whose middle a finalizer or a signal handler has called.
+        # What is above is being changed or looked through, by who has the lock. Whoever finds it set is a finalizer or
+        # a signal handler in the middle of that, on its thread.
         self.changing = False
 
     def take(
@@ -197,37 +184,41 @@ class Layout:
                     return slot, NOBODY
                 size = rounded(nbytes)
                 space = self.spaces[bucket]
-                found = space.take(size, usable)
-                if found is None:
+                place = space.find(size, usable)
+                if place is None:
                     if not needed and not self._has_idle(size, bucket):
                         return None
-                    self._harvest()
+                    self.gather()
                     self.tight.add(bucket)
-                    found = space.take(size, usable)
-                    if found is None:
+                    place = space.find(size, usable)
+                    if place is None:
                         return None
-                start, after = found
+                start, end, after = space.ranges[place]
                 slot = self._spare.pop((start, identity), None)
                 if slot is None:
                     slot = Slot(start, start + size)
                     slot.identity = identity
+                if shelf is None:
+                    if len(self._shelves) > LIMIT:
+                        self._shelves = {k: one for k, one in self._shelves.items() if one.slots or one.ready}
+                    shelf = self._shelves.setdefault(key, Shelf())
                 slot.after = after - {stream}
                 slot.asked = nbytes
                 slot.home = stream
                 slot.capture = capture
                 slot.bucket = bucket
                 slot.key = key
-                self.cut[start] = slot
-                bisect.insort(self._starts, start)
-                self.taken[bucket] += size
-                self.high_water[bucket] = max(self.high_water[bucket], self.taken[bucket])
-                if shelf is None:
-                    if len(self._shelves) > LIMIT:
-                        self._shelves = {k: one for k, one in self._shelves.items() if one.slots or one.ready}
-                    shelf = self._shelves.setdefault(key, Shelf())
                 slot.shelf = shelf
+                index, only = bisect.bisect(self._starts, start), [start]
+                rest = [(start + size, end, after)] if start + size < end else []
+                # No call from here on: a signal handler that raises comes before all of it, or after.
+                space.ranges[place : place + 1] = rest
+                self.cut[start] = slot
+                self._starts[index:index] = only
+                self.taken[bucket] += size
                 if shelf.first is None:
                     shelf.first = slot
+                self.high_water[bucket] = max(self.high_water[bucket], self.taken[bucket])
                 return slot, slot.after
             finally:
                 self.changing = False
@@ -259,7 +250,7 @@ class Layout:
             return
         if begin != end and usable(frozenset([cut[starts[place]].home for place in range(begin, end)])):
             self.tight.discard(bucket)
-            self._harvest()
+            self.gather()
 
     def put(self, slot: Slot) -> None:
         """Put a slot on its shelf, as the last that was handed out, now that it is ordered after what it has to be."""
@@ -324,11 +315,31 @@ class Layout:
                 return
             self.changing = True
             try:
-                self._harvest()
+                self.gather()
             finally:
                 self.changing = False
 
-    def _harvest(self) -> None:
+    def settle(self, synchronize: Callable[[], None]) -> None:
+        """Make free ranges of all slots that are no longer in use, and of these such as nobody has to be waited for.
+
+        ``synchronize`` blocks the host until the device is idle.
+        """
+        with self.lock:
+            if self.changing:
+                return
+            self.changing = True
+            try:
+                self.gather()
+                if any(after for space in self.spaces.values() for _, _, after in space.ranges):
+                    synchronize()
+                    for space in self.spaces.values():
+                        # Ranges that only their streams kept apart do not exist: what touches was merged.
+                        space.ranges = [(start, end, NOBODY) for start, end, _ in space.ranges]
+            finally:
+                self.changing = False
+
+    def gather(self) -> None:
+        """Do what :meth:`harvest` does, for who has set ``changing``."""
         for slot in tuple(self.cut.values()):
             shelf = slot.shelf
             if slot in shelf.ready:
@@ -337,18 +348,22 @@ class Layout:
                         shelf.ready.remove(slot)
                         self._give_back(slot)
             # A slot that is on no list, and in nobody's hands who could put it back: an exception of a signal handler
-            # came between its being taken and put.
+            # came between its being taken and put. The count is last: what comes after it could change the other.
             elif self._pop(slot, False) or (
-                getrefcount(slot) == _STRAY + (shelf.first is slot) and self._idle(slot, False)
+                _STRAY + (shelf.first is slot) == getrefcount(slot) and self._idle(slot, False)
             ):
                 self._give_back(slot)
 
     def _give_back(self, slot: Slot) -> None:
-        # First from the list: what is in that must be in the other, whenever a finalizer or a signal handler asks.
-        del self._starts[bisect.bisect_left(self._starts, slot.start)]
+        space, size = self.spaces[slot.bucket], slot.end - slot.start
+        index = bisect.bisect_left(self._starts, slot.start)
+        first, last, merged = space.merged(slot.start, slot.end, slot.after | {slot.home})
+        only = [merged]
+        # No call from here on, as in take().
+        del self._starts[index]
         del self.cut[slot.start]
-        self.taken[slot.bucket] -= slot.end - slot.start
-        self.spaces[slot.bucket].give(slot.start, slot.end, slot.after | {slot.home})
+        space.ranges[first:last] = only
+        self.taken[slot.bucket] -= size
         shelf = slot.shelf
         if shelf.first is slot:
             shelf.first = None
@@ -357,19 +372,6 @@ class Layout:
         if len(self._spare) > LIMIT:
             self._spare.clear()
         self._spare[slot.start, slot.identity] = slot
-
-    def forget_streams(self) -> None:
-        """Wait for nobody any more: the device has been idle since the ranges became free."""
-        with self.lock:
-            if self.changing:
-                return
-            for space in self.spaces.values():
-                space.forget_streams()
-
-    def has_streams(self) -> bool:
-        """Return whether there is a free range that a stream may still be using."""
-        with self.lock:
-            return any(after for space in self.spaces.values() for _, _, after in space)
 
     def forget(self) -> None:
         """Let go of all slots: the block is about to go."""
@@ -380,14 +382,22 @@ class Layout:
     def in_use(self) -> list[Slot]:
         """Return the slots that are in use, in the order of their places."""
         with self.lock:
-            return [slot for start in self._starts if not self._idle(slot := self.cut[start], False)]
+            before, self.changing = self.changing, True
+            try:
+                return [slot for start in self._starts if not self._idle(slot := self.cut[start], False)]
+            finally:
+                self.changing = before
 
     def at(self, place: int) -> Slot | None:
         """Return the slot that ``place`` lies in."""
         with self.lock:
-            index = bisect.bisect(self._starts, place) - 1
-            slot = self.cut[self._starts[index]] if index >= 0 else None
-            return slot if slot is not None and place < slot.end else None
+            before, self.changing = self.changing, True
+            try:
+                index = bisect.bisect(self._starts, place) - 1
+                slot = self.cut[self._starts[index]] if index >= 0 else None
+                return slot if slot is not None and place < slot.end else None
+            finally:
+                self.changing = before
 
     def largest(self, bucket: str) -> int:
         """Return the bytes of the largest request that would find room in ``bucket`` now."""
@@ -404,5 +414,8 @@ def _references_to_a_stray_slot() -> int:
     raise AssertionError
 
 
-_STRAY = _references_to_a_stray_slot()
-"""References to a slot that is on no shelf, where all of them are looked at. Counted, as versions of Python differ."""
+_STRAY = min(_references_to_a_stray_slot(), 4)
+"""References to a slot that is on no shelf, where all of them are looked at.
+
+Counted, because versions of Python may need fewer; none needs more, but who traces this module may hold one.
+"""
