@@ -455,9 +455,12 @@ class Arena:
         if capture and capture not in captures.RECORDING:
             why = "a CUDA graph capture that safecomm does not see"
         elif self._layout.changing:
-            why = "asked for by a finalizer or a signal handler, in the middle of another request"
             if self._full == "raise":
-                raise ArenaFullError(f"Arena.empty({list(shape)}, {dtype}) at {call_site()}: {nbytes} bytes: {why}")
+                raise ArenaFullError(
+                    f"Arena.empty({list(shape)}, {dtype}) at {call_site()}: {nbytes} bytes: asked for by a finalizer "
+                    "or a signal handler, in the middle of another request"
+                )
+            why = ""  # not for lack of room, so there is nothing to say
         else:
             start, end = self._layout.bounds[bucket]
             tail = next((last - first for first, last, _ in self._layout.spaces[bucket].ranges if last == end), 0)
@@ -469,7 +472,7 @@ class Arena:
                 raise ArenaFullError(f"Arena.empty({list(shape)}, {dtype}) at {call_site()}: {nbytes} bytes: {why}")
         self._fallbacks += 1
         self._fallback_bytes += nbytes
-        if not self._warned:
+        if why and not self._warned:
             self._warned = True
             log.warning(
                 "%r: %d bytes at %s are ordinary memory: %s (reported once, counted in stats())",
@@ -666,8 +669,9 @@ class Arena:
                             event = self._streams.mark(self.index, other)
                             self._streams.order(self.index, self._home, event)
                             self._streams.recycle(self.index, event)
-                    self._streams.unclaim(self._base)
                 self._ended = f"{self!r} was closed"
+                if self.index != HOST:
+                    self._streams.unclaim(self._base)
                 layout.forget()
             finally:
                 layout.changing = False

@@ -283,9 +283,8 @@ class Layout:
             except IndexError:  # another thread was faster
                 pass
             finally:
-                slots[:0] = busy[
-                    ::-1
-                ]  # not a call, after which a signal handler could raise, and all of them were lost
+                # Not by a call, after which a signal handler could raise, and all of them were lost.
+                slots[:0] = busy[::-1]
             ready.sort(key=_start_of, reverse=True)
             try:
                 lowest: Slot | None = ready.pop()
