@@ -235,7 +235,6 @@ def megatron(results):
 
 
 def low_latency(results):
-
     def bytes_of(size):
         size = int(size)
         return f"{size >> 20} MiB" if size >= 1 << 20 else f"{size >> 10} KiB" if size >= 1 << 10 else f"{size} B"

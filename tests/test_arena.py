@@ -674,7 +674,7 @@ def test_a_request_of_a_finalizer_in_the_middle_of_another_gets_other_memory_s1(
         if not got:
             got.append(layout.take("inner", 512, 1, 0, ""))
             layout.harvest()
-            layout.settle(lambda: None)
+            layout.harvest(lambda: None)
         return True
 
     slot, _ = asked(layout, used, "outer", 1, 0, usable)
@@ -816,7 +816,7 @@ def test_an_exception_at_any_point_of_a_request_costs_no_memory_s4(event):
             take("d", 1536, 2)
             take("a", 512, 1)
             used.clear()
-            layout.settle(lambda: None)
+            layout.harvest(lambda: None)
             take("e", 4096, 3)
         sys.setprofile(None)
         used.clear()
@@ -850,7 +850,7 @@ def test_waiting_for_the_device_forgets_nobody_who_came_meanwhile_s1():
     layout = Layout(4 * 512, {}, lambda slot, _: slot not in used)
     asked(layout, used, "kind", 1)
     used.clear()
-    layout.settle(lambda: got.append(layout.take("kind", 512, 2, 0, "")))
+    layout.harvest(lambda: got.append(layout.take("kind", 512, 2, 0, "")))
     assert got == [None]
     assert layout.take("kind", 4 * 512, 3, 0, "")[1] == frozenset()
 

@@ -483,7 +483,7 @@ def gives_captures_what_runs() -> Any:
     """Does not wait for the device before a capture."""
 
     def before_capture(arena: Arena) -> None:
-        arena._layout.settle(lambda: None)
+        arena._layout.harvest(lambda: None)
 
     return mock.patch.object(Arena, "before_capture", before_capture)
 

@@ -444,7 +444,7 @@ class Arena:
 
         Called before each capture that safecomm sees; torch waits for the device there too.
         """
-        self._layout.settle(lambda: self._streams.synchronize(self.index))
+        self._layout.harvest(lambda: self._streams.synchronize(self.index))
 
     def _capturing(self, stream: int) -> bool:
         return stream > 0 and bool(self._capture(stream))
@@ -452,15 +452,11 @@ class Arena:
     def _fall_back(self, shape: tuple[int, ...], dtype: torch.dtype, stream: int, bucket: str) -> torch.Tensor:
         nbytes = math.prod(shape) * dtype.itemsize
         capture = self._capture(stream) if stream > 0 else 0
-        if capture and capture not in captures.RECORDING:
+        unseen, held_off = capture and capture not in captures.RECORDING, self._layout.changing
+        if unseen:
             why = "a CUDA graph capture that safecomm does not see"
-        elif self._layout.changing:
-            if self._full == "raise":
-                raise ArenaFullError(
-                    f"Arena.empty({list(shape)}, {dtype}) at {call_site()}: {nbytes} bytes: asked for by a finalizer "
-                    "or a signal handler, in the middle of another request"
-                )
-            why = ""  # not for lack of room, so there is nothing to say
+        elif held_off:
+            why = "asked for by a finalizer or a signal handler, in the middle of another request"
         else:
             start, end = self._layout.bounds[bucket]
             tail = next((last - first for first, last, _ in self._layout.spaces[bucket].ranges if last == end), 0)
@@ -468,11 +464,11 @@ class Arena:
             self._enough = max(self._enough, enough)
             where = f"bucket {bucket!r} of {end - start} bytes" if bucket else f"{end - start} bytes"
             why = f"no room in {where}, of which {self._layout.taken[bucket]} are in use; {enough} would be enough"
-            if self._full == "raise":
-                raise ArenaFullError(f"Arena.empty({list(shape)}, {dtype}) at {call_site()}: {nbytes} bytes: {why}")
+        if self._full == "raise" and not unseen:
+            raise ArenaFullError(f"Arena.empty({list(shape)}, {dtype}) at {call_site()}: {nbytes} bytes: {why}")
         self._fallbacks += 1
         self._fallback_bytes += nbytes
-        if why and not self._warned:
+        if not self._warned and (unseen or not held_off):  # which says nothing of the room that there is
             self._warned = True
             log.warning(
                 "%r: %d bytes at %s are ordinary memory: %s (reported once, counted in stats())",

@@ -307,21 +307,10 @@ class Layout:
         slot.shelf.slots.append(slot)
         return False
 
-    def harvest(self) -> None:
-        """Make free ranges of all slots that are no longer in use."""
-        with self.lock:
-            if self.changing:
-                return
-            self.changing = True
-            try:
-                self.gather()
-            finally:
-                self.changing = False
+    def harvest(self, synchronize: Callable[[], None] | None = None) -> None:
+        """Make free ranges of all slots that are no longer in use.
 
-    def settle(self, synchronize: Callable[[], None]) -> None:
-        """Make free ranges of all slots that are no longer in use, and of these such as nobody has to be waited for.
-
-        ``synchronize`` blocks the host until the device is idle.
+        With ``synchronize``, which blocks the host until the device is idle, such as nobody has to be waited for.
         """
         with self.lock:
             if self.changing:
@@ -329,9 +318,10 @@ class Layout:
             self.changing = True
             try:
                 self.gather()
-                if any(after for space in self.spaces.values() for _, _, after in space.ranges):
+                spaces = self.spaces.values()
+                if synchronize is not None and any(after for space in spaces for _, _, after in space.ranges):
                     synchronize()
-                    for space in self.spaces.values():
+                    for space in spaces:
                         # Ranges that only their streams kept apart do not exist: what touches was merged.
                         space.ranges = [(start, end, NOBODY) for start, end, _ in space.ranges]
             finally:
