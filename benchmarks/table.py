@@ -266,6 +266,13 @@ def host(results, where):
     return table((f"host time of a call, 1 KiB, {where}, us", "torch.distributed", "safecomm", "ratio"), rows)
 
 
+def imported(results):
+    return (
+        f"`import safecomm` took {results['median']} ms beyond `import torch.distributed` (torch {results['torch']},\n"
+        f"Python {results['python']}, {results['device']}; {results['least']} to {results['most']}).\n"
+    )
+
+
 def failed(cases):
     names = [f"`{name}`" for name, case in cases.items() if not case["passed"]]
     return f"not {', '.join(names)} (see Limits)." if names else "none failed."
@@ -298,6 +305,7 @@ def figures():
         megatron(load("megatron.json")),
         host(times, times["backend"]),
         host(load("host_time_gloo.json"), "gloo, one rank"),
+        imported(load("import_time.json")),
     ]
     return "\n".join(parts)
 
