@@ -2,12 +2,14 @@
 
     torchrun --nproc-per-node 2 benchmarks/arena_lists.py --out FILE
 
-"slices": the list is the consecutive slices of one buffer. "pieces": each tensor is an allocation of its own. Time is
-that of CUDA events around a burst of calls, in turns, and the ratio is the median over rounds of the ratio of the two.
-Peak memory is what the caching allocator hands out in one call beyond what was there before, and what the arena does.
+"slices": the list is the consecutive slices of one buffer. "pieces": each tensor is an allocation of its own; inside of
+``low_latency()`` the ranks exchange those themselves, which is measured too. Time is that of CUDA events around a burst
+of calls, in turns, and the ratio is the median over rounds of the ratio of the two. Peak memory is what the caching
+allocator hands out in one call beyond what was there before, and what the arena does.
 """
 
 import argparse
+import contextlib
 import os
 import sys
 
@@ -50,6 +52,15 @@ def burst(call):
     return start.elapsed_time(end) / BURST * 1e3
 
 
+def compare(theirs, ours):
+    times = {"stock": [], "safecomm": []}
+    for round_ in range(ROUNDS + 5):
+        order = [("stock", theirs), ("safecomm", ours)]
+        for library, call in order if round_ % 2 else order[::-1]:
+            times[library].append(burst(call))
+    return {library: values[5:] for library, values in times.items()}
+
+
 def peak(call):
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -72,27 +83,22 @@ def main():
         "unit": "us a call, medians; ratio: median of the rounds' ratios; MiB beyond what was there",
         "rows": {},
     }
-    with safecomm.use_arena(1 << 30) as arena:
-        for size in (1, 4, 16, 64):
-            for made in ("slices", "pieces"):
-                theirs, ours = programs(stock, made, size * MIB), programs(safecomm, made, size * MIB)
-                for name in theirs:
-                    times = {"stock": [], "safecomm": []}
-                    for round_ in range(ROUNDS + 5):
-                        order = [("stock", theirs[name]), ("safecomm", ours[name])]
-                        for library, call in order if round_ % 2 else order[::-1]:
-                            times[library].append(burst(call))
-                    for values in times.values():
-                        del values[:5]
-                    found = row(times, 1)
+    for size in (1, 4, 16, 64):
+        for made, region in (("slices", False), ("pieces", False), ("pieces", True)):
+            theirs, ours = programs(stock, made, size * MIB), programs(safecomm, made, size * MIB)
+            for name in theirs:
+                where = f"{name}, {size} MiB a rank, {made}{', low_latency()' if region else ''}"
+                inside = safecomm.low_latency() if region else contextlib.nullcontext()
+                with safecomm.use_arena(1 << 28) as arena, inside:
+                    found = row(compare(theirs[name], ours[name]), 1)
                     torch.cuda.empty_cache()
                     found["stock MiB"] = peak(theirs[name]) / MIB
                     found["safecomm MiB"] = peak(ours[name]) / MIB
                     found["in the arena MiB"] = arena.stats().high_water / MIB
-                    results["rows"][f"{name}, {size} MiB a rank, {made}"] = found
-                    if local == 0:
-                        print(f"{name}, {size} MiB a rank, {made}:", found, flush=True)
-                del theirs, ours
+                results["rows"][where] = found
+                if local == 0:
+                    print(f"{where}:", found, flush=True)
+            del theirs, ours
     write(arguments.out, results)
     stock.destroy_process_group()
     sys.exit(0)

@@ -267,9 +267,11 @@ def host(results, where):
 
 
 def imported(results):
+    compiled, source = results["byte code"], results["source"]
     return (
-        f"`import safecomm` took {results['median']} ms beyond `import torch.distributed` (torch {results['torch']},\n"
-        f"Python {results['python']}, {results['device']}; {results['least']} to {results['most']}).\n"
+        f"`import safecomm` took {compiled['median']} ms beyond `import torch.distributed` (torch {results['torch']},\n"
+        f"Python {results['python']}, {results['device']}; {compiled['least']} to {compiled['most']}), and\n"
+        f"{source['median']} ms where its byte code is neither there nor may be written.\n"
     )
 
 

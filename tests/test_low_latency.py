@@ -252,9 +252,9 @@ def test_ranks_that_are_late_at_any_point_s8():
     dice = random.Random(4)  # the same on every rank
     limits = LowLatencyLimits(one_shot=64, two_shot=40 * KIB, scatter=16 * KIB, gather=16 * KIB)
     with switched_on(limits=limits) as ours, slowed(_clear=0.5, _arrived=0.2, _taken=0.2, _fail=0.3):
-        for number in range(30):
-            kind = dice.choice(("reduce", "reduce", "gather", "scatter"))
-            count = dice.choice((1, 16, 17, 200, 2049))
+        for number in range(40):
+            kind = dice.choice(("reduce", "reduce", "gather", "scatter", "pieces"))
+            count = dice.choice((1, 16, 17, 200, 2049) if kind != "pieces" else (17, 2049, 9000))
             mine, total = float(number + rank), number * world + sum(range(world))
             if kind == "reduce":
                 tensor = torch.full((count,), mine)
@@ -264,11 +264,15 @@ def test_ranks_that_are_late_at_any_point_s8():
                 whole = torch.empty(count * world)
                 getattr(safecomm, GATHER)(whole, torch.full((count,), mine))
                 assert (whole.view(world, -1) == torch.arange(number, number + world)[:, None]).all(), (number, count)
-            else:
+            elif kind == "scatter":
                 part = torch.empty(count)
                 getattr(safecomm, SCATTER)(part, torch.full((count * world,), mine))
                 assert (part == total).all(), (number, count)
-        assert ours.calls == 30
+            else:  # the longest go through the staging three times
+                part = torch.empty(count)
+                safecomm.reduce_scatter(part, [torch.full((count,), mine + 100 * to) for to in range(world)])
+                assert (part == total + 100 * world * rank).all(), (number, count)
+        assert ours.calls == 40
 
 
 @on(2, interpreted=True)
@@ -303,6 +307,136 @@ def test_a_gather_whose_input_is_a_part_of_its_output_reads_it_first():
         getattr(safecomm, GATHER)(whole, whole[:4])
         assert whole.tolist() == [0.0] * 4 + [1.0] * 4
         assert ours.calls == 1
+
+
+# --- list forms ---------------------------------------------------------------------------------------------------
+
+
+def laid_out(how, tensors):
+    """Return tensors with the values of ``tensors`` that lie as ``how`` says."""
+    whole = torch.stack(tensors)
+    if how == "slices":
+        return list(whole.unbind())
+    if how == "strided":
+        return [torch.stack([one, one], -1)[..., 0] for one in tensors]
+    if how == "negated":
+        return [torch.complex(one, -one).conj().imag for one in tensors]  # whose copy has another sign than its bits
+    return [one.clone() for one in tensors]
+
+
+@on(2, 3, interpreted=True)
+def test_lists_are_gathered_straight_and_bit_for_bit_s8():
+    rank, world = stock.get_rank(), stock.get_world_size()
+    calls = [(dtype, count, "pieces") for dtype in (*DTYPES, torch.int64, torch.bool) for count in (1, 17, 9000)]
+    calls += [(torch.float32, 40, how) for how in ("slices", "strided", "negated")]
+    calls += [(torch.float32, 40, ("pieces", "slices", "strided")[rank])]  # each rank as it likes
+    with switched_on() as ours:
+        for dtype, count, how in calls:
+            sent = [of_rank(peer, count, dtype) for peer in range(world)]
+            sent[0][0] = -0.0
+            out = laid_out(how, [torch.zeros_like(one) for one in sent])
+            given = sent[rank].clone()
+            assert safecomm.all_gather(out, given) is None
+            for one, expected in zip(out, sent, strict=True):
+                assert torch.equal(one, expected), (dtype, count, how)
+                assert how == "negated" or not dtype.is_floating_point or torch.equal(one.signbit(), expected.signbit())
+            work = safecomm.all_gather(out, given.clone(), async_op=True)
+            assert isinstance(work, stock.Work)
+            work.wait()
+            assert all(map(torch.equal, out, sent))
+        assert ours.calls == 2 * len(calls)
+        assert safecomm.pending() == []
+
+
+@on(2, interpreted=True)
+def test_a_list_may_overlap_itself_and_the_input_s8():
+    """c10d writes one tensor after the other, after it has read the input."""
+    rank = stock.get_rank()
+    with switched_on() as ours:
+        memory = torch.full((6,), float(rank))
+        safecomm.all_gather([memory[0:4], memory[2:6]], memory[1:5])
+        assert memory.tolist() == [0, 0, 1, 1, 1, 1]
+        out = [torch.full((4,), float(rank)) for _ in range(2)]
+        safecomm.all_gather(out, out[rank])  # in place
+        assert [one.tolist() for one in out] == [[0.0] * 4, [1.0] * 4]
+        safecomm.all_gather(out, out[1 - rank])
+        assert [one.tolist() for one in out] == [[1.0] * 4, [0.0] * 4]
+        assert ours.calls == 3
+
+
+@on(2, 3, interpreted=True)
+def test_lists_are_reduced_in_the_order_of_the_ranks():
+    rank, world = stock.get_rank(), stock.get_world_size()
+    calls = [(OPS[0], dtype, count, "pieces") for dtype in DTYPES for count in (1, 16, 4097)]
+    calls += [
+        (op, torch.float32, 4100, how) for op, how in zip(OPS, ("slices", "strided", "negated", "pieces"), strict=True)
+    ]
+    with switched_on() as ours:
+        for op, dtype, count, how in calls:
+            sent = [[of_rank(world * peer + to, count, dtype) for to in range(world)] for peer in range(world)]
+            expected = reduced([lists[rank] for lists in sent], op)
+            given = laid_out(how, sent[rank])
+            output = torch.empty(count, dtype=dtype)
+            assert safecomm.reduce_scatter(output, given, op=op) is None
+            assert same(output, expected), (op, dtype, count, how)
+            assert all(map(torch.equal, given, sent[rank]))
+            output.zero_()
+            safecomm.reduce_scatter(output, given, op=op, async_op=True).wait()
+            assert same(output, expected), (op, dtype, count, how)
+            safecomm.reduce_scatter(given[rank] if how == "pieces" else output, given, op=op)  # in place
+            assert how != "pieces" or same(given[rank], expected), (op, dtype, count)
+        for count in (9600, 17_000):
+            memory = torch.zeros(count + 4000)
+            memory[:count] = of_rank(rank, count, torch.float32)
+            total = reduced([of_rank(peer, count, torch.float32) for peer in range(world)], OPS[0])
+            safecomm.reduce_scatter(
+                memory[4000:], [memory[:count] for _ in range(world)]
+            )  # over a part of what it reads
+            assert same(memory[4000:], total)
+        assert ours.calls == 3 * len(calls) + 2
+        assert safecomm.pending() == []
+
+
+@on(2, interpreted=True)
+def test_lists_that_ranks_do_not_exchange_are_c10d_s_s8():
+    rank = stock.get_rank()
+    with switched_on() as ours:
+        out = [torch.zeros(3, dtype=torch.complex64) for _ in range(2)]
+        safecomm.all_gather(out, torch.full((3,), 1j * rank))
+        assert [one[0].item() for one in out] == [0, 1j]
+        total = torch.zeros(3, dtype=torch.int32)
+        safecomm.reduce_scatter(total, [torch.full((3,), rank + to, dtype=torch.int32) for to in range(2)])
+        assert total.tolist() == [1 + 2 * rank] * 3
+        total = torch.zeros(3)
+        safecomm.reduce_scatter(total, [torch.full((3,), rank + 2.0)] * 2, op=stock.ReduceOp.PRODUCT)
+        assert total.tolist() == [6] * 3
+        safecomm.all_gather([torch.zeros(0), torch.zeros(0)], torch.zeros(0))
+        for bad in (
+            [torch.zeros(3)],
+            [torch.zeros(3), torch.zeros(3, dtype=torch.int64)],
+            (torch.zeros(3), torch.zeros(3)),
+        ):
+            errors = []
+            for library in (stock, safecomm):
+                with pytest.raises((ValueError, TypeError, RuntimeError)) as error:
+                    library.all_gather(bad, torch.zeros(3))
+                errors.append((error.type, str(error.value)))
+            assert errors[0] == errors[1]
+        assert ours.calls == 0
+        assert safecomm.pending() == []
+
+
+@on(2, interpreted=True)
+def test_what_is_received_for_a_list_comes_from_the_arena_and_goes_back():
+    rank = stock.get_rank()
+    with switched_on(), safecomm.use_arena("1MiB", device="cpu") as arena:
+        output = torch.empty(17_408)
+        safecomm.reduce_scatter(output, [torch.full((17_408,), 1.0 + rank)] * 2)
+        assert output.unique().tolist() == [3.0]
+        assert arena.stats().high_water == 4 * 17_408
+        assert arena.stats().in_use == 0
+        safecomm.all_gather([torch.empty(17_408), torch.empty(17_408)], output)
+        assert arena.stats().high_water == 4 * 17_408  # a gather needs none
 
 
 # --- which calls ----------------------------------------------------------------------------------------------
@@ -763,17 +897,22 @@ for kernel, kind, dtype, bits, world in (
     (kernels.one_shot, 2, tl.bfloat16, tl.int16, 4),
     (kernels.one_shot, 1, tl.float32, tl.int32, 4),
     (kernels.two_shot, 0, tl.bfloat16, tl.int16, 4),
+    (kernels.scatter_pieces, None, tl.bfloat16, tl.int16, 2),
+    (kernels.scatter_pieces, None, tl.float32, tl.int32, 8),
+    (kernels.combine, None, tl.bfloat16, tl.int16, 4),
 ):
     width = bits.primitive_bitwidth // 8
     constants = dict(
         KIND=kind, DTYPE=dtype, BITS=bits, FREE=free(width), WORLD=world, ME=1, ALIGNED=True, AREA=0, TURNS=16,
-        BLOCK=SLOT // width,
+        BLOCK=SLOT // width, CHUNKS=256, THREADS=32 * WARPS,
     )
-    signature = {name: "i64" if name in ("out", "data", "address") else "i32" for name in kernel.arg_names}
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    parameters = kernel.signature.parameters
+    signature = {name: f"i{str(parameters[name].annotation)[-2:]}" for name in kernel.arg_names}
     signature |= dict.fromkeys(constants, "constexpr")
     source = ASTSource(kernel, signature, {(kernel.arg_names.index(name),): value for name, value in constants.items()})
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": WARPS})
-    found.append([world, kernel.__name__, re.findall(r"\\s((?:ld|st)[.][\\w.:]+)", compiled.asm["ptx"])])
+    found.append([world, kernel.__name__, re.findall(r"\\s((?:ld|st|fence)[.][\\w.:]+)", compiled.asm["ptx"])])
 print(json.dumps(found))
 """
 
@@ -790,11 +929,14 @@ def test_the_kernels_compile_for_hopper_with_polls_that_ask_again_and_pieces_of_
     for world, name, accesses in json.loads(done.stdout):
         polls = [access for access in accesses if access.startswith("ld.volatile")]
         # A first look and the loop, for each peer, and twice in the two-shot kernel.
-        assert polls == ["ld.volatile.global.v4.b32"] * (2 * (world - 1) * (2 if name == "two_shot" else 1))
+        looks = {"two_shot": 4, "combine": 0}.get(name, 2)
+        assert polls == ["ld.volatile.global.v4.b32"] * (looks * (world - 1))
+        fences = [access for access in accesses if access.startswith("fence")]
+        assert fences == ["fence.acq_rel.sys"] * (name == "scatter_pieces"), name
         assert not any(".local" in access for access in accesses), "registers are spilt"
         for access in accesses:
             assert re.fullmatch(
-                r"ld\.param\..*|(ld|st)(\.volatile)?\.global\.(v4\.b32|b64)|(ld|st)\.shared.*", access
+                r"ld\.param\..*|(ld|st)(\.volatile)?\.global\.(v4\.b32|b64)|(ld|st)\.shared.*|fence.*", access
             ), (name, access)
 
 

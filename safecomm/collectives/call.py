@@ -123,6 +123,9 @@ COLLECTIVE_OF = {
 }
 """The collectives that can be put off or run by an engine, by the names of c10d's functions."""
 
+LISTS = {"reduce_scatter": SCATTER, "all_gather": GATHER}
+"""The list forms that an engine can run, likewise."""
+
 
 def fits(collective: str, output: torch.Tensor, given: torch.Tensor, world: int) -> bool:
     """Return whether the larger of the two has a part like the smaller for each of ``world`` ranks, as c10d wants."""
@@ -142,22 +145,28 @@ NOT_TAKEN: Any = object()
 """What an engine answers for a call that is the backend's."""
 
 
-def by_engine(name: str, group: Any, tensors: list[Any], op: Any) -> bool | None:
+def by_engine(name: str, group: Any, given: list[Any], op: Any) -> bool | None:
     """Let the engine of ``group`` run a synchronous call of c10d's function ``name``; return whether it has.
 
-    None where something else has to see the call: it is to be forwarded then, and the engine is asked there. False
-    where the engine does not want it, and is not to be asked again: with ``check`` the ranks compare what they ask.
+    ``given``: what is given as the output, and as the input where that is another. None where something else has to see
+    the call: it is to be forwarded then, and the engine is asked there. False where the engine does not want it, and is
+    not to be asked again: with ``check`` the ranks compare what they ask.
     """
     if BUCKETS or captures.RECORDING or _torch.profiler._is_profiler_enabled or group in _torch.world.pg_coalesce_state:
         return None
     engine = ENGINES.get(group) or ENGINES.get(None)
     if engine is None:  # it was switched off in another thread since
         return None
-    if engine.run(group, name, tensors, op, False) is NOT_TAKEN:
+    if engine.run(group, name, given, op, False) is NOT_TAKEN:
         return False
-    index = tensors[0].get_device()
-    if index >= 0 and _home(tensors[0].data_ptr(), tensors[-1].data_ptr()) != _current(index):
-        LEDGER.trail(name, group, index, storages_of(tensors), caller())
+    if name in LISTS:
+        tensors = [*given[0], given[1]] if type(given[0]) is list else [given[0], *given[1]]
+        if not all_at_home(tensors):
+            LEDGER.trail(name, group, tensors[0].get_device(), storages_of(tensors), caller())
+        return True
+    index = given[0].get_device()
+    if index >= 0 and _home(given[0].data_ptr(), given[-1].data_ptr()) != _current(index):
+        LEDGER.trail(name, group, index, storages_of(given), caller())
     return True
 
 
@@ -405,7 +414,8 @@ def forwarded(
     recording = captures.RECORDING
     count = counter(name)
     profiler = _torch.profiler
-    takeable = asks and coalesced and not hasattr(original, "__deprecated__")  # whose warning is its own
+    # A deprecated function's warning is its own.
+    takeable = asks and (coalesced or name in LISTS) and not hasattr(original, "__deprecated__")
     known = set(names)
 
     def call(*args: Any, **kwargs: Any) -> Any:

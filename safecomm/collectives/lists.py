@@ -30,6 +30,8 @@ from safecomm import _torch, captures
 from safecomm.arena.use import IN_USE, in_use, may_be_used, would_be_used
 from safecomm.collectives.call import (
     BUCKETS,
+    ENGINES,
+    by_engine,
     counter,
     default_group,
     direct,
@@ -69,9 +71,13 @@ _c10d_all_gather, _c10d_reduce_scatter = c10d.all_gather, c10d.reduce_scatter
 _count_all_gather, _count_reduce_scatter = counter("all_gather"), counter("reduce_scatter")
 _forward_all_gather = forwarded("all_gather", "tensor_list", "tensor", staged=True)
 _forward_reduce_scatter = forwarded("reduce_scatter", "output", "input_list", staged=True, unpolled=True)
+_after_engine_all_gather = forwarded("all_gather", "tensor_list", "tensor", staged=True, asks=False)
+_after_engine_reduce_scatter = forwarded(
+    "reduce_scatter", "output", "input_list", staged=True, unpolled=True, asks=False
+)
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-_STAGED = frozenset((*_FLOATS, torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool))
+STAGED = frozenset((*_FLOATS, torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool))
 """The types that NCCL sums up and that all of torch's copies know. What c10d says of others, it is to say."""
 
 
@@ -209,7 +215,7 @@ def addresses_of(pieces: list[Any], tensor: torch.Tensor, size: int, *, written:
 def _can_be_copied(pieces: list[Any], tensor: torch.Tensor, written: bool) -> bool:
     """Return whether ``pieces`` are like ``tensor``, and our copies do with them what c10d's would."""
     if (
-        tensor.dtype not in _STAGED
+        tensor.dtype not in STAGED
         or not _has_plain_keys(tensor)
         or tensor.requires_grad
         or not tensor.is_contiguous()
@@ -340,6 +346,15 @@ def all_gather(tensor_list: Any, tensor: Any, group: Any = None, async_op: bool 
     if _compiling():
         return _c10d_all_gather(tensor_list, tensor, group, async_op)
     to = group or default_group()
+    if ENGINES and (to in ENGINES or None in ENGINES):
+        if _busy:
+            LEDGER.sweep()
+        taken = None if async_op else by_engine("all_gather", to, [tensor_list, tensor], None)
+        if taken:
+            _count_all_gather()
+            return None
+        forward = _forward_all_gather if taken is None else _after_engine_all_gather
+        return forward(tensor_list, tensor, group=group, async_op=async_op)
     if not may_be_used() or (lane := _found(tensor_list, tensor, to, async_op)) is None:
         return _forward_all_gather(tensor_list, tensor, group=group, async_op=async_op)
     options = _gather_options[bool(async_op)]
@@ -366,6 +381,15 @@ def reduce_scatter(
     if _compiling():
         return _c10d_reduce_scatter(output, input_list, op, group, async_op)
     to = group or default_group()
+    if ENGINES and (to in ENGINES or None in ENGINES):
+        if _busy:
+            LEDGER.sweep()
+        taken = None if async_op else by_engine("reduce_scatter", to, [output, input_list], op)
+        if taken:
+            _count_reduce_scatter()
+            return None
+        forward = _forward_reduce_scatter if taken is None else _after_engine_reduce_scatter
+        return forward(output, input_list, op=op, group=group, async_op=async_op)
     if (
         not may_be_used()
         or (options := _scatter_options[bool(async_op)].get(id(op))) is None

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
 import time
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -14,17 +15,25 @@ import torch
 import torch.distributed.distributed_c10d as c10d
 
 from safecomm import _torch, captures
-from safecomm.collectives.call import COLLECTIVE_OF, GATHER, NOT_TAKEN, OPS, PLAIN, REDUCE, SCATTER
+from safecomm.collectives.call import COLLECTIVE_OF, GATHER, LISTS, NOT_TAKEN, OPS, PLAIN, REDUCE, SCATTER
+from safecomm.collectives.lists import STAGED
 from safecomm.errors import LowLatencyError, PeerTimeoutError
 from safecomm.ledger import LEDGER
+from safecomm.peers import pieces
 from safecomm.peers.choice import DTYPES, TWO_SHOT, LowLatencyLimits
 from safecomm.peers.order import Order
-from safecomm.peers.staging import SLOT, WIDTHS, Layout, free
+from safecomm.peers.staging import MOST, SLOT, WIDTHS, Layout, free
 from safecomm.sites import line_of, outside
 from safecomm.streams import HOST
 
 PROGRAMS = 256
 """The largest grid. A program waits for the peers' program of its number, so all must fit on the device at once."""
+
+ROUNDS = 4
+"""How often the kernel that scatters a list goes through its staging, at most. Longer lists are for NCCL to send."""
+
+SWEEP = 1 << 11
+"""The largest grid of a kernel that waits for nobody, of which not all programs need to fit at once."""
 
 WARPS = 8
 """Of 32 threads. With them, and a slot of 16 bytes for each thread, small tensors were the fastest on two H200."""
@@ -36,6 +45,8 @@ _REDUCTIONS = tuple(getattr(c10d.ReduceOp, name) for name in ("SUM", "AVG", "MAX
 _UNKNOWN = -1
 _NUMBERS = {id(op): _REDUCTIONS.index(op) if op in _REDUCTIONS else _UNKNOWN for op in OPS} | {id(None): _UNKNOWN}
 """What the kernels know reduce operations by, for those that are members of the enum, which live for ever."""
+
+_HERE = contextlib.nullcontext()
 
 _KINDS = {REDUCE: 0, SCATTER: 1, GATHER: 2}  # what the kernels know them by
 
@@ -82,6 +93,9 @@ class Engine:
         self._plans: dict[Any, Any] = {}
         self._lock = threading.Lock()  # between putting a call in order and launching it, no other may come
         self.order = Order(LEDGER.streams, index)
+        self._backend = _torch.backend_of(group, device.type)
+        self._unused = (0,) * (MOST - self._world)
+        self._side: Any = None  # for asynchronous calls of list forms
         self._call = 0
         self._recent: list[_Site | None] = [None] * REMEMBERED
         self._captured: dict[int, _Site] = {}
@@ -100,6 +114,8 @@ class Engine:
         ``tensors``: what is given as the output, and as the input where that is another. Returns what c10d's function
         would: None, or a Work for an asynchronous call.
         """
+        if name in LISTS:
+            return self._run_list(group, name, tensors, op, asynchronous)
         out, data = tensors[0], tensors[-1]
         index = self.index
         if not _is_plain(data, index) or (out is not data and not _is_plain(out, index)):
@@ -107,9 +123,7 @@ class Engine:
         if index != HOST and _torch.current_device() != index:
             with torch.cuda.device(index):
                 return self.run(group, name, tensors, op, asynchronous)
-        number = _NUMBERS.get(id(op))
-        if number is None:  # another object that may be equal to a member, such as a copy
-            number = next((place for place, known in enumerate(_REDUCTIONS) if op == known), _UNKNOWN)
+        number = _number(op)
         key = (name, data.dtype, data.numel(), out.dtype, out.numel(), number)
         plan = self._plans.get(key)
         if plan is None:
@@ -127,9 +141,18 @@ class Engine:
             self.compare(f"{name} of {data.numel()} elements of {data.dtype}, operation {op}, {how}")
         if not plan:
             return NOT_TAKEN
-        self.raise_failure()
         launchers, count = plan
-        target, source = out.data_ptr(), data.data_ptr()
+        addresses = out.data_ptr(), data.data_ptr()
+        aligned = not (addresses[0] | addresses[1]) & 15
+        self._launch(name, launchers[aligned], addresses, count, number, stream, capture)
+        return LaunchedKernel(self, tensors[:1]) if asynchronous else None
+
+    def _launch(
+        self, name: str, launcher: Callable[..., None], addresses: tuple[int, ...], count: int, number: int,
+        stream: int, capture: int,
+    ) -> None:  # fmt: skip
+        """Launch a kernel that waits for its peers, in the order of the group's calls."""
+        self.raise_failure()
         frame = outside(("safecomm.collectives.", "safecomm.peers."))
         with self._lock:
             call = self._call = self._call % 0x7FFFFFFF + 1
@@ -140,12 +163,94 @@ class Engine:
                     captures.RECORDING[capture].before_replay.append(self._prepare_replay)
             else:
                 self._recent[call % REMEMBERED] = site
-                if index != HOST:
+                if self.index != HOST:
                     self.order.follow(stream)
-            aligned = not (target | source) & 15
-            launchers[aligned](stream, target, source, self._table_pointer, call, count, max(number, 0))
+            launcher(stream, *addresses, self._table_pointer, call, count, max(number, 0))
         self.taken += 1
-        return LaunchedKernel(self, tensors[:1]) if asynchronous else None
+
+    def _run_list(self, group: Any, name: str, given: list[Any], op: Any, asynchronous: bool) -> Any:
+        """Run a call of a list form as :meth:`run` does; ``given``: the output and the input, one of them a list."""
+        scatter = LISTS[name] == SCATTER
+        tensor, whole = given if scatter else (given[1], given[0])
+        index = self.index
+        if not _is_plain(tensor, index):
+            return NOT_TAKEN
+        if index != HOST and _torch.current_device() != index:
+            with torch.cuda.device(index):
+                return self._run_list(group, name, given, op, asynchronous)
+        number = _number(op)
+        known = tensor.dtype in DTYPES and number >= 0 if scatter else tensor.dtype in STAGED
+        direct = known and pieces.alike(whole, tensor, self._rank, self._world, written=not scatter)
+        taken = direct or (known and pieces.can_be_copied(whole, tensor, self._world))
+        stream = capture = 0
+        if index != HOST:
+            stream = LEDGER.current(index)
+            capture = LEDGER.streams.capture(stream) if stream else 0
+        small = scatter and tensor.nbytes <= ROUNDS * self.limits.scatter
+        if capture and capture not in captures.RECORDING:
+            small = False  # as in run()
+        if self._check:
+            how = "by a kernel" if taken and small else "from tensor to tensor" if taken else "by the backend"
+            self.compare(f"{name} of {tensor.numel()} elements of {tensor.dtype}, operation {op}, {how}")
+        if not taken:
+            return NOT_TAKEN
+        if small:
+            sent = pieces.readable(whole, tensor, direct)
+            addresses = (tensor.data_ptr(), *[one.data_ptr() for one in sent])
+            launcher = self._list_launcher(tensor.dtype, tensor.numel(), addresses)
+            self._launch(name, launcher, addresses + self._unused, tensor.numel(), number, stream, capture)
+            return LaunchedKernel(self, given[:1]) if asynchronous else None
+        self.taken += 1
+        with self._beside() if asynchronous and index != HOST else _HERE:
+            if scatter:
+                own, others = pieces.scatter(self._backend, whole, tensor, self._rank, direct=direct)
+                self._combine(tensor, own, others, number)
+            else:
+                pieces.gather(self._backend, whole, tensor, direct=direct)
+            return LaunchedKernel(self, given[:1] if scatter else whole) if asynchronous else None
+
+    @contextlib.contextmanager
+    def _beside(self) -> Iterator[None]:
+        """Make a stream of the engine's own the current one, after what is on the current stream now."""
+        if self._side is None:
+            self._side = torch.cuda.Stream(self.index)  # type: ignore[no-untyped-call]
+        self._side.wait_stream(torch.cuda.current_stream(self.index))
+        with torch.cuda.stream(self._side):
+            yield
+
+    def _combine(self, out: torch.Tensor, own: torch.Tensor, others: torch.Tensor, number: int) -> None:
+        """Reduce ``own``, and what each of the other ranks has sent, into ``out``, on the current stream.
+
+        ``others``: of the other ranks, in their order, one after the other. ``number``: the reduce operation.
+        """
+        count, dtype = out.numel(), out.dtype
+        addresses = out.data_ptr(), own.data_ptr(), others.data_ptr()
+        grid = min(SWEEP, -(-count * dtype.itemsize // SLOT))
+        launcher = self._list_launcher(dtype, count, addresses, grid)
+        launcher(LEDGER.current(self.index) if self.index != HOST else 0, *addresses, count, number)
+
+    def _list_launcher(
+        self, dtype: torch.dtype, count: int, addresses: tuple[int, ...], grid: int = 0
+    ) -> Callable[..., None]:
+        """Return what launches the kernel that scatters a list, or with a ``grid`` the one that combines what came."""
+        together = 0
+        for address in addresses:
+            together |= address
+        aligned = count % 16 == 0 and not together & 15
+        chunks = self._layout.chunks(False)
+        sweep = grid or min(PROGRAMS, chunks, -(-count * dtype.itemsize // SLOT))
+        key = (dtype, aligned, sweep, bool(grid))
+        launcher = self._launchers.get(key)
+        if launcher is None:
+            kernels = self._kernels
+            constants = {**self._constants(dtype), "ALIGNED": aligned}
+            if not grid:
+                constants |= self._places(dtype.itemsize, False)
+                constants |= {"CHUNKS": chunks, "THREADS": 32 * WARPS}
+            kernel = kernels.combine if grid else kernels.scatter_pieces
+            with LEDGER.streams.lenient():  # loading a kernel is not allowed in a capture that is not relaxed
+                launcher = self._launchers[key] = kernels.launcher(kernel, constants, sweep, WARPS)
+        return launcher
 
     @property
     def late(self) -> bool:
@@ -185,23 +290,35 @@ class Engine:
         launcher = self._launchers.get(key)
         if launcher is None:
             kernels = self._kernels
-            width = dtype.itemsize
             constants = {
+                **self._constants(dtype),
+                **self._places(dtype.itemsize, two_shot),
                 "KIND": _KINDS[collective],
-                "DTYPE": getattr(kernels.tl, str(dtype).removeprefix("torch.")),
-                "BITS": getattr(kernels.tl, str(WIDTHS[width]).removeprefix("torch.")),
-                "FREE": free(width),
-                "WORLD": self._world,
-                "ME": self._rank,
                 "ALIGNED": aligned,
-                "AREA": self._layout.area(width, two_shot),
-                "TURNS": self._first_turn + self._layout.turns(width, two_shot),
-                "BLOCK": SLOT // width,
             }
             kernel = kernels.two_shot if two_shot else kernels.one_shot
             with LEDGER.streams.lenient():  # loading a kernel is not allowed in a capture that is not relaxed
                 launcher = self._launchers[key] = kernels.launcher(kernel, constants, grid, WARPS)
         return launcher
+
+    def _constants(self, dtype: torch.dtype) -> dict[str, Any]:
+        """Return what every kernel is told of the group, and of a type."""
+        language: Any = vars(self._kernels)["tl"]
+        return {
+            "DTYPE": getattr(language, str(dtype).removeprefix("torch.")),
+            "BITS": getattr(language, str(WIDTHS[dtype.itemsize]).removeprefix("torch.")),
+            "WORLD": self._world,
+            "ME": self._rank,
+            "BLOCK": SLOT // dtype.itemsize,
+        }
+
+    def _places(self, width: int, two_shot: bool) -> dict[str, Any]:
+        """Return what a kernel is told of the staging for elements of ``width`` bytes."""
+        return {
+            "FREE": free(width),
+            "AREA": self._layout.area(width, two_shot),
+            "TURNS": self._first_turn + self._layout.turns(width, two_shot),
+        }
 
     def before_capture(self, index: int) -> None:
         """See to the order of what is launched by now; a capture is about to begin on device ``index``."""
@@ -340,6 +457,14 @@ class LaunchedKernel(c10d.Work):
             with torch.cuda.stream(side):  # the future orders whoever waits for it after the stream it was filled on
                 future.set_result(self._outputs)
         return future
+
+
+def _number(op: Any) -> int:
+    """Return what the kernels know a reduce operation by."""
+    number = _NUMBERS.get(id(op))
+    if number is None:  # another object that may be equal to a member, such as a copy
+        number = next((place for place, known in enumerate(_REDUCTIONS) if op == known), _UNKNOWN)
+    return number
 
 
 def _is_plain(tensor: torch.Tensor, index: int) -> bool:

@@ -51,8 +51,18 @@ if INTERPRETED:
         os.sched_yield()  # to the peers, which may have fewer processors than they are
         return tl.full([], time.monotonic_ns(), tl.int64)
 
+    def _fence(THREADS: Any) -> None:
+        pass  # the interpreter runs one thing after the other
+
 else:
     _clock = globaltimer
+
+    @triton.jit
+    def _fence(THREADS: tl.constexpr):
+        """Let what each thread stores from here on be seen, also by peers, after all that it and they did before."""
+        tl.inline_asm_elementwise(
+            "fence.acq_rel.sys; mov.b32 $0, $1;", "=r,r,~{memory}", [tl.arange(0, THREADS)], tl.int32, False, 1
+        )
 
 
 @triton.jit
@@ -123,11 +133,16 @@ def _unless(late, bits, FREE: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
-def _rounded(total, op, late, DTYPE: tl.constexpr, BITS: tl.constexpr, WORLD: tl.constexpr):
-    """Return the bits of the result: NaN if a peer was late, so that nobody can take it for one."""
+def _averaged(total, op, WORLD: tl.constexpr):
     if op == AVG:
         total = tl.div_rn(total, tl.full(total.shape, WORLD, tl.float32))
-    total = tl.where(late != 0, float("nan"), total)
+    return total
+
+
+@triton.jit
+def _rounded(total, op, late, DTYPE: tl.constexpr, BITS: tl.constexpr, WORLD: tl.constexpr):
+    """Return the bits of the result: NaN if a peer was late, so that nobody can take it for one."""
+    total = tl.where(late != 0, float("nan"), _averaged(total, op, WORLD))
     return total.to(DTYPE).to(BITS, bitcast=True)
 
 
@@ -281,6 +296,108 @@ def two_shot(
         _fail(table, late, call)
 
 
+@triton.jit
+def _piece(rank: tl.constexpr, p0, p1, p2, p3, p4, p5, p6, p7):
+    address = p0
+    if rank == 1:
+        address = p1
+    elif rank == 2:
+        address = p2
+    elif rank == 3:
+        address = p3
+    elif rank == 4:
+        address = p4
+    elif rank == 5:
+        address = p5
+    elif rank == 6:
+        address = p6
+    elif rank == 7:
+        address = p7
+    return address
+
+
+@triton.jit(do_not_specialize=["out", *(f"p{rank}" for rank in range(8)), "address", "call", "size", "op"])
+def scatter_pieces(
+    out: tl.int64, p0: tl.int64, p1: tl.int64, p2: tl.int64, p3: tl.int64, p4: tl.int64, p5: tl.int64, p6: tl.int64,
+    p7: tl.int64, address: tl.int64, call: tl.int32, size: tl.int32, op: tl.int32,
+    DTYPE: tl.constexpr, BITS: tl.constexpr, FREE: tl.constexpr, WORLD: tl.constexpr, ME: tl.constexpr,
+    ALIGNED: tl.constexpr, AREA: tl.constexpr, TURNS: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
+    THREADS: tl.constexpr,
+):  # fmt: skip
+    """``SCATTER`` of :func:`one_shot`, with a piece for each rank at an address of its own, and of more elements.
+
+    What is more than ``CHUNKS`` blocks goes through the same chunks again, as in a next call: chunk by chunk that is
+    what it is, because chunks share nothing. Between two calls one kernel ends and another begins; here a fence stands
+    for that: what was cleared must be so before a peer, which what is sent next lets go on, can store there.
+    """
+    table = _pointer(address, tl.int64, True)
+    target = _pointer(out, BITS, ALIGNED)
+    count = _multiple(size, ALIGNED)
+    padded = (count + 15) // 16 * 16
+    within = tl.arange(0, BLOCK)
+    slot: tl.constexpr = BLOCK * (BITS.primitive_bitwidth // 8)
+    patience, sendable = _manners(table, padded)
+    late = 0
+    for chunk in range(tl.program_id(0), tl.minimum(tl.cdiv(count, BLOCK), CHUNKS), tl.num_programs(0)):
+        section = tl.load(table + TURNS + chunk).to(tl.int32)
+        for block in range(chunk, tl.cdiv(count, BLOCK), CHUNKS):
+            if block != chunk:
+                _fence(THREADS)
+            at = block * BLOCK + within
+            place = AREA + ((chunk * SECTIONS + section) * WORLD + ME).to(tl.int64) * slot
+            for step in tl.static_range(1, WORLD):
+                source = _piece((ME + step) % WORLD, p0, p1, p2, p3, p4, p5, p6, p7)
+                bits = _taken(_pointer(source, BITS, ALIGNED), at, count, FREE)
+                there = _staging(table, (ME + step) % WORLD, place, BITS) + within
+                tl.store(there, bits, mask=at < sendable * (1 - late))
+            used = AREA + ((chunk * SECTIONS + section) * WORLD).to(tl.int64) * slot
+            free = AREA + ((chunk * SECTIONS + (section + 2) % SECTIONS) * WORLD).to(tl.int64) * slot
+            _clear(_staging(table, ME, free, BITS) + within, WORLD, BLOCK, FREE, BITS)
+            total = tl.zeros([BLOCK], tl.float32)
+            for rank in tl.static_range(WORLD):
+                if rank == ME:
+                    bits = _taken(_pointer(_piece(ME, p0, p1, p2, p3, p4, p5, p6, p7), BITS, ALIGNED), at, count, FREE)
+                else:
+                    sent = _staging(table, ME, used + rank * slot, BITS) + within
+                    bits, late = _arrived(sent, at < padded, patience, late, FREE)
+                value = bits.to(DTYPE, bitcast=True).to(tl.float32)
+                total = value if rank == 0 else _combine(total, value, op)
+            tl.store(target + at, _rounded(total, op, late, DTYPE, BITS, WORLD), mask=at < count)
+            section = (section + 1) % SECTIONS
+        tl.store(table + TURNS + chunk, section.to(tl.int64))
+        _fail(table, late, call)
+
+
+@triton.jit(do_not_specialize=["out", "own", "others", "size", "op"])
+def combine(
+    out: tl.int64, own: tl.int64, others: tl.int64, size: tl.int32, op: tl.int32,
+    DTYPE: tl.constexpr, BITS: tl.constexpr, WORLD: tl.constexpr, ME: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Reduce ``own``, and at ``others`` what each of the other ranks has sent, ``size`` elements each.
+
+    In the order of the ranks, in fp32, as the other kernels do. It waits for nobody.
+    """
+    target = _pointer(out, BITS, ALIGNED)
+    mine = _pointer(own, BITS, ALIGNED)
+    theirs = _pointer(others, BITS, ALIGNED)
+    count = _multiple(size, ALIGNED)
+    within = tl.arange(0, BLOCK)
+    for chunk in range(tl.program_id(0), tl.cdiv(count, BLOCK), tl.num_programs(0)):
+        at = chunk * BLOCK + within
+        total = tl.zeros([BLOCK], tl.float32)
+        for rank in tl.static_range(WORLD):
+            if rank == ME:
+                bits = tl.load(mine + at, mask=at < count, other=0)
+            else:
+                before = (rank - 1 if rank > ME else rank) * tl.cast(count, tl.int64)
+                bits = tl.load(theirs + before + at, mask=at < count, other=0)
+            value = bits.to(DTYPE, bitcast=True).to(tl.float32)
+            total = value if rank == 0 else _combine(total, value, op)
+        result = _averaged(total, op, WORLD).to(DTYPE).to(BITS, bitcast=True)
+        tl.store(target + at, result, mask=at < count)
+
+
 def launcher(kernel: Any, constants: dict[str, Any], grid: int, warps: int) -> Callable[..., None]:
     """Compile ``kernel``, and return what launches it: ``launch(stream, *arguments)``, on the current device.
 
@@ -293,9 +410,11 @@ def launcher(kernel: Any, constants: dict[str, Any], grid: int, warps: int) -> C
             kernel[(grid,)](*arguments, **constants)
 
         return interpret
-    compiled = kernel.warmup(*[0] * 6, **constants, grid=(grid,), num_warps=warps)
+    parameters = kernel.signature.parameters
+    widths = [str(one.annotation)[-2:] for name, one in parameters.items() if name not in constants]
+    compiled = kernel.warmup(*[0] * len(widths), **constants, grid=(grid,), num_warps=warps)
     run = compiled[(grid, 1, 1)]  # which loads it
-    kinds = _parameters(compiled)
+    kinds = _parameters(compiled, widths)
     if kinds is not None:
         launch = _torch.kernel_launcher(compiled.function, grid, 32 * warps, compiled.metadata.shared, kinds)
         if launch is not None:
@@ -309,10 +428,11 @@ def launcher(kernel: Any, constants: dict[str, Any], grid: int, warps: int) -> C
     return launch_by_triton
 
 
-def _parameters(compiled: Any) -> list[Any] | None:
+def _parameters(compiled: Any, given: list[str]) -> list[Any] | None:
     """Return the types of a kernel's parameters; None if it is not one that the driver can be given without Triton.
 
-    Behind the arguments come addresses of memory for Triton's own use, which these kernels have none of.
+    ``given``: the bits of its arguments. Behind them come addresses of memory for Triton's own use, which these kernels
+    have none of.
     """
     ordinary = {
         "num_ctas": 1, "global_scratch_size": 0, "profile_scratch_size": 0, "launch_cooperative_grid": False,
@@ -323,6 +443,6 @@ def _parameters(compiled: Any) -> list[Any] | None:
     entry = re.search(r"\.entry[^(]*\(([^)]*)\)", compiled.asm["ptx"])
     kinds = re.findall(r"\.param\s+\.(\w+)", entry[1]) if entry is not None else []
     widths = [kind[1:] for kind in kinds]
-    if widths[:6] != ["64"] * 3 + ["32"] * 3 or set(widths[6:]) - {"64"}:
+    if widths[: len(given)] != given or set(widths[len(given) :]) - {"64"}:
         return None
     return [ctypes.c_uint64 if width == "64" else ctypes.c_uint32 for width in widths]

@@ -43,10 +43,11 @@ class low_latency:  # noqa: N801
     """Inside of it, small collectives of ``group`` are one kernel over the memory of the peers.
 
     ``all_reduce`` (SUM, AVG, MAX, MIN), ``all_gather_into_tensor`` and ``reduce_scatter_tensor`` of contiguous tensors
-    (bf16, fp16, fp32) on GPUs of one host, up to a size above which NCCL is faster, eager and in CUDA graphs.
-    Everything else goes where it went before. The result is bit for bit the same on every rank and in every run. It is
-    not NCCL's: sums are taken in fp32 in the order of the ranks, and negative zero becomes positive zero. See
-    ``docs/low-latency.md``, also for when not to use it.
+    (bf16, fp16, fp32) on GPUs of one host, up to a size above which NCCL is faster, eager and in CUDA graphs. The list
+    forms ``all_gather`` and ``reduce_scatter``, of any size, send from tensor to tensor, without c10d's flat buffer and
+    its copies. Everything else goes where it went before. The result is bit for bit the same on every rank and in every
+    run. It is not NCCL's: sums are taken in fp32 in the order of the ranks, and kernels make positive zero of negative
+    zero. See ``docs/low-latency.md``, also for when not to use it.
 
     A context manager, and the same by :meth:`enable` and :meth:`disable`. Entering and leaving are collective: every
     rank of the group does the same. Leaving waits for all calls, and up to 30 s for the other ranks; by an exception it

@@ -16,6 +16,9 @@ from safecomm import _torch
 SLOT = 4 << 10
 """Bytes that one program sends to one peer at a time: 16 for each of its 256 threads."""
 
+MOST = 8
+"""Ranks that a kernel knows addresses for."""
+
 SECTIONS = 3
 """Sections of a chunk, which take turns."""
 

@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as stock
-from harness import MIB, case, rank, require, settle, slow
+from harness import LIBRARIES, MIB, case, held, rank, require, settle, slow
 
 import safecomm
 from safecomm.peers import low_latency as module
@@ -208,6 +208,12 @@ def low_latency_stress():
                     given = torch.full((count * world,), float(number + rank()), dtype=dtype, device="cuda")
                     safecomm.reduce_scatter_tensor(part, given, op=op)
                     wrong += (part != expected_of_all(op, number)).sum()
+                elif kind == 4:  # up to twice through the staging, and beyond
+                    count *= dice.choice((1, 1, 1, 1, 1, 1, 1, 16))
+                    part = torch.full((count,), float("nan"), dtype=dtype, device="cuda")
+                    given = torch.full((world, count), float(number + rank()), dtype=dtype, device="cuda")
+                    safecomm.reduce_scatter(part, list(given.unbind()), op=op)
+                    wrong += (part != expected_of_all(op, number)).sum()
                 else:
                     tensor = torch.full((count,), float(number + rank()), dtype=dtype, device="cuda")
                     safecomm.all_reduce(tensor, op=op)
@@ -264,6 +270,101 @@ def low_latency_ranks_that_differ():
         safecomm.all_reduce(tensor)
         require((tensor == stock.get_world_size()).all().item(), tensor)
     return {}
+
+
+@case(90)
+def low_latency_lists():
+    """List forms in the region: every type, size and way to lie, on three streams, in graphs: wrong elements."""
+    world, me = stock.get_world_size(), rank()
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    dice = random.Random(6)  # the same on every rank
+    mine = random.Random(7 + me)  # how a rank's lists lie is its own
+    streams = [torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()]
+
+    def laid_out(tensors):
+        how = mine.choice(("pieces", "slices", "strided", "odd"))
+        if how == "slices":
+            return list(torch.stack(tensors).unbind())
+        if how == "strided":
+            return [torch.stack([one, one], -1)[..., 0] for one in tensors]
+        offset = how == "odd"
+        return [torch.cat([one[:1], one])[1:] if offset else one.clone() for one in tensors]
+
+    def gather(dtype, count, asynchronous, seed):
+        lists = [sent(peer, count, dtype, seed) for peer in range(world)]
+        out = laid_out([torch.zeros_like(one) for one in lists])
+        return safecomm.all_gather(out, lists[me].clone(), async_op=asynchronous), out, lists
+
+    def scatter(dtype, count, asynchronous, seed):
+        op = dice.choice(OPS)
+        lists = [[sent(world * peer + to, count, dtype, seed) for to in range(world)] for peer in range(world)]
+        out = torch.full((count,), float("nan"), device="cuda").to(dtype)
+        expected = expected_of(op, [one[me] for one in lists]).to(dtype)  # before the call, which is waited for
+        return safecomm.reduce_scatter(out, laid_out(lists[me]), op=op, async_op=asynchronous), [out], [expected]
+
+    with switched_on() as on:
+        for number in range(400):
+            call = dice.choice((gather, scatter))
+            work, count = dice.random() < 0.5, dice.choice((1, 16, 4097, 20_000, 700_001, 3_000_000))
+            launched, waited = dice.choice(streams), dice.choice(streams)
+            dtype = dice.choice(DTYPES)
+            launched.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(launched):
+                if mine.random() < 0.2:
+                    slow(mine.random() * 1e-4)
+                work, out, expected = call(dtype, count, work, number)
+            # What the call was given is dropped by now, and must not be had by anybody yet.
+            poison = [torch.full((count + 1,), 77.0, device="cuda").to(dtype) for _ in range(world)]
+            if work is None:
+                waited.wait_stream(launched)
+            with torch.cuda.stream(waited):
+                if work is not None:
+                    work.wait()
+                for one, right in zip(out, expected, strict=True):
+                    wrong += (one != right).sum()
+            torch.cuda.current_stream().wait_stream(waited)
+            del work, out, expected, poison
+        require(on.calls == 400, on.calls)
+        torch.cuda.synchronize()
+        require(wrong.item() == 0, wrong.item(), "eager")
+
+        part = torch.zeros(50_000, device="cuda")
+        out = [torch.zeros_like(part) for _ in range(world)]
+        total = torch.zeros_like(part)
+        graph = torch.cuda.CUDAGraph()
+        with safecomm.graph(graph):
+            safecomm.all_gather(out, part, async_op=True).wait()
+            safecomm.reduce_scatter(total, out)
+        for number in range(200):
+            part.fill_(number + me)
+            graph.replay()
+            wrong += sum((one != number + peer).sum() for peer, one in enumerate(out))
+            wrong += (total != world * (number + me)).sum()
+        torch.cuda.synchronize()
+        graph.reset()
+        del graph, part, out, total
+        require(wrong.item() == 0, wrong.item(), "replayed")
+
+        # Memory: a gather needs none, a reduce_scatter less than stock's.
+        peaks = {}
+        for name, library in LIBRARIES.items():
+            given = [torch.ones(4 * MIB, dtype=torch.bfloat16, device="cuda") for _ in range(world)]
+            output = torch.empty_like(given[0])
+            for collective, arguments in (("all_gather", (given, output)), ("reduce_scatter", (output, given))):
+                launch = getattr(library, collective)
+                launch(*arguments)
+                torch.cuda.synchronize()
+                torch.cuda.reset_peak_memory_stats()
+                before = held()
+                launch(*arguments)
+                torch.cuda.synchronize()
+                peaks[f"{name}, {collective}"] = (torch.cuda.max_memory_allocated() - before) / MIB
+            del given, output, arguments
+    settle()
+    require(not safecomm.pending(), safecomm.pending())
+    require(peaks["safecomm, all_gather"] == 0, peaks)
+    require(peaks["safecomm, reduce_scatter"] <= peaks["stock, reduce_scatter"] * (world - 1) / world, peaks)
+    return {"calls": 400, "replays": 200, "wrong": 0, "MiB beyond the arguments": peaks}
 
 
 @case(60)

@@ -1,0 +1,132 @@
+"""List forms of a group with an engine: what a rank has for another goes from tensor to tensor.
+
+c10d gathers a list into a flat buffer, and copies from there to each tensor; for a reduce_scatter it copies to such a
+buffer first. Ranks that exchange the tensors themselves need neither: a gather writes to each tensor of the list where
+that lies, and a reduce_scatter keeps what it receives, which is less than the buffer, only until it is added up.
+
+NCCL sends that in one group of sends and receives, as ``all_to_all``. That is another call than c10d's: a rank that
+makes the one would wait in vain for a rank that makes the other. So it is for groups whose ranks have agreed to do so.
+What decides on it is the same on all ranks: the type, the bytes, the operation. How a rank's own list lies decides
+only what that rank does with it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed.distributed_c10d as c10d
+
+from safecomm import _torch
+from safecomm.arena.use import IN_USE
+from safecomm.collectives.call import direct_options
+from safecomm.collectives.lists import addresses_of
+from safecomm.streams import HOST
+
+LARGEST = 1 << 30
+"""Elements of a tensor of the list. The kernel counts in 32 bits."""
+
+_options = direct_options(c10d.AllToAllOptions)[0][id(c10d.ReduceOp.SUM)]  # those of a synchronous call
+_launch = _torch.Backend.alltoall
+
+
+def alike(pieces: Any, tensor: torch.Tensor, rank: int, world: int, *, written: bool) -> bool:
+    """Return whether ``pieces`` are all like ``tensor``, and can be sent, or received, where they lie.
+
+    Those that are ``written`` to must lie apart, from ``tensor`` too, which a peer may still read while another's
+    arrives; but this rank's own may be ``tensor`` itself. Where this is so, :func:`can_be_copied` is so too.
+    """
+    if type(pieces) is not list or tensor.numel() > LARGEST:
+        return False
+    if addresses_of(pieces, tensor, world, written=written) is None:
+        return False
+    if written:
+        place, nbytes = tensor.data_ptr(), tensor.nbytes
+        for peer, one in enumerate(pieces):
+            gap = one.data_ptr() - place
+            if -nbytes < gap < nbytes and (gap or peer != rank):
+                return False
+    return True
+
+
+def can_be_copied(pieces: Any, tensor: torch.Tensor, world: int) -> bool:
+    """Return whether ``pieces`` are as many tensors as there are ranks, with what ``tensor`` has, however they lie.
+
+    The answer is the same on all ranks that make the same call.
+    """
+    return (
+        type(pieces) is list
+        and len(pieces) == world
+        and 0 < tensor.numel() <= LARGEST
+        and all(
+            isinstance(one, torch.Tensor)
+            and one.layout is torch.strided
+            and not one.is_nested
+            and one.dtype is tensor.dtype
+            and one.device == tensor.device
+            and one.numel() == tensor.numel()
+            and one.shape == pieces[0].shape  # else c10d makes a call of each
+            for one in pieces
+        )
+    )
+
+
+def gather(backend: Any, pieces: list[torch.Tensor], tensor: torch.Tensor, *, direct: bool) -> None:
+    """Receive every rank's ``tensor`` in ``pieces``, in the order of the current stream.
+
+    ``direct``: they are :func:`alike`. Else they are copied to, which does what c10d's copies do with any tensor.
+    """
+    if direct:
+        _exchange(backend, pieces, [tensor] * len(pieces))
+        return
+    received = list(_staging((len(pieces), *tensor.shape), tensor).unbind())
+    _exchange(backend, received, [tensor] * len(pieces))
+    for one, sent in zip(pieces, received, strict=True):
+        one.copy_(sent.view(one.shape))
+
+
+def scatter(
+    backend: Any, pieces: list[torch.Tensor], output: torch.Tensor, rank: int, *, direct: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Receive what the others have for this rank, in the order of the current stream.
+
+    Returns this rank's own piece for itself, and those of the other ranks, in their order, in memory without gaps.
+    """
+    count, others = output.numel(), len(pieces) - 1
+    inputs = _as_they_lie(pieces, direct)
+    own = inputs[rank]
+    received = _staging((others * count,), output)
+    outputs = [received] if others == 1 else list(received.view(others, count).unbind())
+    outputs.insert(rank, own)  # to where it lies already, which NCCL leaves out
+    _exchange(backend, outputs, inputs)
+    return apart(own, output), received
+
+
+def readable(pieces: list[torch.Tensor], output: torch.Tensor, direct: bool) -> list[torch.Tensor]:
+    """Return ``pieces`` for a kernel that reads them while it writes ``output``."""
+    return [apart(one, output) for one in _as_they_lie(pieces, direct)]
+
+
+def apart(piece: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+    """Return ``piece``, or a copy of it if writing ``output``, element by element, would overwrite others of it."""
+    gap = piece.data_ptr() - output.data_ptr()
+    return piece.clone() if gap and -output.nbytes < gap < output.nbytes else piece
+
+
+def _as_they_lie(pieces: list[torch.Tensor], direct: bool) -> list[torch.Tensor]:
+    return pieces if direct else [one.detach().contiguous().resolve_neg() for one in pieces]
+
+
+def _exchange(backend: Any, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
+    """Send each of ``inputs`` to its rank, and receive ``outputs``."""
+    work = _launch(backend, outputs, inputs, _options)
+    if work is not None:
+        work.wait()
+
+
+def _staging(shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+    """Return memory for what is received: of the arena in use if that has room."""
+    index = like.get_device()
+    arena = IN_USE.get(index if index >= 0 else HOST)
+    slot = arena.if_room(shape, like.dtype) if arena is not None else None
+    return like.new_empty(shape) if slot is None else slot
