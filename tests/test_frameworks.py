@@ -131,6 +131,32 @@ def test_megatrons_buffers_come_from_the_runners_arena(runs):
     assert "of 16.00 MiB" in said
 
 
+WHO_ASKS = """
+import torch
+import safecomm
+from safecomm.arena.arena import OPEN
+
+torch.cuda.current_device = lambda: torch.device("cpu")
+safecomm.patch()
+from megatron.core.utils import GlobalMemoryBuffer
+
+memory = GlobalMemoryBuffer()
+for name in ("megatron.core.transformer.dot_product_attention", "megatron.core.tensor_parallel.layers"):
+    ask = "memory.get_tensor((64, 64), torch.float32, 'mpu')"
+    tensor = eval(ask, {"__name__": name, "memory": memory, "torch": torch})
+    print(name.rpartition(".")[2], [arena.owns(tensor) for arena in OPEN.values()])
+"""
+
+
+@needs_megatron
+def test_no_arena_is_made_for_what_attention_takes_of_megatrons_buffers():
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "SAFECOMM_ARENA": "1MiB"}
+    done = subprocess.run(
+        [sys.executable, "-c", WHO_ASKS], capture_output=True, text=True, env=environment, check=False
+    )
+    assert done.stdout.splitlines() == ["dot_product_attention []", "layers [True]"], done.stderr
+
+
 @needs_megatron
 @on(2)
 def test_megatrons_overlapped_send_that_is_freed_before_it_is_copied_s1():

@@ -2,7 +2,9 @@
 
 ``GlobalMemoryBuffer`` keeps one buffer for each name for the life of the program, as large as the largest request, and
 gives it out again without any ordering. Out of an arena each request has a slot of its own, for as long as somebody
-refers to it, and slots are shared by all names.
+refers to it, and slots are shared by all names. Attention takes the memory of its matrix product there too, under the
+name of the communication buffers; nothing communicates with that, so it stays Megatron's, and a program without other
+buffers makes no arena for it.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from safecomm.arena.use import empty, in_use, may_be_used
 from safecomm.streams import HOST
 
 MODULE = "megatron.core.utils"
+ATTENTION = "megatron.core.transformer.dot_product_attention"
 
 
 class Buffers:
@@ -46,7 +49,13 @@ class Buffers:
         def get_tensor(
             self: Any, tensor_shape: Sequence[int], dtype: torch.dtype, name: str, *args: Any, **kwargs: Any
         ) -> torch.Tensor:
-            if may_be_used() and not args and not kwargs and 0 not in tensor_shape:
+            if (
+                may_be_used()
+                and not args
+                and not kwargs
+                and 0 not in tensor_shape
+                and sys._getframe(1).f_globals.get("__name__") != ATTENTION
+            ):
                 device = torch.device(torch.cuda.current_device())
                 if in_use(HOST if device.type == "cpu" else device.index) is not None:
                     return empty(*tensor_shape, dtype=dtype, device=device)
