@@ -257,9 +257,13 @@ class Engine:
         """Whether a call has given up."""
         return self._word.value != 0
 
-    def prepare(self, name: str, tensors: list[torch.Tensor]) -> None:
+    def prepare(self, name: str, tensors: list[Any]) -> None:
         """Compile what a call needs, and launch nothing."""
-        self._plan(name, tensors[0], tensors[-1], 0)
+        if name in LISTS:
+            output, sent = tensors
+            self._list_launcher(output.dtype, output.numel(), (output.data_ptr(), *[one.data_ptr() for one in sent]))
+        else:
+            self._plan(name, tensors[0], tensors[-1], 0)
 
     def _plan(self, name: str, out: torch.Tensor, data: torch.Tensor, number: int) -> Any:
         """Return how calls like this one are run: what launches them, unaligned and aligned, and on how many elements.

@@ -289,7 +289,7 @@ def _all_over(engine: Engine, patience: timedelta) -> bool:
     return True
 
 
-def _first_calls(engine: Engine) -> Iterator[tuple[str, list[torch.Tensor], torch.Tensor]]:
+def _first_calls(engine: Engine) -> Iterator[tuple[str, list[Any], torch.Tensor]]:
     """Yield a call for each kernel: its name, its tensors, and the result."""
     limits, world, rank = engine.limits, engine.group.size(), engine.group.rank()
     device = "cpu" if engine.index == HOST else f"cuda:{engine.index}"
@@ -305,6 +305,8 @@ def _first_calls(engine: Engine) -> Iterator[tuple[str, list[torch.Tensor], torc
             yield "all_reduce", [tensor, tensor], total
         elif collective == SCATTER:
             yield "reduce_scatter_tensor", [torch.empty_like(part), (part + rank).repeat(world)], total
+            if count:
+                yield "reduce_scatter", [torch.empty_like(part), [part + rank] * world], total
         else:
             gathered = torch.cat([part + peer for peer in range(world)])
             yield "all_gather_into_tensor", [torch.empty_like(gathered), part + rank], gathered
