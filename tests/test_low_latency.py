@@ -28,9 +28,11 @@ import torch.distributed as stock
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import launch, on, signal_to_peers, wait_for_signal
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from watching import Log, Sees
 
 import safecomm
+from safecomm import captures
 from safecomm.collectives import call
 from safecomm.collectives.call import ENGINES
 from safecomm.ledger import LEDGER
@@ -424,6 +426,56 @@ def test_lists_that_ranks_do_not_exchange_are_c10d_s_s8():
             assert errors[0] == errors[1]
         assert ours.calls == 0
         assert safecomm.pending() == []
+
+
+@on(2, interpreted=True)
+def test_tensors_of_any_kind_may_be_in_a_list_s8():
+    rank, world = stock.get_rank(), stock.get_world_size()
+
+    class Listed(list):
+        pass
+
+    with switched_on() as ours:
+        for shape in ((5,), (), (3, 2, 700), (2, 3, 3000)):  # the last is sent by the backend
+            kinds = [
+                lambda one: AsyncCollectiveTensor(one),
+                lambda one: torch.nn.Parameter(one),
+                lambda one: one.clone().requires_grad_() * 1,
+                lambda one: one[..., None].expand(*one.shape, 2)[..., 1] if one.dim() else one,
+            ]
+            sent = [torch.full(shape, 1.0 + rank + 10 * to) for to in range(world)]
+            for kind in kinds:
+                output = torch.empty(shape)
+                safecomm.reduce_scatter(output, Listed(map(kind, sent)))
+                assert (output == 3 + 20 * rank).all(), (shape, kind)
+            out = [torch.zeros(shape), torch.zeros(shape)]
+            versions = [one._version for one in out]
+            safecomm.all_gather(Listed(out), sent[0])
+            assert [one.unique().item() for one in out] == [1, 2]
+            assert all(one._version > before for one, before in zip(out, versions, strict=True))
+        assert ours.calls == 20
+        errors = []
+        for library in (stock, safecomm):
+            with pytest.raises(RuntimeError) as error:
+                library.all_gather([torch.zeros(5, requires_grad=True) for _ in range(2)], torch.zeros(5))
+            errors.append(str(error.value))
+        assert errors[0] == errors[1]
+        assert safecomm.pending() == []
+
+
+@on(2, interpreted=True)
+def test_an_engine_of_a_group_of_its_own_is_the_only_one_where_it_is_on_everywhere_s7():
+    ENGINES[None] = low_latency._Everywhere(None)
+    before = list(captures.BEFORE)
+    try:
+        with safecomm.patched():  # the calls that switching on makes come back to us
+            for _ in range(2):
+                with switched_on():
+                    assert len(captures.BEFORE) == len(before) + 1
+                assert before == captures.BEFORE
+                assert set(ENGINES) == {None}
+    finally:
+        ENGINES.clear()
 
 
 @on(2, interpreted=True)

@@ -160,9 +160,10 @@ def by_engine(name: str, group: Any, given: list[Any], op: Any) -> bool | None:
     if engine.run(group, name, given, op, False) is NOT_TAKEN:
         return False
     if name in LISTS:
-        tensors = [*given[0], given[1]] if type(given[0]) is list else [given[0], *given[1]]
-        if not all_at_home(tensors):
-            LEDGER.trail(name, group, tensors[0].get_device(), storages_of(tensors), caller())
+        tensors = [*given[0], given[1]] if isinstance(given[0], list) else [given[0], *given[1]]
+        index = tensors[0].get_device()
+        if index >= 0 and not all_at_home(tensors):
+            LEDGER.trail(name, group, index, storages_of(tensors), caller())
         return True
     index = given[0].get_device()
     if index >= 0 and _home(given[0].data_ptr(), given[-1].data_ptr()) != _current(index):

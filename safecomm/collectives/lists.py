@@ -346,6 +346,7 @@ def all_gather(tensor_list: Any, tensor: Any, group: Any = None, async_op: bool 
     if _compiling():
         return _c10d_all_gather(tensor_list, tensor, group, async_op)
     to = group or default_group()
+    forward = _forward_all_gather
     if ENGINES and (to in ENGINES or None in ENGINES):
         if _busy:
             LEDGER.sweep()
@@ -353,10 +354,11 @@ def all_gather(tensor_list: Any, tensor: Any, group: Any = None, async_op: bool 
         if taken:
             _count_all_gather()
             return None
-        forward = _forward_all_gather if taken is None else _after_engine_all_gather
-        return forward(tensor_list, tensor, group=group, async_op=async_op)
+        if taken is None:
+            return _forward_all_gather(tensor_list, tensor, group=group, async_op=async_op)
+        forward = _after_engine_all_gather
     if not may_be_used() or (lane := _found(tensor_list, tensor, to, async_op)) is None:
-        return _forward_all_gather(tensor_list, tensor, group=group, async_op=async_op)
+        return forward(tensor_list, tensor, group=group, async_op=async_op)
     options = _gather_options[bool(async_op)]
     whole = whole_of(tensor_list, tensor, lane.backend)
     if whole is None:
@@ -364,12 +366,12 @@ def all_gather(tensor_list: Any, tensor: Any, group: Any = None, async_op: bool 
             "all_gather", _gather, options, lane, to, tensor_list, tensor, _count_all_gather, written=True
         ):
             return None
-        return _forward_all_gather(tensor_list, tensor, group=group, async_op=async_op)
+        return forward(tensor_list, tensor, group=group, async_op=async_op)
     # c10d's copies would say so to autograd, and raise for tensors of inference mode outside of it.
     if not whole.is_inference():
         _torch.increment_versions(tensor_list)
     elif not _inference():
-        return _forward_all_gather(tensor_list, tensor, group=group, async_op=async_op)
+        return forward(tensor_list, tensor, group=group, async_op=async_op)
     _count_all_gather()
     arguments = [*tensor_list, tensor] if _recording else tensor_list
     return _run("all_gather", _launch_all_gather, options, lane, to, whole, tensor, arguments, async_op)
@@ -381,6 +383,7 @@ def reduce_scatter(
     if _compiling():
         return _c10d_reduce_scatter(output, input_list, op, group, async_op)
     to = group or default_group()
+    forward = _forward_reduce_scatter
     if ENGINES and (to in ENGINES or None in ENGINES):
         if _busy:
             LEDGER.sweep()
@@ -388,21 +391,22 @@ def reduce_scatter(
         if taken:
             _count_reduce_scatter()
             return None
-        forward = _forward_reduce_scatter if taken is None else _after_engine_reduce_scatter
-        return forward(output, input_list, op=op, group=group, async_op=async_op)
+        if taken is None:
+            return _forward_reduce_scatter(output, input_list, op=op, group=group, async_op=async_op)
+        forward = _after_engine_reduce_scatter
     if (
         not may_be_used()
         or (options := _scatter_options[bool(async_op)].get(id(op))) is None
         or (lane := _found(input_list, output, to, async_op)) is None
     ):
-        return _forward_reduce_scatter(output, input_list, op=op, group=group, async_op=async_op)
+        return forward(output, input_list, op=op, group=group, async_op=async_op)
     whole = whole_of(input_list, output, lane.backend)
     if whole is None:
         if not async_op and _staged(
             "reduce_scatter", _scatter, options, lane, to, input_list, output, _count_reduce_scatter, written=False
         ):
             return None
-        return _forward_reduce_scatter(output, input_list, op=op, group=group, async_op=async_op)
+        return forward(output, input_list, op=op, group=group, async_op=async_op)
     _count_reduce_scatter()
     arguments = [output, *input_list] if _recording else input_list
     return _run("reduce_scatter", _launch_reduce_scatter, options, lane, to, output, whole, arguments, async_op)

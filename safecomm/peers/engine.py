@@ -15,7 +15,7 @@ import torch
 import torch.distributed.distributed_c10d as c10d
 
 from safecomm import _torch, captures
-from safecomm.collectives.call import COLLECTIVE_OF, GATHER, LISTS, NOT_TAKEN, OPS, PLAIN, REDUCE, SCATTER
+from safecomm.collectives.call import COLLECTIVE_OF, GATHER, LISTS, NOT_TAKEN, OPS, PLAIN, REDUCE, SCATTER, storages_of
 from safecomm.collectives.lists import STAGED
 from safecomm.errors import LowLatencyError, PeerTimeoutError
 from safecomm.ledger import LEDGER
@@ -95,6 +95,7 @@ class Engine:
         self.order = Order(LEDGER.streams, index)
         self._backend = _torch.backend_of(group, device.type)
         self._unused = (0,) * (MOST - self._world)
+        self._exchanged: set[int] = set()  # the streams of sends and receives
         self._side: Any = None  # for asynchronous calls of list forms
         self._call = 0
         self._recent: list[_Site | None] = [None] * REMEMBERED
@@ -201,22 +202,41 @@ class Engine:
             self._launch(name, launcher, addresses + self._unused, tensor.numel(), number, stream, capture)
             return LaunchedKernel(self, given[:1]) if asynchronous else None
         self.taken += 1
-        with self._beside() if asynchronous and index != HOST else _HERE:
-            if scatter:
-                own, others = pieces.scatter(self._backend, whole, tensor, self._rank, direct=direct)
-                self._combine(tensor, own, others, number)
-            else:
-                pieces.gather(self._backend, whole, tensor, direct=direct)
-            return LaunchedKernel(self, given[:1] if scatter else whole) if asynchronous else None
+        try:
+            with self._beside() if asynchronous and index != HOST else _HERE:
+                return self._exchange(whole, tensor, number, scatter, direct, asynchronous)
+        except BaseException:  # by a copy to a tensor that can't be written to; what was launched goes on
+            if index != HOST:
+                frame = outside(("safecomm.collectives.", "safecomm.peers."))
+                LEDGER.trail(name, group, index, storages_of([tensor, *whole]), frame)
+            raise
+
+    def _exchange(
+        self, whole: list[Any], tensor: torch.Tensor, number: int, scatter: bool, direct: bool, asynchronous: bool
+    ) -> Any:
+        """Run a list form by the backend's sends and receives, on the current stream."""
+        if scatter:
+            own, others = pieces.scatter(self._backend, whole, tensor, self._rank, direct=direct)
+            self._combine(tensor, own, others, number)
+        else:
+            pieces.gather(self._backend, whole, tensor, direct=direct)
+        if self.index != HOST:
+            self._exchanged.add(LEDGER.current(self.index))
+        return LaunchedKernel(self, [tensor] if scatter else whole) if asynchronous else None
 
     @contextlib.contextmanager
     def _beside(self) -> Iterator[None]:
         """Make a stream of the engine's own the current one, after what is on the current stream now."""
         if self._side is None:
             self._side = torch.cuda.Stream(self.index)  # type: ignore[no-untyped-call]
-        self._side.wait_stream(torch.cuda.current_stream(self.index))
-        with torch.cuda.stream(self._side):
-            yield
+        current = torch.cuda.current_stream(self.index)
+        self._side.wait_stream(current)
+        try:
+            with torch.cuda.stream(self._side):
+                yield
+        except BaseException:
+            current.wait_stream(self._side)  # nobody gets a handle to wait for
+            raise
 
     def _combine(self, out: torch.Tensor, own: torch.Tensor, others: torch.Tensor, number: int) -> None:
         """Reduce ``own``, and what each of the other ranks has sent, into ``out``, on the current stream.
@@ -225,9 +245,10 @@ class Engine:
         """
         count, dtype = out.numel(), out.dtype
         addresses = out.data_ptr(), own.data_ptr(), others.data_ptr()
-        grid = min(SWEEP, -(-count * dtype.itemsize // SLOT))
-        launcher = self._list_launcher(dtype, count, addresses, grid)
-        launcher(LEDGER.current(self.index) if self.index != HOST else 0, *addresses, count, number)
+        blocks = -(-count * dtype.itemsize // SLOT)
+        launcher = self._list_launcher(dtype, count, addresses, min(SWEEP, 1 << (blocks - 1).bit_length()))
+        with self._lock:  # a launcher has its arguments in one place
+            launcher(LEDGER.current(self.index) if self.index != HOST else 0, *addresses, count, number)
 
     def _list_launcher(
         self, dtype: torch.dtype, count: int, addresses: tuple[int, ...], grid: int = 0
@@ -261,7 +282,9 @@ class Engine:
         """Compile what a call needs, and launch nothing."""
         if name in LISTS:
             output, sent = tensors
-            self._list_launcher(output.dtype, output.numel(), (output.data_ptr(), *[one.data_ptr() for one in sent]))
+            addresses = (output.data_ptr(), *[one.data_ptr() for one in sent])
+            for grid in (0, 1):
+                self._list_launcher(output.dtype, output.numel(), addresses, grid)
         else:
             self._plan(name, tensors[0], tensors[-1], 0)
 
@@ -363,13 +386,16 @@ class Engine:
         """Wait until the last call is over; return whether it is after ``patience``."""
         if self.index == HOST or not patience:
             return self.index == HOST
-        event = self.order.mark()
+        streams = LEDGER.streams
+        events = [self.order.mark(), *[streams.mark(self.index, stream) for stream in self._exchanged]]
         deadline = time.monotonic() + patience.total_seconds()
-        with LEDGER.streams.lenient():
-            while event is not None and not LEDGER.streams.reached(event):
+        with streams.lenient():
+            while any(event is not None and not streams.reached(event) for event in events):
                 if time.monotonic() > deadline:
                     return False
                 time.sleep(1e-3)
+        for event in events[1:]:
+            streams.recycle(self.index, event)
         return True
 
     def compare(self, what: str) -> None:

@@ -124,7 +124,14 @@ class low_latency:  # noqa: N801
             captures.refuse_live(group)
             before.leave(PATIENCE)()
         self._group = group
-        self._engine, self.reason = _make(group, self._limits, self._timeout, self._check)
+        ENGINES[group] = _Stays()  # for the calls that switching on makes
+        try:
+            self._engine, self.reason = _make(group, self._limits, self._timeout, self._check)
+        finally:
+            if self._engine is None:
+                ENGINES.pop(group, None)
+                if isinstance(before, _Stays):
+                    ENGINES[group] = before
         if self._engine is None:
             log.warning("low_latency(): group %r stays as it is: %s", _torch.group_name(group), self.reason)
             return self
@@ -252,6 +259,8 @@ def _why_not(group: Any, backend: str, limits: LowLatencyLimits | None) -> str:
         return f"it has {group.size()} ranks, for which there are no limits"
     if backend == "nccl" and os.environ.get("TRITON_INTERPRET", "0") != "0":
         return "TRITON_INTERPRET is set, so kernels would not run on the GPU"
+    if _torch.backend_of(group, "cuda" if backend == "nccl" else "cpu") is None:
+        return f"torch {torch.__version__} does not give out the backend of a group"
     if _torch.store_of(group, "") is None:
         return f"torch {torch.__version__} does not give out the store of a group"
     return lacking() if backend == "nccl" else ""
@@ -340,7 +349,7 @@ class _Everywhere:
         """As :meth:`Engine.run`; it switches low_latency() on for ``group`` first, which all its ranks do here."""
         if not isinstance(group, c10d.ProcessGroup) or captures.capturing():
             return NOT_TAKEN
-        ENGINES[group] = _Stays()  # also for the calls that switching on makes
+        ENGINES[group] = _Stays()
         if _torch.backend_name(group, "cuda") in STAGINGS and group.size() > 1:
             low_latency(group, limits=self._limits).enable()
             if isinstance(ENGINES[group], Engine):

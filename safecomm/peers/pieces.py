@@ -19,7 +19,7 @@ import torch.distributed.distributed_c10d as c10d
 
 from safecomm import _torch
 from safecomm.arena.use import IN_USE
-from safecomm.collectives.call import direct_options
+from safecomm.collectives.call import PLAIN, direct_options
 from safecomm.collectives.lists import addresses_of
 from safecomm.streams import HOST
 
@@ -36,7 +36,7 @@ def alike(pieces: Any, tensor: torch.Tensor, rank: int, world: int, *, written: 
     Those that are ``written`` to must lie apart, from ``tensor`` too, which a peer may still read while another's
     arrives; but this rank's own may be ``tensor`` itself. Where this is so, :func:`can_be_copied` is so too.
     """
-    if type(pieces) is not list or tensor.numel() > LARGEST:
+    if not isinstance(pieces, list) or tensor.numel() > LARGEST:
         return False
     if addresses_of(pieces, tensor, world, written=written) is None:
         return False
@@ -55,7 +55,7 @@ def can_be_copied(pieces: Any, tensor: torch.Tensor, world: int) -> bool:
     The answer is the same on all ranks that make the same call.
     """
     return (
-        type(pieces) is list
+        isinstance(pieces, list)
         and len(pieces) == world
         and 0 < tensor.numel() <= LARGEST
         and all(
@@ -78,6 +78,8 @@ def gather(backend: Any, pieces: list[torch.Tensor], tensor: torch.Tensor, *, di
     """
     if direct:
         _exchange(backend, pieces, [tensor] * len(pieces))
+        # As c10d's copies do, which tell autograd so.
+        _torch.increment_versions([one for one in pieces if not one.is_inference()])
         return
     received = list(_staging((len(pieces), *tensor.shape), tensor).unbind())
     _exchange(backend, received, [tensor] * len(pieces))
@@ -92,11 +94,10 @@ def scatter(
 
     Returns this rank's own piece for itself, and those of the other ranks, in their order, in memory without gaps.
     """
-    count, others = output.numel(), len(pieces) - 1
-    inputs = _as_they_lie(pieces, direct)
-    own = inputs[rank]
-    received = _staging((others * count,), output)
-    outputs = [received] if others == 1 else list(received.view(others, count).unbind())
+    inputs = _as_they_lie(pieces, output, direct)
+    own, others = inputs[rank], len(pieces) - 1
+    received = _staging(output.shape if others == 1 else (others, *output.shape), output)
+    outputs = [received] if others == 1 else list(received.unbind())
     outputs.insert(rank, own)  # to where it lies already, which NCCL leaves out
     _exchange(backend, outputs, inputs)
     return apart(own, output), received
@@ -104,7 +105,7 @@ def scatter(
 
 def readable(pieces: list[torch.Tensor], output: torch.Tensor, direct: bool) -> list[torch.Tensor]:
     """Return ``pieces`` for a kernel that reads them while it writes ``output``."""
-    return [apart(one, output) for one in _as_they_lie(pieces, direct)]
+    return [apart(one, output) for one in _as_they_lie(pieces, output, direct)]
 
 
 def apart(piece: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
@@ -113,8 +114,16 @@ def apart(piece: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
     return piece.clone() if gap and -output.nbytes < gap < output.nbytes else piece
 
 
-def _as_they_lie(pieces: list[torch.Tensor], direct: bool) -> list[torch.Tensor]:
-    return pieces if direct else [one.detach().contiguous().resolve_neg() for one in pieces]
+def _as_they_lie(pieces: list[torch.Tensor], like: torch.Tensor, direct: bool) -> list[torch.Tensor]:
+    """Return ``pieces``, with copies of those that have no memory of their own, or not in the order of the elements."""
+    if direct:
+        return pieces
+    return [
+        one.detach().view(like.shape)
+        if type(one) in PLAIN and _torch.has_plain_keys(one) and one.is_contiguous()
+        else like.new_empty(one.shape).copy_(one.detach()).view(like.shape)
+        for one in pieces
+    ]
 
 
 def _exchange(backend: Any, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:

@@ -328,6 +328,19 @@ def low_latency_lists():
         torch.cuda.synchronize()
         require(wrong.item() == 0, wrong.item(), "eager")
 
+        out = [torch.zeros(3, 5, device="cuda") for _ in range(world)]
+        versions = [one._version for one in out]
+        safecomm.all_gather(out, torch.ones(3, 5, device="cuda"))
+        require(all(one._version > before for one, before in zip(out, versions, strict=True)), versions)
+        for asynchronous in (False, True):  # what raises in the copies, after the launch, leaves nothing behind
+            leaves = [torch.zeros(1000, device="cuda", requires_grad=True) for _ in range(world)]
+            try:
+                safecomm.all_gather(leaves, torch.ones(1000, device="cuda"), async_op=asynchronous)
+                require(False, "no error")
+            except RuntimeError as error:
+                require("leaf" in str(error), error)
+        require(not safecomm.pending(), safecomm.pending())
+
         part = torch.zeros(50_000, device="cuda")
         out = [torch.zeros_like(part) for _ in range(world)]
         total = torch.zeros_like(part)
