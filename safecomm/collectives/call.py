@@ -273,7 +273,7 @@ def host_alias(argument: Any) -> Any:
         return tuple(map(host_alias, argument))
     if type(argument) in PLAIN and argument.is_cpu and argument.layout is torch.strided:
         # In a transform of torch.func, an alias of it would be a wrapper, which has no memory.
-        return argument if _torch.transform_level() is not None else argument.detach()
+        return argument if _torch.transform_level() is not None else argument.data  # faster than detach()
     return argument
 
 

@@ -117,8 +117,7 @@ def _all_gather(output_tensor: Any, input_tensor: Any, group: Any = None, async_
             storages = (output_tensor.untyped_storage(), input_tensor.untyped_storage())
             inner = _launch(lane.backend, output_tensor, input_tensor, _async_options)
         else:  # see call.host_alias; what comes after the launch takes no time, because gloo runs in threads of its own
-            output_tensor, input_tensor = output_tensor.detach(), input_tensor.detach()
-            inner = _launch(lane.backend, output_tensor, input_tensor, _async_options)
+            inner = _launch(lane.backend, output_tensor.data, input_tensor.data, _async_options)
             storages = (output_tensor.untyped_storage(), input_tensor.untyped_storage())
         frame = _caller(_getframe(1)) if _RENAMED else _getframe(1)
         return inner and lane.hold(Work(), _NAME, inner, storages, home, frame)

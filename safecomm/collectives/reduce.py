@@ -28,7 +28,7 @@ from safecomm.collectives.call import (
 )
 from safecomm.ledger import LEDGER
 from safecomm.streams import HOST
-from safecomm.work import Work
+from safecomm.work import Work, handle
 
 # Bound once: each of these is read on every call.
 _compiling = torch.compiler.is_dynamo_compiling
@@ -104,7 +104,7 @@ def all_reduce(tensor: Any, op: Any = c10d.ReduceOp.SUM, group: Any = None, asyn
     _count_all_reduce()
     if async_op:
         storages = (tensor.untyped_storage(),)
-        inner = _launch_all_reduce(lane.backend, [tensor if lane.streamed else tensor.detach()], options)
+        inner = _launch_all_reduce(lane.backend, [tensor if lane.streamed else tensor.data], options)
         return inner and lane.hold(Work(), "all_reduce", inner, storages, home, _getframe(1))
     inner = _launch_all_reduce(lane.backend, [tensor], options)
     if inner is not None:  # None where the backend ran it on the current stream (NCCL since torch 2.8)
@@ -163,7 +163,7 @@ def _reduce_scatter(
             and (lane.like_two(output, input) or plain(lane, output, input))
             and not _modes()
             and not _profiler._is_profiler_enabled
-            and not (async_op and (_inflight() or not lane.streamed))  # gloo's can't be polled
+            and not (async_op and _inflight())
         )
     except (AttributeError, RuntimeError, TypeError):  # not a tensor, or one with attributes of its own
         ordinary = False
@@ -180,9 +180,14 @@ def _reduce_scatter(
     _count_reduce_scatter()
     if async_op:
         storages = (output.untyped_storage(), input.untyped_storage())
-        inner = _launch_reduce_scatter(lane.backend, output, input, options)
+        if lane.streamed:
+            inner = _launch_reduce_scatter(lane.backend, output, input, options)
+            frame = _caller(_getframe(1)) if _RENAMED else _getframe(1)
+            return inner and lane.hold(Work(), _NAME, inner, storages, home, frame)
+        # gloo's; see call.host_alias. It can't be polled, as point-to-point calls can't.
+        inner = _launch_reduce_scatter(lane.backend, output.data, input.data, options)
         frame = _caller(_getframe(1)) if _RENAMED else _getframe(1)
-        return inner and lane.hold(Work(), _NAME, inner, storages, home, frame)
+        return inner and LEDGER.hold(handle(once=True), _NAME, inner, to, index, storages, frame, p2p=True)
     inner = _launch_reduce_scatter(lane.backend, output, input, options)
     if inner is not None:
         inner.wait()
