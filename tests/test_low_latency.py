@@ -36,7 +36,7 @@ from safecomm import captures
 from safecomm.collectives import call
 from safecomm.collectives.call import ENGINES
 from safecomm.ledger import LEDGER
-from safecomm.peers import choice, low_latency, tuning
+from safecomm.peers import choice, low_latency, pieces, tuning
 from safecomm.peers.choice import LowLatencyLimits
 from safecomm.peers.staging import SLOT, Layout
 
@@ -364,6 +364,19 @@ def test_a_list_may_overlap_itself_and_the_input_s8():
         safecomm.all_gather(out, out[1 - rank])
         assert [one.tolist() for one in out] == [[1.0] * 4, [0.0] * 4]
         assert ours.calls == 3
+
+
+def test_tensors_that_a_peer_may_still_read_are_not_received_into_s1():
+    """gloo sends all before it receives any, so that only the decision shows it here."""
+    out = [torch.zeros(4) for _ in range(3)]
+    assert pieces.alike(out, torch.zeros(4), 0, 3, written=True)
+    assert pieces.alike(out, out[0], 0, 3, written=True)  # in place
+    assert not pieces.alike(out, out[1], 0, 3, written=True)
+    memory = torch.zeros(16)
+    apart = [memory[:4], memory[8:12]]
+    assert pieces.alike(apart, memory[4:8], 0, 2, written=True)
+    assert not pieces.alike(apart, memory[2:6], 0, 2, written=True)
+    assert pieces.alike(apart, memory[2:6], 0, 2, written=False)
 
 
 @on(2, 3, interpreted=True)
