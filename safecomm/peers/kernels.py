@@ -420,7 +420,7 @@ def launcher(kernel: Any, constants: dict[str, Any], grid: int, warps: int) -> C
         if launch is not None:
             launch.compiled = compiled  # type: ignore[attr-defined]  # Triton 3.9 unloads a kernel that it forgets
             return launch
-    values = tuple(constants.values())
+    values = tuple(constants[name] for name in parameters if name in constants)  # in the kernel's order
 
     def launch_by_triton(stream: int, *arguments: int) -> None:
         run(*arguments, *values, stream=stream)
