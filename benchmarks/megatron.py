@@ -2,13 +2,16 @@
 
 Each way of training runs unpatched, patched early, patched late, by the runner, and by the runner with
 ``--avoid-record-streams``, also with ``--arena``, side by side: losses, weights and each process's memory are compared.
-Then the time of a step is measured alone, patched and unpatched in turns in one process. Needs megatron-core.
+Then the time of a step is measured alone, patched and unpatched in turns, in several processes one after the other:
+with the microbatches of the memory's runs, where the host is what takes the time, and with such that the device is.
+Needs megatron-core.
 """
 
 import argparse
 import datetime
 import json
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -21,6 +24,7 @@ WAYS = {
     "TP": [],
     "TP, SP, DDP, overlapped": ["--sp", "--ddp", "--overlap", "--dist-opt"],
     "MoE, EP": ["--moe", "4", "--tp", "1", "--ep", "2"],
+    "MoE, EP, combined 1F1B": ["--moe", "4", "--tp", "1", "--ep", "2", "--combined", "--micro", "8"],
     "PP": ["--tp", "1", "--pp", "2"],
 }
 HOW = {
@@ -30,6 +34,10 @@ HOW = {
     "runner": (["-m", "safecomm", "run"], []),
     "runner, avoid": (["-m", "safecomm", "run", "--avoid-record-streams"], []),
     "runner, arena, avoid": (["-m", "safecomm", "run", "--arena", "64MiB", "--avoid-record-streams"], []),
+}
+TIMED = {  # what is added to the options, and processes
+    "microbatches of 2": (["--mbs", "2"], 3),
+    "microbatches of 64": (["--mbs", "64"], 1),  # the device takes the time, and that differs little
 }
 SIZE = ["--dtype", "bf16", "--hidden", "1024", "--layers", "4", "--seq", "512", "--steps", "6"]
 
@@ -74,7 +82,8 @@ def main():
         "--how", nargs="*", default=list(HOW), choices=list(HOW), help="patched how; always unpatched too"
     )
     parser.add_argument("--times", nargs="*", default=list(WAYS), choices=list(WAYS), help="of which to time the steps")
-    parser.add_argument("--turns", type=int, default=40, help="turns in which the steps are timed")
+    parser.add_argument("--microbatches", nargs="*", default=list(TIMED), choices=list(TIMED), help="with which")
+    parser.add_argument("--seconds", type=int, default=12, help="time of a process in which they are timed")
     parser.add_argument("--graph", choices=("both", "ours", "none"), default="both", help="full-iteration CUDA graphs")
     arguments = parser.parse_args()
     results = {"command": "python benchmarks/megatron.py", "date": datetime.date.today().isoformat(), "ways": {}}
@@ -116,11 +125,17 @@ def main():
         print(way, shown, {how: row.get("peak_reserved_kib ratio") for how, row in rows.items()}, flush=True)
         save()
     for way in arguments.times:
-        found, _ = run(arguments.world, [], [*SIZE, *WAYS[way], "--compare", str(arguments.turns)])
-        times = results.setdefault("step time", {})
-        times[way] = found.get("compare") or found
-        print("step time", way, times[way], flush=True)
-        save()
+        for size in arguments.microbatches:
+            microbatches, processes = TIMED[size]
+            options = [*SIZE, *WAYS[way], *microbatches, "--compare", str(arguments.seconds)]
+            found = [run(arguments.world, [], options)[0] for _ in range(processes)]
+            times = [one["compare"] for one in found if one.get("compare")]
+            row = {"processes": times or found}
+            for key in ("ratio", "control", "step_ms") if times else ():
+                row[key] = round(statistics.median(one[key] for one in times), 4)
+            results.setdefault("step time", {}).setdefault(way, {})[size] = row
+            print("step time", way, size, row, flush=True)
+            save()
     graph = ["--graph", "--steps", "6", "--dtype", "bf16"]
     if arguments.graph == "both":
         found, _ = run(arguments.world, [], graph, limit=45)

@@ -208,15 +208,17 @@ def megatron(results):
         plain = [row for how, row in hows.items() if "arena" not in how]
         allocated = max(row.get("peak_alloc_kib ratio", 0) for row in plain)
         reserved = max(row.get("peak_reserved_kib ratio", 0) for row in plain)
-        time = results.get("step time", {}).get(way, {})
+        beyond = [hows[how]["reserved minus allocated KiB"] / 1024 for how in ("stock", "runner, arena, avoid")]
+        times = [f"{timed['ratio']} ({timed['control']})" for timed in results["step time"].get(way, {}).values()]
+        times += ["-"] * (2 - len(times))
         rows.append(
             (
                 way,
                 "equal" if same else "DIFFERENT",
                 allocated,
                 reserved,
-                time.get("ratio", "-"),
-                time.get("control", "-"),
+                " / ".join(f"{one:.1f}" for one in beyond),
+                *times,
             )
         )
     graph = results["graph"]["runner, avoid"]["ended"]
@@ -225,8 +227,9 @@ def megatron(results):
         "losses, weights",
         "peak allocated",
         "reserved",
-        "step",
-        "unpatched to itself",
+        "reserved beyond it, MiB, unpatched / with both options",
+        "step, microbatches of 2 (unpatched to itself)",
+        "of 64",
     )
     return (
         table(head, rows)

@@ -43,6 +43,9 @@ IllegalWork: type = c10d._IllegalWork
 CollOp: Any = c10d._CollOp
 """A call that a coalescing region has collected, and launches at its end."""
 
+CoalescingManager: Any = c10d._CoalescingManager
+"""What a coalescing region yields: the list of its works."""
+
 FakeWork: type | None = getattr(torch._C._distributed_c10d, "FakeWork", None)
 """What the fake backend and meta tensors are answered with: it stands for no work, and is never complete."""
 

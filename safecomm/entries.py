@@ -237,8 +237,8 @@ class Lane:
     """Entries of one origin, in the order in which they were made: the works of a group, or the trails of a stream."""
 
     __slots__ = (
-        "blind", "budget", "busy", "capture", "entries", "group", "index", "key", "ordered", "records", "stream",
-        "table",
+        "blind", "budget", "busy", "capture", "entries", "group", "index", "key", "ordered", "passing", "patient",
+        "records", "round", "stream", "table",
     )  # fmt: skip
 
     def __init__(
@@ -263,7 +263,11 @@ class Lane:
         self.group: weakref.ref[Any] | None = None
         self.ordered = True  # entries end in the order in which they were made
         self.blind = False  # the backend does not tell when a work is over
+        self.patient = False  # entries are works that can be asked later: somebody is going to wait for them
         self.records = False  # entries are records
+        # Records that nobody else uses any more, in the order of their events.
+        self.passing: OrderedDict[Entry, None] = OrderedDict()
+        self.round: list[Entry] = []  # the rest of those that next() gives
         # Not a plain dict: finding its first entry takes longer with every entry deleted before it.
         self.entries: OrderedDict[Entry, None] = OrderedDict()
 
@@ -275,16 +279,23 @@ class Lane:
             except RuntimeError:
                 continue
 
-    def ends(self, count: int) -> tuple[Entry, ...]:
-        """Return the ``count`` oldest and the ``count`` newest entries, each once, also while others change them."""
-        if len(self.entries) <= 2 * count:
-            return self.oldest(2 * count)
+    def newest(self, count: int) -> tuple[Entry, ...]:
+        """Return the ``count`` newest entries, the last first, as :meth:`oldest` does."""
         while True:
             try:
-                newest = itertools.islice(reversed(self.entries), count)
-                return (*itertools.islice(self.entries, count), *newest)
+                return tuple(itertools.islice(reversed(self.entries), count))
             except RuntimeError:
                 continue
+
+    def next(self) -> Entry | None:
+        """Return one entry, call after call all that there are; it may have been taken out since."""
+        while self.entries:
+            try:
+                return self.round.pop()
+            except IndexError:
+                self.round = list(self.entries)
+        self.round = []
+        return None
 
     def first(self) -> Entry | None:
         """Return the oldest entry, also while other threads take entries out."""
@@ -313,9 +324,13 @@ class Lane:
                 self.table.pop(self.key, None)
 
     def nbytes(self) -> int:
-        """Return about how many bytes the entries hold: from the oldest ones, so that it takes constant time."""
-        sample = self.oldest(8)
-        return sum(entry.nbytes for entry in sample) * len(self.entries) // max(len(sample), 1)
+        """Return about how many bytes the entries hold: from the oldest ones, so that it takes constant time.
+
+        Of records, those that nobody else uses any more.
+        """
+        sample = tuple(itertools.islice(self.passing, 8)) if self.records else self.oldest(8)
+        count = len(self.passing if self.records else self.entries)
+        return sum(entry.nbytes for entry in sample) * count // max(len(sample), 1)
 
 
 KINDS = 16
@@ -325,7 +340,10 @@ KINDS = 16
 class WorkLane(Lane):
     """The works of a group on one device, in one capture or in none, and what its direct calls need to know."""
 
-    __slots__ = ("alone", "backend", "current", "ledger", "like_one", "like_two", "likes", "regions", "streamed")
+    __slots__ = (
+        "alone", "backend", "current", "ledger", "like_one", "like_two", "like_two_before", "likes", "regions",
+        "streamed", "world",
+    )  # fmt: skip
 
     def __init__(
         self, ledger: Rules, table: dict[Any, Any], key: Any, index: int, stream: int, capture: int, budget: int
@@ -335,12 +353,14 @@ class WorkLane(Lane):
         self.current = ledger.streams.current
         self.backend: Any = None  # of an ordinary lane: the C++ side of the group's backend, which direct calls go to
         self.regions: dict[Any, Any] = {}  # c10d's open coalescing regions, by group
+        self.world = 0  # ranks of the group
         self.alone = False  # a region of one call does what that call does
-        # Whether one tensor, or two, are like those of an earlier direct call; see look_alike().
+        # Whether one tensor, or two, are like those of an earlier direct call; see look_alike(). Of two there are two
+        # kinds at hand: sequence parallelism gathers one and scatters another in turns.
         self.like_one: Callable[..., bool] = _torch.unlike
         self.like_two: Callable[..., bool] = _torch.unlike
-        # By the number of tensors, and whether it is only for calls that record no gradient.
-        self.likes: dict[tuple[int, bool], list[Callable[..., bool]]] = {}
+        self.like_two_before: Callable[..., bool] = _torch.unlike
+        self.likes: dict[int, list[Callable[..., bool]]] = {}  # by the number of tensors
         self.streamed = False  # waiting for a work orders a stream; with other backends than NCCL it blocks the host
 
     def hold(
@@ -378,15 +398,10 @@ class WorkLane(Lane):
 
         The next call's are compared with these first.
         """
-        count = len(tensors)
-        for like in self.likes.get((count, False), ()):
+        for like in self.likes.get(len(tensors), ()):
             if like(*tensors):
-                self._compare_with(like, count)
+                self._compare_with(like, len(tensors))
                 return True
-        if not torch.is_grad_enabled():
-            for like in self.likes.get((count, True), ()):
-                if like(*tensors):
-                    return True
         return False
 
     def learn(self, tensors: tuple[torch.Tensor, ...]) -> None:
@@ -396,13 +411,19 @@ class WorkLane(Lane):
         dispatcher does more with them elsewhere.
         """
         like = _torch.look_alike(*tensors)
-        key = len(tensors), any(tensor.requires_grad for tensor in tensors)
-        self.likes[key] = [like, *self.likes.get(key, ())][:KINDS]
-        if not key[1]:
-            self._compare_with(like, len(tensors))
+        if any(tensor.requires_grad for tensor in tensors):
+            like = _where_no_gradient_is_recorded(like)
+        count = len(tensors)
+        self.likes[count] = [like, *self.likes.get(count, ())][:KINDS]
+        self._compare_with(like, count)
 
     def _compare_with(self, like: Callable[..., bool], count: int) -> None:
         if count == 1:
             self.like_one = like
         else:
-            self.like_two = like
+            self.like_two, self.like_two_before = like, self.like_two
+
+
+def _where_no_gradient_is_recorded(like: Callable[..., bool]) -> Callable[..., bool]:
+    recorded = torch.is_grad_enabled
+    return lambda *tensors: not recorded() and like(*tensors)

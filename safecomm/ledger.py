@@ -32,6 +32,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
+from itertools import islice
 from sys import getrefcount
 from typing import Any
 
@@ -55,6 +56,9 @@ UNORDERED = 8
 
 CROWD = 64
 """Works of a lane beyond which each call asks whether they are over, whoever has their handles."""
+
+NEWEST = 4
+"""Works of a lane of which one call sees whether their handles were dropped."""
 
 PATIENCE = 0.1
 """Seconds for which a work is not asked whether it is over while somebody has its handle, and so is about to wait.
@@ -159,10 +163,12 @@ class Ledger:
             # A gloo send or receive does not tell that it is over before somebody has waited for it (is_completed()
             # stays False, torch 2.13), and a second wait for it hangs. So it is never polled, and waited for once.
             lane.blind = backend == "gloo" and p2p
+            lane.patient = not capture and not lane.blind
             self._lanes[key] = lane
             known = backend in ("nccl", "gloo")  # the works of others may be something else: the fake one's never end
             if type(group) is ProcessGroup and known and not capture and not p2p:
                 lane.backend = _torch.backend_of(group, "cpu" if index == HOST else "cuda")
+                lane.world = group.size()
                 lane.alone = type(lane.backend) is _torch.NCCL and not _torch.regions_differ()
                 if lane.backend is not None:
                     with self._diverting_lock:
@@ -365,7 +371,7 @@ class Ledger:
         with self.streams.lenient():
             for lane in keys_of(self.busy):
                 if not isinstance(lane, WorkLane):
-                    self.trails.sweep(lane, capturing)
+                    self.trails.sweep(lane, capturing, thorough=thorough)
                 elif lane.capture:
                     self._sweep_captured(lane, capturing)
                 elif lane.blind:
@@ -377,16 +383,26 @@ class Ledger:
                         self._sweep_unordered(lane, len(lane.entries) if thorough else UNORDERED)
 
     def _awaited(self) -> bool:
-        """Return whether all that there is to look at are young works, for which somebody is going to wait."""
+        """Return whether all that there is to look at are young works, for which somebody is going to wait.
+
+        The oldest of each lane is looked at, and the :data:`NEWEST` ones: a handle that is dropped at once is theirs.
+        Every call comes here while anything is in flight, and most return.
+        """
         if self.quarantine or self.trails.orphans:
             return False
         young = _now() - self._patience
-        for lane in keys_of(self.busy):
-            if lane.capture or lane.blind or len(lane.entries) > CROWD or not isinstance(lane, WorkLane):
+        for lane in list(self.busy):
+            entries = lane.entries
+            if not lane.patient or len(entries) > CROWD:
                 return False
-            for entry in lane.ends(UNORDERED // 2):  # a handle that is dropped at once is one of the newest
-                if entry.since <= young or getrefcount(entry) <= _UNSHARED + 1:  # and one of the tuple
+            try:
+                if next(iter(entries)).since <= young:
                     return False
+                for entry in islice(reversed(entries), NEWEST):
+                    if getrefcount(entry) <= _UNSHARED:
+                        return False
+            except (RuntimeError, StopIteration):  # another thread took one out
+                return False
         return True
 
     def _capturing(self) -> int:

@@ -24,12 +24,15 @@ from safecomm import _torch, captures
 from safecomm.errors import RecordStreamError
 from safecomm.ledger import LEDGER, Ledger
 from safecomm.sites import outside, place
-from safecomm.streams import HOST, stream_object
+from safecomm.streams import HOST, capture_of, stream_object
 
 log = logging.getLogger("safecomm")
 
 MODES = ("convert", "raise", "warn", "count")
 RELEASES = ("auto", "order", "defer")
+
+EVERY = 4
+"""Of so many calls of ``record_stream`` one sweeps the ledger, and in a capture each."""
 
 
 class avoid_record_streams(contextlib.ContextDecorator):  # noqa: N801
@@ -151,6 +154,7 @@ class _Interception:
         self.ledger = ledger
         self._raw_stream = raw_stream
         self._raw_streams: dict[tuple[int, int], int] = {}
+        self._calls = 0
         self._attributes: list[tuple[type, str, Any, Any]] = []
         self._record_stream = _torch.Override("aten::record_stream", key, self.record_stream)
         self._resize = _torch.Override("aten::resize_", key, self.resize, needs_original=True)
@@ -219,18 +223,20 @@ class _Interception:
     def _hold(
         self, tensor: torch.Tensor, stream: torch.Stream, frame: types.FrameType, release: str, original: Any
     ) -> None:
-        if self.ledger.busy:
+        raw = self._raw(stream)
+        self._calls += 1
+        if self.ledger.busy and (self._calls % EVERY == 0 or capture_of(self.ledger.streams, raw)):
             self.ledger.sweep()
         index = stream.device_index
         storage = tensor.untyped_storage()
         # A stream of another device can't be ordered by torch's means; that is rare, and the allocator's matter.
         near = tensor.get_device() in (index, HOST)
-        if near and self.ledger.trails.record(storage, index, self._raw(stream), frame, release):
+        if near and self.ledger.trails.record(storage, index, raw, frame, release):
             return
         if original is not None:
             original(tensor, stream)
         else:
-            self.ledger.trails.record(storage, index, self._raw(stream), frame, homeless=True)
+            self.ledger.trails.record(storage, index, raw, frame, homeless=True)
 
     def _raw(self, stream: torch.Stream) -> int:
         key = (stream.stream_id, stream.device_index)

@@ -23,7 +23,15 @@ from safecomm.entries import Entry, Lane, Record, Trail, keys_of
 from safecomm.streams import HOST, Streams, capture_of, home_of
 
 LOOK = 64
-"""Entries of a lane of records that one call looks at."""
+"""Entries of a lane of records that one call looks at in a capture, and where a stream is about to wait."""
+
+FEW = 4
+"""Elsewhere: so many of the newest, and of all in turn until twice as many were still used.
+
+What was recorded last is mostly freed first, because backward frees in the opposite order; and a program that records
+every activation has hundreds, at which no call can look. Only looks in vain are counted: records are made as often as
+``record_stream`` sweeps, or four times so, and those that nobody uses must not become more than one sweep finds.
+"""
 
 TRAIL_SHARE = 64
 """The share of the device's memory, one part in this many, that rule 3 leaves alone in the trails of a stream.
@@ -124,7 +132,7 @@ class Trails:
                 return True
             lane = self._lane(("records", stream, index, capture), index, stream, capture)
             lane.records = True
-            entry = of_storage[stream, capture] = Record()
+            entry = Record()
             entry.op = "record_stream"
             entry.code = frame.f_code
             entry.instruction = frame.f_lasti
@@ -136,6 +144,7 @@ class Trails:
             entry.storages = (storage,)
             lane.entries[entry] = None
             self._busy[lane] = None
+            of_storage[stream, capture] = entry  # last, because from then on the storage counts as held
         return True
 
     def orphan(
@@ -200,7 +209,8 @@ class Trails:
         if not entry.storages:
             return False  # another thread has released it
         (storage,) = entry.storages
-        shared = len(self.recorded[storage._cdata]) - 1 + len(_torch.KEPT.get(storage._cdata, ()))
+        others = max(len(self.recorded.get(storage._cdata, ())) - 1, 0)
+        shared = others + len(_torch.KEPT.get(storage._cdata, ()))
         return getrefcount(storage) - shared <= _UNSHARED_STORAGE and _torch.only_holder(storage)
 
     # --- what goes: rule 1, ordered -----------------------------------------------------------------------
@@ -246,13 +256,14 @@ class Trails:
                 if not of_storage:
                     self.recorded.pop(cdata, None)
             entry.storages = ()
+            entry.lane.passing.pop(entry, None)
 
     # --- rules 2 and 3: over, or too much behind ----------------------------------------------------------
 
-    def sweep(self, lane: Lane, capturing: int) -> None:
+    def sweep(self, lane: Lane, capturing: int, *, thorough: bool = False) -> None:
         """Release what rules 2 and 3 allow of ``lane``; ``capturing``: a current stream is part of this capture."""
         if lane.records:
-            self._sweep_records(lane, capturing)
+            self._sweep_records(lane, capturing, thorough)
         elif lane.capture:
             self._sweep_captured(lane, capturing)
         elif not capturing:  # querying an event inside a capture would break the capture
@@ -281,40 +292,76 @@ class Trails:
                 return False
         return True
 
-    def _sweep_records(self, lane: Lane, capturing: int) -> None:
+    def _sweep_records(self, lane: Lane, capturing: int, thorough: bool) -> None:
         capture = capture_of(self._streams, lane.stream)
-        if capture == lane.capture == capturing:
-            for entry in lane.oldest(LOOK):
-                with self._of_records:
-                    done = not entry.storages or self._sweep_record(lane, entry)
-                if not done:
-                    with contextlib.suppress(KeyError):
-                        lane.entries.move_to_end(entry)
-        elif lane.capture and capture != lane.capture:
+        if lane.capture and capture != lane.capture:
             self.release(lane.entries)  # the capture is over: what it has recorded runs when the graph does
+        elif capture == lane.capture == capturing:
+            if capture:
+                for entry in lane.oldest(LOOK):
+                    if not self._see(lane, entry):
+                        with contextlib.suppress(KeyError):
+                            lane.entries.move_to_end(entry)
+                return
+            for entry in keys_of(lane.entries) if thorough else lane.newest(FEW):
+                self._see(lane, entry)
+            in_vain, left = 0, min(LOOK, len(lane.entries) + len(lane.round))
+            while in_vain < 2 * FEW and left > 0 and not thorough and (one := lane.next()) is not None:
+                left -= 1
+                if one.storages and one.event is None:
+                    self._see(lane, one)
+                    in_vain += one.event is None
+            self._sweep_passing(lane)
 
-    def _sweep_record(self, lane: Lane, entry: Entry) -> bool:
-        """Give back a record that nobody else refers to, if its turn has come; return whether it had."""
-        if entry.event is None:
-            if not self._alone(entry):
+    def _see(self, lane: Lane, entry: Entry) -> bool:
+        """Mark a record that nobody else uses any more, and in a capture give it back; return whether it is."""
+        with self._of_records:
+            if not entry.storages:
+                return True  # another thread has released it
+            if entry.event is None:
+                if not self._alone(entry):
+                    return False
+                home = home_of(self._streams, entry.storages[0], lane.stream)
+                if lane.capture if home is None else capture_of(self._streams, home) != lane.capture:
+                    return False  # allocated outside of this capture, or inside of one that is going on elsewhere
+                try:
+                    entry.event = self._streams.mark(lane.index, lane.stream)
+                    if not lane.capture:
+                        lane.passing[entry] = None
+                        with contextlib.suppress(KeyError):
+                            lane.entries.move_to_end(entry, last=False)  # out of the way of those that are still used
+                except BaseException:  # an interrupt: nobody would look at it again
+                    lane.passing.pop(entry, None)
+                    entry.event = None
+                    raise
+            at_once = lane.capture or entry.order == "order"  # type: ignore[attr-defined]
+            if not at_once or self._blocked(entry):
                 return False
-            home = home_of(self._streams, entry.storages[0], lane.stream)
-            if lane.capture if home is None else capture_of(self._streams, home) != lane.capture:
-                return False  # allocated outside of this capture, or inside of one that is going on elsewhere
-            entry.event = self._streams.mark(lane.index, lane.stream)
-        order = "order" if lane.capture else entry.order  # type: ignore[attr-defined]
-        over = not lane.capture and self._streams.reached(entry.event)
-        if not over and order != "order" and not (order == "auto" and self._behind(lane, entry)):
-            return False
-        if not over and self._blocked(entry):
-            return False
-        self._take(entry, over=over)
-        return True
+            self._take(entry, over=False)
+            return True
+
+    def _sweep_passing(self, lane: Lane) -> None:
+        """Give back what nobody else uses any more, in the order in which the device gets there, and by rule 3."""
+        passing = lane.passing
+        while passing:
+            with self._of_records:
+                entry = next(iter(passing), None)
+                if entry is None or not self._streams.reached(entry.event):
+                    break
+                self._take(entry, over=True)
+                passing.pop(entry, None)  # if another thread has taken it
+        if len(passing) > self._lag and lane.nbytes() > lane.budget:
+            for entry in keys_of(passing):
+                with self._of_records:
+                    if entry in passing and entry.order == "auto" and not self._blocked(entry):  # type: ignore[attr-defined]
+                        if not self._behind(lane, entry):
+                            return
+                        self._take(entry, over=False)
 
     def _behind(self, lane: Lane, entry: Entry) -> bool:
         """Return whether rule 3 applies: too much has piled up, and ordering a stream would bring ``entry`` back."""
         return (
-            len(lane.entries) > self._lag
+            len(lane.passing if lane.records else lane.entries) > self._lag
             # What the caller still refers to would not come back by ordering anything.
             and all(_torch.only_holder(storage) for storage in entry.storages)
             and lane.nbytes() > lane.budget

@@ -440,6 +440,23 @@ def test_s8_tensors_that_are_not_like_those_of_the_last_call_are_told_from_them(
     assert lane.like_one(plain)
 
 
+@on(2)
+def test_s8_what_requires_a_gradient_is_told_from_the_last_only_where_none_is_recorded():
+    from safecomm.ledger import LEDGER
+
+    leaf, whole = torch.ones(2, requires_grad=True), torch.ones(4)
+    with torch.no_grad():
+        for _ in range(2):
+            getattr(safecomm, GATHER)(whole, leaf)
+            getattr(safecomm, SCATTER)(torch.ones(2), whole)
+    lane = LEDGER.direct[id(stock.group.WORLD)]
+    kinds = lane.like_two, lane.like_two_before
+    assert not any(like(whole, leaf) for like in kinds), "the dispatcher does more with it here"
+    with torch.no_grad():
+        assert sum(like(whole, leaf) for like in kinds) == 1
+        assert sum(like(torch.ones(2), whole) for like in kinds) == 1
+
+
 def _quietly(make):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # prototypes, deprecated
@@ -655,6 +672,8 @@ def test_regions_that_are_c10ds_though_they_have_one_call():
             manager.wait()
         with safecomm._coalescing_manager():
             pass
+        with pytest.raises(RuntimeError, match="leaf"), safecomm._coalescing_manager(), torch.no_grad():
+            safecomm.all_reduce(torch.ones(2, requires_grad=True))
         assert launched == []
         with safecomm._coalescing_manager():  # and the group goes on
             safecomm.all_reduce(torch.ones(2))

@@ -278,6 +278,20 @@ def test_a_region_in_a_region_fails_as_torch_s_and_the_group_works():
 
 
 @on(2)
+def test_a_region_that_somebody_has_closed_fails_as_torch_s_and_the_group_works():
+    def closed(library):
+        with library._coalescing_manager():
+            with library._coalescing_manager():
+                pass
+            library.all_reduce(torch.ones(4))
+
+    for library in (stock, dist):
+        with pytest.raises(KeyError):
+            closed(library)
+    _group_works_again()
+
+
+@on(2)
 def test_an_exception_between_launch_and_wait_leaves_nothing_behind():
     def fails():
         tensor = torch.ones(1000)

@@ -30,6 +30,7 @@ WAYS = {
     "TP": [],
     "TP, SP, Megatron DDP and optimizer, overlapped": ["--sp", "--ddp", "--overlap", "--dist-opt"],
     "MoE, EP": ["--moe", "4", "--tp", "1", "--ep", "2"],
+    "MoE, EP, combined 1F1B": ["--moe", "4", "--tp", "1", "--ep", "2", "--combined", "--dtype", "bf16"],
     "PP": ["--tp", "1", "--pp", "2"],
 }
 

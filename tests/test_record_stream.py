@@ -4,10 +4,12 @@ The dispatcher's key can be CPU's as well, so the interception is the real one, 
 the simulated device. What needs CUDA's allocator is in ``tests/gpu/graphs.py``.
 """
 
+import collections
 import inspect
 import logging
 import sys
 import threading
+import weakref
 
 import pytest
 import torch
@@ -181,8 +183,69 @@ def test_too_much_behind_the_host_is_ordered(device, monkeypatch):
         for _ in range(20):
             used_on(device, 1)
             device.settle()
-        assert sum(entry.nbytes for entry in few.pending()) <= 256 + 64
+        assert sum(entry.nbytes for entry in few.pending()) <= 256 + 64 * record_stream.EVERY
     assert device.calls["order"]
+    device.finish()
+
+
+@pytest.mark.parametrize("window", [8, 64])
+@pytest.mark.parametrize("old", [0, 200])
+def test_what_nobody_uses_does_not_pile_up_whatever_the_order_s3(device, ledger, window, old):
+    """S3: nobody tells when the last reference goes, so what is found by looking must not be less than what comes."""
+    with avoid_record_streams():
+        kept = [used_on(device, 1) for _ in range(old)]
+        used = collections.deque()
+        for number in range(3000):
+            used.append(used_on(device, 1))
+            if len(used) > window:
+                del used[0 if number % 2 else window // 2]
+            device.finish()
+        assert len(ledger.pending()) <= (window + old) * 1.5 + 20
+        used.clear()
+        kept.clear()
+        ledger.drain()
+        assert not device.live()
+
+
+@pytest.mark.parametrize("passed", ["one", "both"])
+def test_a_finalizer_that_sweeps_in_the_middle_of_a_sweep_s3(device, ledger, passed):
+    with avoid_record_streams():
+        storage = used_on(device, 1).untyped_storage()
+        weakref.finalize(storage, ledger.sweep)
+        del storage
+        ledger.sweep()
+        used_on(device, 1)
+        ledger.sweep()
+        if passed == "both":
+            device.finish()
+        else:
+            device.run()
+        ledger.sweep()
+        device.finish()
+        ledger.sweep()
+        assert ledger.pending() == []
+
+
+@pytest.mark.parametrize("first", ["defer", "given back"])
+def test_rule_three_counts_what_is_behind_the_first(device, monkeypatch, first):
+    few = Ledger(device, lag=2, trail_budget=256)
+    monkeypatch.setattr(
+        record_stream, "_intercept", lambda: record_stream._Interception(few, "CPU", lambda stream: stream.stream_id)
+    )
+    with avoid_record_streams():
+        if first == "defer":
+            with avoid_record_streams(release="defer"):
+                used_on(device, 1)
+        else:
+            used_on(device, 1, home=2)
+            for _ in range(40):
+                used_on(device, 1)
+            few.sweep(thorough=True)
+            waits(device, few, 0, 1)
+        for _ in range(100):
+            used_on(device, 1, home=2)
+            device.settle()
+            assert sum(entry.nbytes for entry in few.pending()) <= 256 + 64 * (record_stream.EVERY + 3)
     device.finish()
 
 

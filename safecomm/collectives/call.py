@@ -47,6 +47,7 @@ class Region:
         self.tensors: list[Any] = []
         self.aliases: list[torch.Tensor] = []
         self.works: list[MemberWork] = []
+        self.plain: Any = None  # the last call that was collected here, of plain tensors on a direct lane
         self.staged = False
         self.p2p = False
 
@@ -69,7 +70,8 @@ class Region:
         self, group: Any, function: Any, tensor: torch.Tensor, other: torch.Tensor | None, op: Any, async_op: bool
     ) -> Any:
         """Do what c10d's ``function`` does here: note the call, which the end of the region launches and holds."""
-        _torch.world.pg_coalesce_state[group].append(_torch.CollOp(function, tensor, other, op, None))
+        self.plain = _torch.CollOp(function, tensor, other, op, None)
+        _torch.world.pg_coalesce_state[group].append(self.plain)
         return _torch.IllegalWork() if async_op else None
 
 
@@ -504,7 +506,7 @@ def hold_launched(
 ) -> Work | None:  # fmt: skip
     """Hold what a launch on the backend of ``lane`` uses, one or two plain tensors; return what the caller gets."""
     index = lane.index
-    home = _home(*[tensor.data_ptr() for tensor in tensors]) if index >= 0 else HOST
+    home = HOST if index < 0 else _home(tensors[0].data_ptr(), tensors[-1].data_ptr())
     if asynchronous:
         storages = tuple([tensor.untyped_storage() for tensor in tensors])
         return inner and lane.hold(Work(), op, inner, storages, home, frame)

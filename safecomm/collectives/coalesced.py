@@ -18,6 +18,7 @@ import torch.distributed.distributed_c10d as c10d
 
 from safecomm import _torch, captures
 from safecomm.collectives.call import (
+    BUCKETS,
     COLLECTIVE_OF,
     DIRECT,
     PLAIN,
@@ -45,6 +46,7 @@ _original = c10d._coalescing_manager
 _count = counter("_coalescing_manager")
 _compiling = torch.compiler.is_dynamo_compiling
 
+_NO_WAY: tuple[Any, dict[int, Any], dict[int, Any]] = (None, {}, {})
 _ORDINARY = _torch.is_torchs(_original)  # and not somebody's own, who expects to see the end of a region
 
 
@@ -52,9 +54,7 @@ def _coalescing_manager(group: Any = None, device: Any = None, async_ops: bool =
     if _compiling() or inside.batch:
         return _original(group, device, async_ops)
     _count()
-    if LEDGER.busy:
-        LEDGER.sweep()
-    return _Manager(group or default_group(), device, async_ops, sys._getframe(1))
+    return _Manager(group, device, async_ops, sys._getframe(1))
 
 
 _coalescing_manager = stand_in(_coalescing_manager, _original)
@@ -63,7 +63,7 @@ _coalescing_manager = stand_in(_coalescing_manager, _original)
 class _Manager(contextlib.ContextDecorator):
     """The context of one region: c10d's own manager, and what its end has to hold."""
 
-    # Not a generator as c10d's is: two of them for each region would take longer than all the rest.
+    # Not a generator as c10d's is: making and ending one takes as long as all the rest.
 
     def __init__(self, group: Any, device: Any, async_ops: bool, frame: types.FrameType) -> None:
         self._arguments = (group, device, async_ops)
@@ -75,19 +75,28 @@ class _Manager(contextlib.ContextDecorator):
     def __enter__(self) -> Any:
         frame = self._caller
         del self._caller  # a second time fails above, as c10d's does, before anything is open
-        group = self._arguments[0]
-        beside = at_once(group)
-        beside.__enter__()
+        group, device, async_ops = self._arguments
+        group = group or default_group()
+        self._arguments = group, device, async_ops
         state = _torch.world.pg_coalesce_state
-        was_open = group in state
-        try:
-            manager = _original(*self._arguments)
-            cm = manager.__enter__()
-        except BaseException:
-            if not was_open:  # c10d would go on collecting the group's calls without running them
-                state.pop(group, None)
-            beside.__exit__(None, None, None)
-            raise
+        manager: Any = None
+        beside: Any = None
+        if device is None and _ORDINARY and not BUCKETS and isinstance(group, c10d.ProcessGroup) and group not in state:
+            # This is how c10d's begins. It comes at the end, if there is more than one call to launch.
+            state[group] = []
+            cm = _torch.CoalescingManager()
+        else:
+            beside = at_once(group)
+            beside.__enter__()
+            was_open = group in state
+            try:
+                manager = _original(*self._arguments)
+                cm = manager.__enter__()
+            except BaseException:
+                if not was_open:  # c10d would go on collecting the group's calls without running them
+                    state.pop(group, None)
+                beside.__exit__(None, None, None)
+                raise
         region = REGIONS[group] = Region()
         self._open = cm, region, manager, frame, beside
         return cm
@@ -99,7 +108,8 @@ class _Manager(contextlib.ContextDecorator):
         try:
             self._end(kind is not None, cm, region, manager, frame)
         finally:
-            beside.__exit__(None, None, None)
+            if beside is not None:
+                beside.__exit__(None, None, None)
 
     def _end(self, failed: bool, cm: Any, region: Region, manager: Any, frame: types.FrameType) -> None:
         group, device, async_ops = self._arguments
@@ -108,16 +118,18 @@ class _Manager(contextlib.ContextDecorator):
             _close(cm, group, region, frame)
             return
         state = _torch.world.pg_coalesce_state
-        calls = state.get(group, ())  # also what was called through torch's own functions
-        if len(calls) == 1 and not device and not region.tensors and (ready := _alone(group, calls[0], async_ops)):
+        # Also what was called through torch's own functions. KeyError, as of c10d's, if somebody has closed the region.
+        calls = state[group] if manager is None else state.get(group, ())
+        alone = len(calls) == 1 and not device and not region.tensors
+        if alone and (ready := _alone(region, group, calls[0], async_ops)):
             taken = state.pop(group)
             if len(taken) == 1:  # a signal handler may have made another call since
-                # c10d's manager is left where it is: it would launch the call again.
+                # c10d's manager, if there is one, is left where it is: it would launch the call again.
                 launch, lane, options, tensors = ready
                 inner = launch(lane.backend, *tensors, options)
                 cm.append(hold_launched("_coalescing_manager", inner, lane, group, tensors, async_ops, frame))
                 return
-            state[group] = taken
+            calls = state[group] = taken
         for call in calls:
             call.tensor = region.alias(call.tensor)
             if call.dst_tensor is not None:
@@ -125,33 +137,48 @@ class _Manager(contextlib.ContextDecorator):
             region.tensors += [tensor for tensor in (call.tensor, call.dst_tensor) if tensor is not None]
             # c10d tells calls apart by the function that its module has under the name, which a patch may have changed.
             call.op = getattr(c10d, call.op.__name__, call.op)
-        before = len(cm.works)
+        theirs = cm
+        if manager is None:
+            state.pop(group)
+            manager = _original(*self._arguments)
+            theirs = manager.__enter__()
+            state[group].extend(calls)
+        before = len(theirs.works)
         manager.__exit__(None, None, None)
-        own, cm.works = cm.works[:before], cm.works[before:]  # callers may have put works of their own in
+        launched = theirs.works[before:]
+        own = cm.works[:before] if theirs is cm else cm.works  # callers may have put works of their own in
+        cm.works = launched
         try:
             _close(cm, group, region, frame)
         finally:
             cm.works[:0] = own
 
 
-def _alone(group: Any, call: Any, async_ops: bool) -> tuple[Any, WorkLane, Any, list[torch.Tensor]] | None:
+def _alone(
+    region: Region, group: Any, call: Any, async_ops: bool
+) -> tuple[Any, WorkLane, Any, list[torch.Tensor]] | None:
     """Return what it takes to launch the only ``call`` of a region as it is; None where that is c10d's to do."""
     lane = LEDGER.direct.get(id(group))
     if lane is None or not lane.alone or not _ORDINARY:
         return None
     name = getattr(call.op, "__name__", "")
-    launch, *tables = DIRECT.get(name, (None, {}, {}))
-    options = tables[bool(async_ops)].get(id(SUM if call.redop is None else call.redop))
+    launch, *tables = DIRECT.get(name, _NO_WAY)
+    options = tables[1 if async_ops else 0].get(id(SUM if call.redop is None else call.redop))
     if options is None:
         return None
-    tensors = [call.tensor] if call.dst_tensor is None else [call.dst_tensor, call.tensor]
-    for tensor in tensors:
-        # c10d's coalesced calls take one that is not contiguous as it comes, and the others refuse it.
-        if type(tensor) not in PLAIN or tensor.is_nested or not tensor.is_contiguous():
+    given, other = call.tensor, call.dst_tensor
+    tensors = [given] if other is None else [other, given]
+    # That one has been found to be so when it was collected, where perhaps no gradient was recorded.
+    if call is not region.plain or (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)):
+        for tensor in tensors:
+            if type(tensor) not in PLAIN or tensor.is_nested:
+                return None
+        if not plain(lane, *tensors):
             return None
     if (
-        not plain(lane, *tensors)
-        or not fits(COLLECTIVE_OF[name], tensors[0], tensors[-1], lane.backend.size())
+        # c10d's coalesced calls take one that is not contiguous as it comes, and the others refuse it.
+        not given.is_contiguous()
+        or (other is not None and not (other.is_contiguous() and fits(COLLECTIVE_OF[name], other, given, lane.world)))
         or _torch.dispatch_modes()
         or _torch.profiler._is_profiler_enabled
         or captures.RECORDING

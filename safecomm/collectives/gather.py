@@ -89,7 +89,11 @@ def _all_gather(output_tensor: Any, input_tensor: Any, group: Any = None, async_
             and not has_torch_function(output_tensor, input_tensor)  # a subclass, or a TorchFunctionMode is active
             and not input_tensor.is_nested  # like_two() must not be asked
             and not output_tensor.is_nested
-            and (lane.like_two(output_tensor, input_tensor) or plain(lane, output_tensor, input_tensor))
+            and (
+                lane.like_two(output_tensor, input_tensor)
+                or lane.like_two_before(output_tensor, input_tensor)
+                or plain(lane, output_tensor, input_tensor)
+            )
             and not _modes()
             and not _profiler._is_profiler_enabled
             and not (async_op and _inflight())

@@ -160,7 +160,7 @@ def _reduce_scatter(
             and not has_torch_function(output, input)
             and not input.is_nested  # like_two() must not be asked
             and not output.is_nested
-            and (lane.like_two(output, input) or plain(lane, output, input))
+            and (lane.like_two(output, input) or lane.like_two_before(output, input) or plain(lane, output, input))
             and not _modes()
             and not _profiler._is_profiler_enabled
             and not (async_op and _inflight())

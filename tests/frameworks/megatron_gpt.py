@@ -48,6 +48,12 @@ def args_(argv):
     p.add_argument("--moe", type=int, default=int(E("moe", "0")), help="number of experts (0 = dense)")
     p.add_argument("--ep", type=int, default=int(E("ep", "1")))
     p.add_argument(
+        "--combined",
+        action="store_true",
+        default=bool(int(E("combined", "0"))),
+        help="combined 1F1B: the experts' all-to-all beside another microbatch's compute; bf16 only",
+    )
+    p.add_argument(
         "--graph", action="store_true", default=bool(int(E("graph", "0"))), help="full-iteration CUDA graph (cuda only)"
     )
     p.add_argument("--steps", type=int, default=int(E("steps", "4")))
@@ -57,7 +63,7 @@ def args_(argv):
     p.add_argument("--heads", type=int, default=4)
     p.add_argument("--seq", type=int, default=int(E("seq", "32")))
     p.add_argument(
-        "--compare", type=int, default=0, metavar="N", help="time N blocks of steps, patched and not, in turns"
+        "--compare", type=int, default=0, metavar="S", help="for S seconds, time steps patched and not, in turns"
     )
     p.add_argument("--vocab", type=int, default=128)
     p.add_argument("--mbs", type=int, default=2)
@@ -271,6 +277,7 @@ def build(dev, dtype):
         moe_token_dispatcher_type="alltoall",
         moe_grouped_gemm=False,
         add_bias_linear=not A.moe,
+        overlap_moe_expert_parallel_comm=A.combined,
     )
     model = GPTModel(
         config=cfg,
@@ -290,15 +297,31 @@ def compare(step):
     """Time of a step patched over that of one unpatched: blocks of steps in turns, in this process.
 
     "control" is the same figure of a third kind of blocks, unpatched too: how far from 1 nothing at all comes out.
+    Without the garbage collector, whose passes come in phase with the turns.
     """
+    import gc
+
     import safecomm
 
     kinds = ("unpatched", "patched", "unpatched again")
     times = {kind: [] for kind in kinds}
-    for turn in range(A.compare):
+    start = time.perf_counter()
+    for _ in range(4):
+        step()
+    torch.cuda.synchronize()
+    turn_s = len(kinds) * 2 * (time.perf_counter() - start)
+    turns = [max(4, int(A.compare / turn_s))]
+    dist.broadcast_object_list(turns)  # every rank is to make as many
+    gc.collect()
+    gc.disable()
+    for turn in range(turns[0]):
         for kind in kinds[turn % 3 :] + kinds[: turn % 3]:
-            with safecomm.patched() if kind == "patched" else contextlib.nullcontext():
-                step()
+            patched = (
+                safecomm.patched(avoid_record_streams=A.combined) if kind == "patched" else contextlib.nullcontext()
+            )
+            with patched:
+                for _ in range(3):
+                    step()
                 torch.cuda.synchronize()
                 dist.barrier()
                 start = time.perf_counter()
@@ -306,13 +329,14 @@ def compare(step):
                     step()
                 torch.cuda.synchronize()
                 times[kind].append(time.perf_counter() - start)
+    gc.enable()
 
     def ratio(kind):
-        pairs = zip(times[kind][2:], times["unpatched"][2:], strict=True)
+        pairs = zip(times[kind], times["unpatched"], strict=True)
         return round(statistics.median(one / other for one, other in pairs), 4)
 
     step_ms = round(statistics.median(times["unpatched"]) / 5e-3, 3)
-    return dict(ratio=ratio("patched"), control=ratio("unpatched again"), step_ms=step_ms)
+    return dict(ratio=ratio("patched"), control=ratio("unpatched again"), step_ms=step_ms, turns=turns[0])
 
 
 def train():
@@ -378,9 +402,10 @@ def train():
         l = out.float().mean()
         return l, {"lm loss": l.detach().clone()}
 
-    def forward_step(it, m):
+    def forward_step(it, m, return_schedule_plan=False):
         b = next(it)
-        return m(b["tokens"], pos, mask, labels=b["labels"]), loss_func
+        run = m.build_schedule_plan if return_schedule_plan else m
+        return run(b["tokens"], pos, mask, labels=b["labels"]), loss_func
 
     fb = get_forward_backward_func()
     if A.graph:
@@ -438,6 +463,7 @@ def train():
         st = torch.cuda.memory_stats()
         mem = dict(
             peak_alloc_kib=torch.cuda.max_memory_allocated() >> 10,
+            peak_active_kib=st["active_bytes.all.peak"] >> 10,
             peak_reserved_kib=torch.cuda.max_memory_reserved() >> 10,
             end_alloc_kib=torch.cuda.memory_allocated() >> 10,
             segments=st["segment.all.current"],
@@ -465,6 +491,7 @@ def train():
                     overlap=A.overlap,
                     dist_opt=A.dist_opt,
                     moe=A.moe,
+                    combined=A.combined,
                     graph=A.graph,
                     patch=A.patch,
                     late=A.patch_late,
