@@ -273,11 +273,7 @@ class Lane:
 
     def oldest(self, count: int) -> tuple[Entry, ...]:
         """Return the ``count`` oldest entries, also while other threads put entries in and take them out."""
-        while True:
-            try:
-                return tuple(itertools.islice(self.entries, count))
-            except RuntimeError:
-                continue
+        return _first(self.entries, count)
 
     def newest(self, count: int) -> tuple[Entry, ...]:
         """Return the ``count`` newest entries, the last first, as :meth:`oldest` does."""
@@ -286,6 +282,10 @@ class Lane:
                 return tuple(itertools.islice(reversed(self.entries), count))
             except RuntimeError:
                 continue
+
+    def first_passing(self) -> Entry | None:
+        """Return the first of the records that nobody else uses any more."""
+        return next(iter(_first(self.passing, 1)), None)
 
     def next(self) -> Entry | None:
         """Return one entry, call after call all that there are; it may have been taken out since."""
@@ -328,9 +328,17 @@ class Lane:
 
         Of records, those that nobody else uses any more.
         """
-        sample = tuple(itertools.islice(self.passing, 8)) if self.records else self.oldest(8)
-        count = len(self.passing if self.records else self.entries)
-        return sum(entry.nbytes for entry in sample) * count // max(len(sample), 1)
+        entries = self.passing if self.records else self.entries
+        sample = _first(entries, 8)
+        return sum(entry.nbytes for entry in sample) * len(entries) // max(len(sample), 1)
+
+
+def _first(entries: OrderedDict[Entry, None], count: int) -> tuple[Entry, ...]:
+    while True:
+        try:
+            return tuple(itertools.islice(entries, count))
+        except RuntimeError:  # another thread, or a finalizer, has changed them in between
+            continue
 
 
 KINDS = 16

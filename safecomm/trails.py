@@ -345,7 +345,7 @@ class Trails:
         passing = lane.passing
         while passing:
             with self._of_records:
-                entry = next(iter(passing), None)
+                entry = lane.first_passing()
                 if entry is None or not self._streams.reached(entry.event):
                     break
                 self._take(entry, over=True)
