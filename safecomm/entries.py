@@ -238,7 +238,7 @@ class Lane:
 
     __slots__ = (
         "blind", "budget", "busy", "capture", "entries", "group", "index", "key", "ordered", "passing", "patient",
-        "records", "round", "stream", "table",
+        "records", "round", "stream", "table", "unseen",
     )  # fmt: skip
 
     def __init__(
@@ -268,6 +268,7 @@ class Lane:
         # Records that nobody else uses any more, in the order of their events.
         self.passing: OrderedDict[Entry, None] = OrderedDict()
         self.round: list[Entry] = []  # the rest of those that next() gives
+        self.unseen = 0  # bytes of the records that came since some were last looked at
         # Not a plain dict: finding its first entry takes longer with every entry deleted before it.
         self.entries: OrderedDict[Entry, None] = OrderedDict()
 
@@ -277,11 +278,7 @@ class Lane:
 
     def newest(self, count: int) -> tuple[Entry, ...]:
         """Return the ``count`` newest entries, the last first, as :meth:`oldest` does."""
-        while True:
-            try:
-                return tuple(itertools.islice(reversed(self.entries), count))
-            except RuntimeError:
-                continue
+        return _first(self.entries, count, reversed)
 
     def first_passing(self) -> Entry | None:
         """Return the first of the records that nobody else uses any more."""
@@ -333,10 +330,10 @@ class Lane:
         return sum(entry.nbytes for entry in sample) * len(entries) // max(len(sample), 1)
 
 
-def _first(entries: OrderedDict[Entry, None], count: int) -> tuple[Entry, ...]:
+def _first(entries: OrderedDict[Entry, None], count: int, order: Callable[[Any], Any] = iter) -> tuple[Entry, ...]:
     while True:
         try:
-            return tuple(itertools.islice(entries, count))
+            return tuple(itertools.islice(order(entries), count))
         except RuntimeError:  # another thread, or a finalizer, has changed them in between
             continue
 

@@ -391,7 +391,7 @@ class Ledger:
         if self.quarantine or self.trails.orphans:
             return False
         young = _now() - self._patience
-        for lane in list(self.busy):
+        for lane in keys_of(self.busy):
             entries = lane.entries
             if not lane.patient or len(entries) > CROWD:
                 return False

@@ -32,7 +32,7 @@ MODES = ("convert", "raise", "warn", "count")
 RELEASES = ("auto", "order", "defer")
 
 EVERY = 4
-"""Of so many calls of ``record_stream`` one sweeps the ledger, and in a capture each."""
+"""Of so many calls of ``record_stream`` one sweeps the ledger; in a capture, and where much is recorded, each."""
 
 
 class avoid_record_streams(contextlib.ContextDecorator):  # noqa: N801
@@ -225,8 +225,9 @@ class _Interception:
     ) -> None:
         raw = self._raw(stream)
         self._calls += 1
-        if self.ledger.busy and (self._calls % EVERY == 0 or capture_of(self.ledger.streams, raw)):
-            self.ledger.sweep()
+        ledger = self.ledger
+        if ledger.busy and (self._calls % EVERY == 0 or ledger.trails.due or capture_of(ledger.streams, raw)):
+            ledger.sweep()
         index = stream.device_index
         storage = tensor.untyped_storage()
         # A stream of another device can't be ordered by torch's means; that is rare, and the allocator's matter.

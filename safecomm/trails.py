@@ -50,6 +50,7 @@ class Trails:
 
     def __init__(self, streams: Streams, busy: dict[Lane, None], *, lag: int, budget: int | None = None) -> None:
         self.count = 0  # how often memory was used on another stream than its own
+        self.due = False  # so many bytes of records have come since a sweep that rule 3 might apply to them
         self.recorded: dict[int, dict[tuple[int, int], Record]] = {}  # by storage; by stream and capture
         self._streams = streams
         self._busy = busy
@@ -145,6 +146,8 @@ class Trails:
             lane.entries[entry] = None
             self._busy[lane] = None
             of_storage[stream, capture] = entry  # last, because from then on the storage counts as held
+            lane.unseen += storage.nbytes()
+            self.due |= 8 * lane.unseen > lane.budget
         return True
 
     def orphan(
@@ -303,15 +306,22 @@ class Trails:
                         with contextlib.suppress(KeyError):
                             lane.entries.move_to_end(entry)
                 return
+            lane.unseen, self.due = 0, False
             for entry in keys_of(lane.entries) if thorough else lane.newest(FEW):
                 self._see(lane, entry)
-            in_vain, left = 0, min(LOOK, len(lane.entries) + len(lane.round))
-            while in_vain < 2 * FEW and left > 0 and not thorough and (one := lane.next()) is not None:
-                left -= 1
-                if one.storages and one.event is None:
-                    self._see(lane, one)
-                    in_vain += one.event is None
+            if not thorough:
+                self._see_others(lane)
             self._sweep_passing(lane)
+
+    def _see_others(self, lane: Lane) -> None:
+        """Look at records in turn, until too many are still used."""
+        in_vain = 0
+        for _ in range(min(LOOK, len(lane.entries) + len(lane.round))):
+            if in_vain == 2 * FEW or (entry := lane.next()) is None:
+                return
+            if entry.storages and entry.event is None:
+                self._see(lane, entry)
+                in_vain += entry.event is None
 
     def _see(self, lane: Lane, entry: Entry) -> bool:
         """Mark a record that nobody else uses any more, and in a capture give it back; return whether it is."""

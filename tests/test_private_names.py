@@ -32,7 +32,6 @@ NAMES = [
     ),
     (c10d, "_IllegalWork", None),
     (c10d, "_CollOp", None),
-    (c10d, "_CoalescingManager", None),
     (c10d, "_coalescing_manager", None),
     (c10d, "_CoalescingManager", None),
     (c10d.AllreduceOptions, "asyncOp", "every call counts as asynchronous, as before torch 2.7"),

@@ -183,7 +183,7 @@ def test_too_much_behind_the_host_is_ordered(device, monkeypatch):
         for _ in range(20):
             used_on(device, 1)
             device.settle()
-        assert sum(entry.nbytes for entry in few.pending()) <= 256 + 64 * record_stream.EVERY
+        assert sum(entry.nbytes for entry in few.pending()) <= 256 + 64
     assert device.calls["order"]
     device.finish()
 
@@ -245,7 +245,7 @@ def test_rule_three_counts_what_is_behind_the_first(device, monkeypatch, first):
         for _ in range(100):
             used_on(device, 1, home=2)
             device.settle()
-            assert sum(entry.nbytes for entry in few.pending()) <= 256 + 64 * (record_stream.EVERY + 3)
+            assert sum(entry.nbytes for entry in few.pending()) <= 256 + 64 * 4
     device.finish()
 
 
