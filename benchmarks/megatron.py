@@ -4,7 +4,7 @@ Each way of training runs unpatched, patched early, patched late, by the runner,
 ``--avoid-record-streams``, also with ``--arena``, side by side: losses, weights and each process's memory are compared.
 Then the time of a step is measured alone, patched and unpatched in turns, in several processes one after the other:
 with the microbatches of the memory's runs, where the host is what takes the time, and with such that the device is.
-Needs megatron-core.
+Last, the calls in a step one by one (``megatron_calls.py``). Needs megatron-core.
 """
 
 import argparse
@@ -20,6 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "tests" / "frameworks" / "megatron_gpt.py"
+CALLS = ROOT / "benchmarks" / "megatron_calls.py"
 WAYS = {
     "TP": [],
     "TP, SP, DDP, overlapped": ["--sp", "--ddp", "--overlap", "--dist-opt"],
@@ -37,12 +38,13 @@ HOW = {
 }
 TIMED = {  # what is added to the options, and processes
     "microbatches of 2": (["--mbs", "2"], 3),
-    "microbatches of 64": (["--mbs", "64"], 1),  # the device takes the time, and that differs little
+    "microbatches of 64": (["--mbs", "64"], 3),
 }
+CALLED = ["TP", "TP, SP, DDP, overlapped"]
 SIZE = ["--dtype", "bf16", "--hidden", "1024", "--layers", "4", "--seq", "512", "--steps", "6"]
 
 
-def run(world, before, after, limit=90, strict=False):
+def run(world, before, after, limit=90, strict=False, script=SCRIPT):
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
@@ -51,7 +53,7 @@ def run(world, before, after, limit=90, strict=False):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
     start = time.perf_counter()
     process = subprocess.Popen(
-        [*command, *before, str(SCRIPT), "--device", "cuda", *after],
+        [*command, *before, str(script), "--device", "cuda", *after],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -84,6 +86,7 @@ def main():
     parser.add_argument("--times", nargs="*", default=list(WAYS), choices=list(WAYS), help="of which to time the steps")
     parser.add_argument("--microbatches", nargs="*", default=list(TIMED), choices=list(TIMED), help="with which")
     parser.add_argument("--seconds", type=int, default=12, help="time of a process in which they are timed")
+    parser.add_argument("--calls", nargs="*", default=CALLED, choices=list(WAYS), help="of which to time the calls")
     parser.add_argument("--graph", choices=("both", "ours", "none"), default="both", help="full-iteration CUDA graphs")
     arguments = parser.parse_args()
     results = {"command": "python benchmarks/megatron.py", "date": datetime.date.today().isoformat(), "ways": {}}
@@ -136,6 +139,12 @@ def main():
             results.setdefault("step time", {}).setdefault(way, {})[size] = row
             print("step time", way, size, row, flush=True)
             save()
+    for way in arguments.calls:
+        options = [*SIZE, *WAYS[way], "--mbs", "2", "--compare", str(arguments.seconds)]
+        found, _ = run(arguments.world, [], options, script=CALLS)
+        results.setdefault("calls", {})[way] = found
+        print("calls", way, found, flush=True)
+        save()
     graph = ["--graph", "--steps", "6", "--dtype", "bf16"]
     if arguments.graph == "both":
         found, _ = run(arguments.world, [], graph, limit=45)

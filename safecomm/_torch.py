@@ -93,7 +93,7 @@ profiler: Any = torch.autograd.profiler if hasattr(torch.autograd.profiler, "_is
 """``profiler._is_profiler_enabled`` says whether one is on, which shows the dispatcher's calls too.
 
 Torch keeps it "for fast python checks": asking C++ takes a tenth of a microsecond more of each call. What is started
-past ``torch.profiler`` and ``torch.autograd.profiler`` sees the kernels of a direct call and not its name.
+past ``torch.profiler`` and ``torch.autograd.profiler`` sees the kernels of a direct call, not its name nor any wait.
 """
 
 
@@ -207,7 +207,21 @@ def regions_differ() -> bool:
     The coalesced calls of ProcessGroupNCCL know neither torch's own one-shot all_reduce nor its check for NaN. Groups
     read the variables when they are made.
     """
-    names = ("ENABLE_INTRA_NODE_COMM", "TORCH_NCCL_NAN_CHECK")
+    return _any_set("ENABLE_INTRA_NODE_COMM", "TORCH_NCCL_NAN_CHECK")
+
+
+def waits_only_block_streams() -> bool:
+    """Return whether ``block_current_stream()`` does what the first ``wait()`` for a work of ProcessGroupNCCL does.
+
+    But for what that tells a profiler, which takes half of its time. A work that is known to have failed by then,
+    because it was asked or waited for before, raises in ``wait()`` alone (``WorkNCCL::wait``, torch 2.9 and later). Not
+    where these variables ask it to block the host; groups read them when they are made.
+    """
+    known = hasattr(c10d.Work, "block_current_stream")
+    return known and not _any_set("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
+
+
+def _any_set(*names: str) -> bool:
     return any(os.environ.get(name, "0") not in ("", "0") for name in names)
 
 
@@ -459,9 +473,10 @@ with contextlib.suppress(TypeError, RuntimeError):  # torch 2.4 takes one at a t
 # Questions that torch does not answer, and a launch without Triton. PyDLL and not CDLL for the questions: releasing
 # the GIL would cost more than any of them. The argument objects are kept, which halves the cost of a call (0.35 us
 # against 0.7), and whoever asks must have some of his own, because another thread may run between a call and the
-# reading of its answer.
+# reading of its answer. What fits into an int is given as Python's: in a program, where an object is a cache miss or
+# two, that takes a fifth less.
 
-_BUFFER_ID = 7  # CU_POINTER_ATTRIBUTE_BUFFER_ID
+BUFFER_ID = 7  # CU_POINTER_ATTRIBUTE_BUFFER_ID
 _CAPTURE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _CAPTURE_ACTIVE = 1  # CU_STREAM_CAPTURE_STATUS_ACTIVE
 
@@ -478,8 +493,8 @@ class _Arguments(threading.local):
 arguments = _Arguments()
 
 
-Question = tuple[Any, Any, Any, Any]
-"""What ``pointer_attribute`` is called with: the pointer, the answer, a reference to it, and what is asked for."""
+Question = tuple[Any, Any, Any]
+"""What ``pointer_attribute`` is called with: the pointer, the answer, and a reference to it."""
 
 questions: list[Question] = []
 """Where whoever asks takes a question from, and puts it back: cheaper than one for each thread, and a signal handler
@@ -489,7 +504,7 @@ that asks in the middle takes another."""
 def new_question() -> Question:
     """Return a question that nobody has asked yet."""
     answer = ctypes.c_uint64()
-    return ctypes.c_uint64(), answer, ctypes.byref(answer), ctypes.c_int(_BUFFER_ID)
+    return ctypes.c_uint64(), answer, ctypes.byref(answer)
 
 
 def _driver_function(name: str, *, waits: bool = False) -> Any:
@@ -501,7 +516,7 @@ def _driver_function(name: str, *, waits: bool = False) -> Any:
 
 
 pointer_attribute = _driver_function("cuPointerGetAttribute")
-"""Called with a :data:`Question`: answers with the driver's id of the allocation that a pointer lies in.
+"""Called with a :data:`Question` and ``BUFFER_ID``: answers with the driver's id of a pointer's allocation.
 
 Unlike an address, an id is never used again in the life of the process ("subsequent allocations do not reuse IDs",
 CUDA driver API). That holds for ``cudaMalloc`` and for each mapping of an expandable segment. None without a driver.

@@ -27,7 +27,9 @@ from safecomm import _torch
 from safecomm.sites import line_of
 from safecomm.streams import HOST, Streams
 
+# Bound once: each of these is read on every call.
 _now = time.perf_counter
+_profiler = _torch.profiler
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,9 @@ class Entry:
     emptied: bool = False  # the aliases were
     settled: bool = False  # the host has waited for it before a capture
     awaited: bool = False  # something else than the handle stands for the call, so nobody has forgotten it
-    rare: bool = False  # a work that did not come by WorkLane.hold: it may be staged, have aliases, be of a capture
+    # A work that did not come by WorkLane.hold: it may be staged, have aliases, be of a capture. Or one that was seen
+    # to be over, perhaps because it has failed; or whose handle is not the backend's own.
+    rare: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -132,6 +136,7 @@ class Launched(Entry):
         index = lane.index
         rare = self.rare
         stream = HOST
+        done: bool
         if index >= 0:
             stream = lane.current(index)
             # The default stream, which is 0, can't capture.
@@ -143,22 +148,38 @@ class Launched(Entry):
         try:
             if rare:
                 lane.ledger.guard_staging(self)
-            done: bool = self.inner.wait() if timeout is None else self.inner.wait(timeout)
+            if (
+                timeout is None
+                and lane.brief
+                and not rare
+                and self in lane.entries  # else it has been waited for, or has failed, which a wait tells again
+                and not _profiler._is_profiler_enabled
+            ):
+                self.inner.block_current_stream()
+                done = True
+            else:
+                done = self.inner.wait() if timeout is None else self.inner.wait(timeout)
         except Exception as error:
             lane.ledger.fail(self, error)
             raise
         if done and self.storages:
             entries = lane.entries
-            if rare or len(entries) != 1 or self.home != stream or entries.pop(self, lane) is lane:
+            if (
+                rare
+                or self.home != stream
+                or (len(entries) != 1 and lane.first() is not self)
+                or entries.pop(self, lane) is lane
+            ):
                 lane.ledger.waited(self)
             else:
-                # This is ledger.waited(self), written out for the ordinary program: a work that is alone in its lane,
-                # and was waited for on the stream that its memory was allocated on.
+                # This is ledger.waited(self), written out for the ordinary program: the oldest work of its lane, waited
+                # for on the stream that its memory was allocated on.
                 self.storages = ()
-                busy = lane.busy
-                busy.pop(lane, None)
-                if entries:  # another thread came in between
-                    busy[lane] = None
+                if not entries:
+                    busy = lane.busy
+                    busy.pop(lane, None)
+                    if entries:  # another thread came in between
+                        busy[lane] = None
         return done
 
 
@@ -346,7 +367,7 @@ class WorkLane(Lane):
     """The works of a group on one device, in one capture or in none, and what its direct calls need to know."""
 
     __slots__ = (
-        "alone", "backend", "current", "ledger", "like_one", "like_two", "like_two_before", "likes", "regions",
+        "alone", "backend", "brief", "current", "ledger", "like_one", "like_two", "like_two_before", "likes", "regions",
         "streamed", "world",
     )  # fmt: skip
 
@@ -360,6 +381,7 @@ class WorkLane(Lane):
         self.regions: dict[Any, Any] = {}  # c10d's open coalescing regions, by group
         self.world = 0  # ranks of the group
         self.alone = False  # a region of one call does what that call does
+        self.brief = False  # block_current_stream() does what the backend's first wait() for a work does
         # Whether one tensor, or two, are like those of an earlier direct call; see look_alike(). Of two there are two
         # kinds at hand: sequence parallelism gathers one and scatters another in turns.
         self.like_one: Callable[..., bool] = _torch.unlike

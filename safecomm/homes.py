@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from safecomm import _torch
-from safecomm._torch import new_question, pointer_attribute, questions
+from safecomm._torch import BUFFER_ID, new_question, pointer_attribute, questions
 
 Segment = tuple[int | None, int, int, Any]
 """What is known of a piece of memory: its stream, the first address, the one past the last, the allocator's pool."""
@@ -54,30 +54,41 @@ class Homes:
         self._claiming = threading.RLock()  # a finalizer can run inside, and ask
 
     def home(self, pointer: int, other: int | None = None) -> int | None:
-        pinned = self._pinned_at(pointer >> GRANULE)
-        if pinned is not None and (other is None or self._pinned_at(other >> GRANULE) == pinned):
-            return pinned
-        # This is _segment(pointer), written out: it is asked on every call.
+        pinned_at = self._pinned_at
+        home: int | None = pinned_at(pointer >> GRANULE)
+        if home is not None and (other is None or pinned_at(other >> GRANULE) == home):
+            return home
+        # This is _segment(pointer), and that of the other, written out: it is asked on every call, and in a program
+        # each object that it comes by is a cache miss.
         if pointer_attribute is None:
             return None
         try:
             question = _take()
         except IndexError:
             question = new_question()
-        argument, answer, answer_reference, attribute = question
+        argument, answer, reference = question
         argument.value = pointer
-        failed = pointer_attribute(answer_reference, attribute, argument)
-        identity = answer.value
-        _give(question)
-        if failed:
+        if pointer_attribute(reference, BUFFER_ID, argument):
+            _give(question)
             return None
+        identity = answer.value
         home, start, end, _ = self._known(identity) or self._look_up(pointer, identity)
         if home == _CLAIMED:
             home = self._claimed_home(pointer)
         # Where both lie in one segment, which the driver has just confirmed for the first, it need not be asked again.
-        if other is None or start <= other < end or self.home(other) == home:
-            return home
-        return None
+        if other is not None and not start <= other < end:
+            argument.value = other
+            if pointer_attribute(reference, BUFFER_ID, argument):
+                _give(question)
+                return None
+            identity = answer.value
+            second, _, _, _ = self._known(identity) or self._look_up(other, identity)
+            if second == _CLAIMED:
+                second = self._claimed_home(other)
+            if second != home:
+                home = None
+        _give(question)
+        return home
 
     def claim(self, start: int, end: int, home: Callable[[int], int | None]) -> None:
         with self._claiming:
@@ -128,9 +139,9 @@ class Homes:
             question = _take()
         except IndexError:
             question = new_question()
-        argument, answer, answer_reference, attribute = question
+        argument, answer, reference = question
         argument.value = pointer
-        failed = pointer_attribute(answer_reference, attribute, argument)
+        failed = pointer_attribute(reference, BUFFER_ID, argument)
         identity = answer.value
         _give(question)
         return _NOBODYS if failed else self._known(identity) or self._look_up(pointer, identity)

@@ -170,6 +170,7 @@ class Ledger:
                 lane.backend = _torch.backend_of(group, "cpu" if index == HOST else "cuda")
                 lane.world = group.size()
                 lane.alone = type(lane.backend) is _torch.NCCL and not _torch.regions_differ()
+                lane.brief = type(lane.backend) is _torch.NCCL and _torch.waits_only_block_streams()
                 if lane.backend is not None:
                     with self._diverting_lock:
                         direct = self._diverted if self._diverting else self.direct
@@ -360,7 +361,7 @@ class Ledger:
 
         It looks at the oldest entry of each lane, and on while they are released; ``thorough``: at every entry.
         """
-        if not thorough and self._awaited():
+        if not thorough and self.awaited():
             return
         capturing = self._capturing()
         if self.trails.orphans and not capturing:
@@ -382,27 +383,29 @@ class Ledger:
                     else:
                         self._sweep_unordered(lane, len(lane.entries) if thorough else UNORDERED)
 
-    def _awaited(self) -> bool:
-        """Return whether all that there is to look at are young works, for which somebody is going to wait.
+    def awaited(self) -> bool:
+        """Return whether all that a sweep would look at are young works, for which somebody is going to wait.
 
         The oldest of each lane is looked at, and the :data:`NEWEST` ones: a handle that is dropped at once is theirs.
-        Every call comes here while anything is in flight, and most return.
+        Every call asks while anything is in flight, and most go on without a sweep.
         """
         if self.quarantine or self.trails.orphans:
             return False
         young = _now() - self._patience
-        for lane in keys_of(self.busy):
-            entries = lane.entries
-            if not lane.patient or len(entries) > CROWD:
-                return False
-            try:
-                if next(iter(entries)).since <= young:
+        try:
+            for lane in self.busy:
+                entries = lane.entries
+                if not lane.patient or len(entries) > CROWD:
                     return False
-                for entry in islice(reversed(entries), NEWEST):
-                    if getrefcount(entry) <= _UNSHARED:
-                        return False
-            except (RuntimeError, StopIteration):  # another thread took one out
-                return False
+                entry = next(iter(entries))
+                if entry.since <= young or getrefcount(entry) <= _UNSHARED:
+                    return False
+                if len(entries) > 1:
+                    for entry in islice(reversed(entries), NEWEST):
+                        if getrefcount(entry) <= _UNSHARED:
+                            return False
+        except (RuntimeError, StopIteration):  # another thread, or a finalizer, has changed one in between
+            return False
         return True
 
     def _capturing(self) -> int:
@@ -436,9 +439,11 @@ class Ledger:
     def _sweep_first(self, lane: WorkLane, entry: Entry, dropped: bool) -> bool:
         """Release ``entry`` if rule 2 or 3 allows; return whether they do."""
         dropped = dropped and not entry.awaited
-        if not entry.inner.is_completed() and not self._behind(lane, entry, dropped):
+        over = entry.inner.is_completed()
+        if not over and not self._behind(lane, entry, dropped):
             return False
         if self._blocked(entry):
+            entry.rare = entry.rare or over
             return False
         self._take(entry, dropped=dropped)
         return True

@@ -83,6 +83,7 @@ class Work(Launched, _Base):
             with ledger.streams.lenient():
                 done = self.inner.is_completed()
         if done:
+            self.rare = True
             ledger.over(self)
         return done
 

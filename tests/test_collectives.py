@@ -721,6 +721,16 @@ def test_regions_of_one_call_are_c10ds_where_its_coalesced_calls_differ_s8(name,
     assert _torch.regions_differ()
 
 
+@pytest.mark.parametrize("name", ["TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT"])
+def test_waits_that_are_to_block_the_host_do_s8(name, monkeypatch):
+    from safecomm import _torch
+
+    monkeypatch.delenv(name, raising=False)
+    assert _torch.waits_only_block_streams() == hasattr(stock.Work, "block_current_stream")
+    monkeypatch.setenv(name, "1")
+    assert not _torch.waits_only_block_streams()
+
+
 @on(2)
 def test_a_region_of_one_call_uses_what_the_tensor_has_at_its_end_s8():
     with _single_calls_go_direct() as launched:

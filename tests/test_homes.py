@@ -31,3 +31,67 @@ def test_a_claim_ends_what_is_known_of_the_segments_that_it_lies_in_s1(known):
     assert known._pinned == {8: 5, 10: 6}
     known.claim(FIRST, THIRD, lambda pointer: 7)
     assert known._pinned == {10: 6}
+
+
+FOURTH, NOWHERE = 11 << GRANULE, 99 << GRANULE
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Return homes with a driver: segments of streams 5, 5 and 6, and one that somebody hands out pieces of."""
+    buffers = {8: 101, 9: 102, 10: 103, 11: 104}
+
+    def pointer_attribute(reference, attribute, argument):
+        assert attribute == 7
+        if argument.value >> GRANULE not in buffers:
+            return 1  # CUDA_ERROR_INVALID_VALUE, and the answer stays what it was
+        reference._obj.value = buffers[argument.value >> GRANULE]
+        return 0
+
+    monkeypatch.setattr(homes, "pointer_attribute", pointer_attribute)
+    found = Homes()
+    found.claim(FOURTH, FOURTH + 1024, lambda pointer: 5 if pointer < FOURTH + 512 else 6)
+    for number, (start, stream) in enumerate([(FIRST, 5), (SECOND, 5), (THIRD, 6)]):
+        found._segments[101 + number] = (stream, start, start + (1 << GRANULE), (0, 0))
+    found._segments[104] = (homes._CLAIMED, 0, 0, (0, 0))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("pointer", "other", "home"),
+    [
+        (FIRST, None, 5),
+        (FIRST, FIRST + 512, 5),
+        (FIRST, SECOND, 5),
+        (FIRST, THIRD, None),
+        (THIRD, FIRST, None),
+        (FIRST, NOWHERE, None),
+        (NOWHERE, FIRST, None),
+        (NOWHERE, None, None),
+        (FOURTH, FOURTH + 8, 5),
+        (FOURTH, FOURTH + 512, None),
+        (FOURTH + 512, FOURTH + 520, 6),
+        (FIRST, FOURTH, 5),
+        (FIRST, FOURTH + 512, None),
+        (FOURTH + 512, THIRD, 6),
+    ],
+)
+def test_two_pieces_of_memory_have_a_home_where_it_is_one_and_known_s1(asked, pointer, other, home):
+    before = len(homes.questions)
+    for _ in range(2):
+        assert asked.home(pointer, other) == home
+    assert len(homes.questions) <= max(before, 1), "each question is put back, and taken again"
+
+
+def test_a_question_asked_in_the_middle_of_another_leaves_that_one_alone_s1(asked, monkeypatch):
+    """A signal handler, or another thread, can ask between a driver's call and the reading of its answer."""
+    ask = homes.pointer_attribute
+
+    def interrupted(reference, attribute, argument):
+        failed = ask(reference, attribute, argument)
+        monkeypatch.setattr(homes, "pointer_attribute", ask)
+        assert asked.home(THIRD) == 6
+        return failed
+
+    monkeypatch.setattr(homes, "pointer_attribute", interrupted)
+    assert asked.home(FIRST, SECOND) == 5

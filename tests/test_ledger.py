@@ -17,6 +17,7 @@ import math
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,6 +37,7 @@ from hypothesis.stateful import (
 from programs import Running, programs
 from simulated import INDEX, FakeGraph, FakeGroup, Launched, SimulatedDevice, call, call_sync
 
+from safecomm import _torch
 from safecomm.captures import CapturedGraph
 from safecomm.errors import CaptureBoundaryError
 from safecomm.ledger import CROWD, Ledger
@@ -937,6 +939,65 @@ def test_a_dropped_handle_is_told_from_a_kept_one_when_the_interpreter_is_warm_s
         assert bool(ledger.pending()) == (kept is not None and patience > 0), "S3: held although nobody will wait"
         if kept is not None:
             kept.wait()
+
+
+def test_waiting_for_the_oldest_of_a_lane_releases_that_one_s2(device) -> None:
+    """S2: at once, by the short way of the ordinary program; S1: what is behind it stays held."""
+    ledger, group = Ledger(device), FakeGroup(device, "nccl")
+    launched = [call(ledger, group, [device.allocate(0, 64)]) for _ in range(3)]
+    with mock.patch.object(ledger, "waited", side_effect=AssertionError("the long way")):
+        for left in (2, 1, 0):
+            launched.pop(0).work.wait()
+            assert [entry.op for entry in ledger.pending()] == [one.op for one in launched]
+            assert bool(ledger.busy) == bool(left)
+            device.settle()
+
+
+@pytest.mark.parametrize(("timeout", "profiled", "asked"), [
+    (None, False, ["block_current_stream"]),
+    (None, True, ["wait", "block_current_stream"]),
+    (timedelta(seconds=1), False, ["wait", "block_current_stream"]),
+])  # fmt: skip
+def test_where_a_wait_only_blocks_a_stream_it_is_asked_for_no_more_s10(device, timeout, profiled, asked) -> None:
+    """And S8: with a timeout the host blocks, and a profiler sees the wait."""
+    ledger, group = Ledger(device), FakeGroup(device, "nccl")
+    launched = call(ledger, group, [device.allocate(0, 64)])
+    launched.work.lane.brief = True
+    calls = []
+    for name in ("wait", "block_current_stream"):
+        method = getattr(launched.inner, name)
+        setattr(launched.inner, name, lambda *args, name=name, method=method: (calls.append(name), method(*args))[1])
+    with mock.patch.object(_torch.profiler, "_is_profiler_enabled", profiled):
+        assert launched.work.wait(timeout) is True
+    assert calls == asked
+    assert ledger.pending() == []
+    device.settle()
+
+
+@pytest.mark.parametrize("how", ["wait with a timeout", "a later wait", "is_completed", "a sweep", "twice"])
+def test_a_failed_work_fails_at_each_wait_where_waits_only_block_streams_s4(device, how) -> None:
+    """S4: and S8: NCCL's wait() raises for a work that is known to have failed, and block_current_stream() does not."""
+    ledger, group = Ledger(device, patience=0), FakeGroup(device, "nccl")
+    launched = call(ledger, group, [device.allocate(0, 64)], fate="fails")
+    launched.work.lane.brief = True
+    if how == "wait with a timeout":
+        with pytest.raises(RuntimeError, match="failed"):
+            launched.work.wait(timedelta(seconds=1))
+    elif how == "a later wait":
+        later = call(ledger, group, [device.allocate(0, 64)])
+        later.work.wait()
+    elif how in ("is_completed", "a sweep"):
+        device.switch(1)
+        with mock.patch.object(ledger, "_blocked", return_value=True):  # the home stream is another thread's capture's
+            ledger.sweep() if how == "a sweep" else launched.work.is_completed()
+        device.switch(0)
+    else:
+        launched.work.synchronize()
+        assert ledger.pending() == []
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="failed"):
+            launched.work.wait()
+    assert [entry.state for entry in ledger.pending()] == ([] if how == "twice" else ["quarantined"])
 
 
 @pytest.mark.parametrize(("home", "elsewhere"), [(0, 1), (1, 0), (1, 2)])

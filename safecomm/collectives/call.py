@@ -43,6 +43,8 @@ COMPLEX = frozenset({torch.complex32, torch.complex64, torch.complex128})
 class Region:
     """A coalescing region that is open: what its end has to hold."""
 
+    __slots__ = ("aliases", "p2p", "plain", "staged", "tensors", "works")
+
     def __init__(self) -> None:
         self.tensors: list[Any] = []
         self.aliases: list[torch.Tensor] = []
@@ -67,14 +69,18 @@ class Region:
         return alias
 
     def collect(
-        self, group: Any, function: Any, tensor: torch.Tensor, other: torch.Tensor | None, op: Any, async_op: bool
+        self, calls: list[Any], function: Any, tensor: torch.Tensor, other: torch.Tensor | None, op: Any, async_op: bool
     ) -> Any:
-        """Do what c10d's ``function`` does here: note the call, which the end of the region launches and holds."""
-        self.plain = _torch.CollOp(function, tensor, other, op, None)
-        _torch.world.pg_coalesce_state[group].append(self.plain)
+        """Do what c10d's ``function`` does here: note the call, which the end of the region launches and holds.
+
+        ``calls`` are those that c10d has noted.
+        """
+        self.plain = _CollOp(function, tensor, other, op, None)
+        calls.append(self.plain)
         return _torch.IllegalWork() if async_op else None
 
 
+_CollOp = _torch.CollOp
 SUM = c10d.ReduceOp.SUM
 OPS = tuple(getattr(c10d.ReduceOp, name) for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"))
 """The reduce operations that are members of an enum. A premultiplied sum is another object."""
@@ -335,7 +341,10 @@ def finish(
         lane = LEDGER.direct.get(id(group))
         storages = storages_of(tensors)
         if lane is not None and lane.index == index and lane.streamed and not (staged or p2p):
-            return lane.hold(Work(), op, result, storages, home_of_few(index, storages), frame)
+            work = lane.hold(Work(), op, result, storages, home_of_few(index, storages), frame)
+            if type(result) is not c10d.Work:  # somebody's own, of which only wait() need be what it says
+                work.rare = True
+            return work
         device_type = "cpu" if index == HOST else "cuda"
         work = handle(once=p2p and _torch.backend_name(group, device_type) == "gloo")
         return LEDGER.hold(work, op, result, group, index, storages, frame, staged=staged, p2p=p2p)

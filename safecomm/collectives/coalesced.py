@@ -162,8 +162,8 @@ def _alone(
     if lane is None or not lane.alone or not _ORDINARY:
         return None
     name = getattr(call.op, "__name__", "")
-    launch, *tables = DIRECT.get(name, _NO_WAY)
-    options = tables[1 if async_ops else 0].get(id(SUM if call.redop is None else call.redop))
+    launch, synchronous, asynchronous = DIRECT.get(name, _NO_WAY)
+    options = (asynchronous if async_ops else synchronous).get(id(SUM if call.redop is None else call.redop))
     if options is None:
         return None
     given, other = call.tensor, call.dst_tensor

@@ -33,6 +33,7 @@ from safecomm.work import Work
 # Bound once: each of these is read on every call.
 _compiling = torch.compiler.is_dynamo_compiling
 _busy = LEDGER.busy
+_awaited = LEDGER.awaited
 _current = LEDGER.streams.current
 _home = LEDGER.streams.home
 _trail = LEDGER.trail
@@ -68,7 +69,7 @@ def _caller(frame: types.FrameType) -> types.FrameType:
 def _all_gather(output_tensor: Any, input_tensor: Any, group: Any = None, async_op: bool = False) -> Any:
     if _compiling():
         return _c10d_all_gather(output_tensor, input_tensor, group, async_op)
-    if _busy:
+    if _busy and not _awaited():
         LEDGER.sweep()
     to = _groups[_DEFAULT] if group is None else group
     forward = _forward_all_gather
@@ -112,7 +113,7 @@ def _all_gather(output_tensor: Any, input_tensor: Any, group: Any = None, async_
     if lane.regions and to in lane.regions:
         if (region := REGIONS.get(to)) is None:  # torch's own
             return forward(output_tensor, input_tensor, group=group, async_op=async_op)
-        return region.collect(to, _c10d_all_gather, input_tensor, output_tensor, None, async_op)
+        return region.collect(lane.regions[to], _c10d_all_gather, input_tensor, output_tensor, None, async_op)
     index = lane.index
     home = _home(output_tensor.data_ptr(), input_tensor.data_ptr()) if index >= 0 else HOST
     _count()

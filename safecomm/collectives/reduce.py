@@ -33,6 +33,7 @@ from safecomm.work import Work, handle
 # Bound once: each of these is read on every call.
 _compiling = torch.compiler.is_dynamo_compiling
 _busy = LEDGER.busy
+_awaited = LEDGER.awaited
 _current = LEDGER.streams.current
 _home = LEDGER.streams.home
 _trail = LEDGER.trail
@@ -63,7 +64,7 @@ _after_engine_all_reduce = forwarded("all_reduce", "tensor", coalesced=True, ask
 def all_reduce(tensor: Any, op: Any = c10d.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
     if _compiling():
         return _c10d_all_reduce(tensor, op, group, async_op)
-    if _busy:
+    if _busy and not _awaited():
         LEDGER.sweep()
     to = _groups[_DEFAULT] if group is None else group
     forward = _forward_all_reduce
@@ -98,7 +99,7 @@ def all_reduce(tensor: Any, op: Any = c10d.ReduceOp.SUM, group: Any = None, asyn
     if lane.regions and to in lane.regions:
         if (region := REGIONS.get(to)) is None:  # torch's own
             return forward(tensor, op=op, group=group, async_op=async_op)
-        return region.collect(to, _c10d_all_reduce, tensor, None, op, async_op)
+        return region.collect(lane.regions[to], _c10d_all_reduce, tensor, None, op, async_op)
     index = lane.index
     home = _home(tensor.data_ptr()) if index >= 0 else HOST
     _count_all_reduce()
@@ -139,7 +140,7 @@ def _reduce_scatter(
 ) -> Any:
     if _compiling():
         return _c10d_reduce_scatter(output, input, op, group, async_op)
-    if _busy:
+    if _busy and not _awaited():
         LEDGER.sweep()
     to = _groups[_DEFAULT] if group is None else group
     forward = _forward_reduce_scatter
@@ -174,7 +175,7 @@ def _reduce_scatter(
     if lane.regions and to in lane.regions:
         if (region := REGIONS.get(to)) is None:  # torch's own
             return forward(output, input, op=op, group=group, async_op=async_op)
-        return region.collect(to, _c10d_reduce_scatter, input, output, op, async_op)
+        return region.collect(lane.regions[to], _c10d_reduce_scatter, input, output, op, async_op)
     index = lane.index
     home = _home(output.data_ptr(), input.data_ptr()) if index >= 0 else HOST
     _count_reduce_scatter()

@@ -134,6 +134,26 @@ def s1_address_reused_by_another_stream():
 
 
 @case(60)
+def s1_a_wait_that_only_blocks_the_stream_blocks_it():
+    """A late peer, and a copy right after the wait, on a stream that nothing else has ordered after the collective."""
+    side, wrong, brief = torch.cuda.Stream(), 0, hasattr(stock.Work, "block_current_stream")
+    for trial in range(20):
+        memory = torch.full((4 * MIB,), float(rank() + 1), device="cuda")
+        torch.cuda.synchronize()
+        if rank() == trial % 2:
+            slow()
+        work = safecomm.all_reduce(memory, async_op=True)
+        require(type(work.inner) is stock.Work and work.lane.brief == brief, type(work.inner), work.lane.brief)
+        with torch.cuda.stream(side):
+            require(work.wait() is True)
+            seen = memory.clone()
+        torch.cuda.synchronize()
+        wrong += int((seen != sum(range(1, stock.get_world_size() + 1))).any())
+    require(wrong == 0, wrong)
+    return {"brief": brief, "wrong": wrong}
+
+
+@case(60)
 def s1_small_segments_that_were_met_stay_mapped():
     """Where small tensors were allocated is known without the driver, because their segment can't go."""
     streams = LEDGER.streams

@@ -1,0 +1,155 @@
+"""The time of each call in the steps of the real megatron-core, patched and not: ``megatron.py`` runs this by torchrun.
+
+    torchrun --nproc-per-node 2 benchmarks/megatron_calls.py --device cuda --compare 20 ...
+
+The options are those of ``tests/frameworks/megatron_gpt.py``. In a loop everything that a call touches is in the cache;
+in a program, where half a millisecond of other work lies between two calls, little is, and a call takes three times as
+long. Whole steps differ by more than all calls together can gain or lose, so the calls are timed one by one: blocks of
+steps in turns, in one process, with torch's functions and with safecomm's.
+
+Rank 0 prints one line of JSON: by name, how often a step calls it, and the median time in microseconds with each; and
+of both the sum over a step.
+"""
+
+import functools
+import gc
+import importlib.util
+import json
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+
+import safecomm
+
+HERE = Path(__file__).resolve().parent
+SCRIPT = HERE.parent / "tests" / "frameworks" / "megatron_gpt.py"
+NAMES = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "batch_isend_irecv")
+KINDS = ("unpatched", "patched")
+STEPS = 5  # of a block, after two that are not timed
+
+
+class Timed:
+    """What has been timed: of the kind of calls that is on, by name, the nanoseconds of each."""
+
+    kind = KINDS[0]
+    counts = False
+    times = {kind: {} for kind in KINDS}  # noqa: RUF012
+
+    @classmethod
+    def add(cls, name, start):
+        if cls.counts:
+            cls.times[cls.kind].setdefault(name, []).append(time.perf_counter_ns() - start)
+
+
+def timed(name, unpatched, patched):
+    calls = dict(zip(KINDS, (unpatched, patched), strict=True))
+
+    @functools.wraps(unpatched)
+    def call(*args, **kwargs):
+        chosen = calls[Timed.kind]
+        start = time.perf_counter_ns()
+        result = chosen(*args, **kwargs)
+        Timed.add(name, start)
+        return result
+
+    return call
+
+
+class Region:
+    def __init__(self, manager):
+        self.manager = manager
+
+    def __enter__(self):
+        start = time.perf_counter_ns()
+        entered = self.manager.__enter__()
+        Timed.add("region, begin", start)
+        return entered
+
+    def __exit__(self, *error):
+        start = time.perf_counter_ns()
+        self.manager.__exit__(*error)
+        Timed.add("region, end", start)
+
+
+def compare(step, seconds):
+    """Return the figures of the head of this file, of what ``step`` calls."""
+    start = time.perf_counter()
+    for _ in range(4):
+        step()
+    torch.cuda.synchronize()
+    turn_s = 2 * (2 + STEPS) * (time.perf_counter() - start) / 4
+    turns = [max(4, int(seconds / turn_s))]
+    dist.broadcast_object_list(turns)  # every rank is to make as many
+    gc.collect()
+    gc.disable()
+    for turn in range(turns[0]):
+        for kind in KINDS[:: 1 if turn % 2 else -1]:
+            Timed.kind = kind
+            for _ in range(2):
+                step()
+            torch.cuda.synchronize()
+            dist.barrier()
+            Timed.counts = True
+            for _ in range(STEPS):
+                step()
+            Timed.counts = False
+            torch.cuda.synchronize()
+    gc.enable()
+    Timed.kind = KINDS[0]
+    steps, calls = turns[0] * STEPS, {}
+    for name in sorted(set().union(*Timed.times.values())):
+        both = [Timed.times[kind].get(name, []) for kind in KINDS]
+        calls[name] = {"a step": len(both[0]) / steps}
+        for kind, found in zip(KINDS, both, strict=True):
+            calls[name][kind] = round(statistics.median(found) / 1e3, 2) if found else None
+    # Without a tenth of each, the longest: those are the machine's doing.
+    sums = {
+        kind: sum(sum(sorted(found)[: len(found) * 9 // 10]) for found in times.values()) / steps / 0.9e3
+        for kind, times in Timed.times.items()
+    }
+    ratio = round(sums["patched"] / sums["unpatched"], 4)
+    return {"calls": calls, "us a step": {kind: round(us) for kind, us in sums.items()}, "ratio": ratio}
+
+
+def main():
+    for name in NAMES:  # before Megatron binds them
+        setattr(dist, name, timed(name, getattr(dist, name), getattr(safecomm, name)))
+    regions = dict(zip(KINDS, (dist._coalescing_manager, safecomm._coalescing_manager), strict=True))
+    make = timed("region, make", *regions.values())
+    dist._coalescing_manager = lambda *args, **kwargs: Region(make(*args, **kwargs))
+    unpatched_wait, patched_wait = c10d.Work.wait, safecomm.Work.wait
+
+    def wait(self, *args):  # also what safecomm's waits for
+        start = time.perf_counter_ns()
+        done = unpatched_wait(self, *args)
+        if Timed.kind == "unpatched":
+            Timed.add("wait", start)
+        return done
+
+    c10d.Work.wait = wait
+    safecomm.Work.wait = timed("wait", patched_wait, patched_wait)
+
+    sys.path = [path for path in sys.path if Path(path).resolve() != HERE]  # megatron.py is not what is to be imported
+    spec = importlib.util.spec_from_file_location("megatron_gpt", SCRIPT)
+    script = importlib.util.module_from_spec(spec)
+    sys.argv[0] = str(SCRIPT)
+    spec.loader.exec_module(script)
+    found = {}
+    script.compare = lambda step: found.update(compare(step, script.A.compare))
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    dist.init_process_group("nccl")
+    script.train()
+    if dist.get_rank() == 0:
+        print(json.dumps(found), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
