@@ -201,6 +201,9 @@ def bucketed(results):
     )
 
 
+COLLECTIVES = ("all_reduce", "_tensor", "_single")
+
+
 def megatron(results):
     rows = []
     for way, hows in results["ways"].items():
@@ -231,9 +234,22 @@ def megatron(results):
         "step, microbatches of 2 (unpatched to itself)",
         "of 64",
     )
+    calls = [
+        (
+            f"{way}, microbatches of 2",
+            f"{sum(found['calls'][name]['a step'] for name in found['calls'] if name.endswith(COLLECTIVES)):.0f}",
+            " / ".join(str(found["us a step"][kind]) for kind in ("unpatched", "patched")),
+            found["ratio"],
+        )
+        for way, found in results["calls"].items()
+    ]
+    called = ("collectives of a step, timed one by one in it, with their regions and waits", "calls")
+    commits = sorted({row["commit"] for hows in results["ways"].values() for row in hows.values()})
     return (
         table(head, rows)
-        + f"\nA full-iteration CUDA graph, by the runner, ended {graph.split(',')[0]}; stock does not return.\n"
+        + f"\nA full-iteration CUDA graph, by the runner, ended {graph.split(',')[0]}; stock does not return.\n\n"
+        + table((*called, "us a step, unpatched / patched", "ratio"), calls)
+        + f"\nResults and memory at {' and '.join(commits)}, times at {results['commit']}.\n"
     )
 
 
