@@ -341,14 +341,17 @@ class Lane:
             elif self.capture:  # a capture comes only once
                 self.table.pop(self.key, None)
 
-    def nbytes(self) -> int:
-        """Return about how many bytes the entries hold: from the oldest ones, so that it takes constant time.
+    def behind(self, lag: int) -> bool:
+        """Return whether more than ``lag`` entries, and more than ``budget`` bytes, have piled up.
 
-        Of records, those that nobody else uses any more.
+        Of records, those that nobody else uses any more. The bytes are about those: told from the oldest entries, so
+        that it takes constant time.
         """
         entries = self.passing if self.records else self.entries
+        if len(entries) <= lag:
+            return False
         sample = _first(entries, 8)
-        return sum(entry.nbytes for entry in sample) * len(entries) // max(len(sample), 1)
+        return sum(entry.nbytes for entry in sample) * len(entries) // max(len(sample), 1) > self.budget
 
 
 def _first(entries: OrderedDict[Entry, None], count: int, order: Callable[[Any], Any] = iter) -> tuple[Entry, ...]:

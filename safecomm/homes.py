@@ -54,12 +54,10 @@ class Homes:
         self._claiming = threading.RLock()  # a finalizer can run inside, and ask
 
     def home(self, pointer: int, other: int | None = None) -> int | None:
-        pinned_at = self._pinned_at
-        home: int | None = pinned_at(pointer >> GRANULE)
-        if home is not None and (other is None or pinned_at(other >> GRANULE) == home):
-            return home
-        # This is _segment(pointer), and that of the other, written out: it is asked on every call, and in a program
-        # each object that it comes by is a cache miss.
+        pinned = self._pinned_at(pointer >> GRANULE)
+        if pinned is not None and (other is None or self._pinned_at(other >> GRANULE) == pinned):
+            return pinned
+        # This is _segment(pointer), written out: it is asked on every call.
         if pointer_attribute is None:
             return None
         try:
@@ -68,27 +66,18 @@ class Homes:
             question = new_question()
         argument, answer, reference = question
         argument.value = pointer
-        if pointer_attribute(reference, BUFFER_ID, argument):
-            _give(question)
-            return None
+        failed = pointer_attribute(reference, BUFFER_ID, argument)
         identity = answer.value
+        _give(question)
+        if failed:
+            return None
         home, start, end, _ = self._known(identity) or self._look_up(pointer, identity)
         if home == _CLAIMED:
             home = self._claimed_home(pointer)
         # Where both lie in one segment, which the driver has just confirmed for the first, it need not be asked again.
-        if other is not None and not start <= other < end:
-            argument.value = other
-            if pointer_attribute(reference, BUFFER_ID, argument):
-                _give(question)
-                return None
-            identity = answer.value
-            second, _, _, _ = self._known(identity) or self._look_up(other, identity)
-            if second == _CLAIMED:
-                second = self._claimed_home(other)
-            if second != home:
-                home = None
-        _give(question)
-        return home
+        if other is None or start <= other < end or self.home(other) == home:
+            return home
+        return None
 
     def claim(self, start: int, end: int, home: Callable[[int], int | None]) -> None:
         with self._claiming:

@@ -466,10 +466,9 @@ class Ledger:
     def _behind(self, lane: WorkLane, entry: Entry, dropped: bool) -> bool:
         """Return whether rule 3 applies: too much, nobody will wait, and the host need not block to order a stream."""
         return (
-            len(lane.entries) > self._lag
-            and lane.streamed
+            lane.streamed
             and dropped
-            and lane.nbytes() > lane.budget
+            and lane.behind(self._lag)
             and all(home_of(self.streams, storage, 0) is not None for storage in entry.storages)
         )
 

@@ -360,7 +360,7 @@ class Trails:
                     break
                 self._take(entry, over=True)
                 passing.pop(entry, None)  # if another thread has taken it
-        if len(passing) > self._lag and lane.nbytes() > lane.budget:
+        if lane.behind(self._lag):
             for entry in keys_of(passing):
                 with self._of_records:
                     if entry in passing and entry.order == "auto" and not self._blocked(entry):  # type: ignore[attr-defined]
@@ -371,10 +371,9 @@ class Trails:
     def _behind(self, lane: Lane, entry: Entry) -> bool:
         """Return whether rule 3 applies: too much has piled up, and ordering a stream would bring ``entry`` back."""
         return (
-            len(lane.passing if lane.records else lane.entries) > self._lag
+            lane.behind(self._lag)
             # What the caller still refers to would not come back by ordering anything.
             and all(_torch.only_holder(storage) for storage in entry.storages)
-            and lane.nbytes() > lane.budget
             and all(home_of(self._streams, storage, 0) is not None for storage in entry.storages)
         )
 
