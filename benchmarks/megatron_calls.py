@@ -11,8 +11,8 @@ Rank 0 prints one line of JSON: by name, how often a step calls it, and the medi
 of both the sum over a step.
 """
 
+import contextlib
 import functools
-import gc
 import importlib.util
 import json
 import os
@@ -31,7 +31,7 @@ HERE = Path(__file__).resolve().parent
 SCRIPT = HERE.parent / "tests" / "frameworks" / "megatron_gpt.py"
 NAMES = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "batch_isend_irecv")
 KINDS = ("unpatched", "patched")
-STEPS = 5  # of a block, after two that are not timed
+STEPS = 5  # of a block
 
 
 class Timed:
@@ -77,32 +77,23 @@ class Region:
         Timed.add("region, end", start)
 
 
-def compare(step, seconds):
+def compare(step, in_turns):
     """Return the figures of the head of this file, of what ``step`` calls."""
-    start = time.perf_counter()
-    for _ in range(4):
-        step()
-    torch.cuda.synchronize()
-    turn_s = 2 * (2 + STEPS) * (time.perf_counter() - start) / 4
-    turns = [max(4, int(seconds / turn_s))]
-    dist.broadcast_object_list(turns)  # every rank is to make as many
-    gc.collect()
-    gc.disable()
-    for turn in range(turns[0]):
-        for kind in KINDS[:: 1 if turn % 2 else -1]:
-            Timed.kind = kind
-            for _ in range(2):
-                step()
-            torch.cuda.synchronize()
-            dist.barrier()
-            Timed.counts = True
-            for _ in range(STEPS):
-                step()
-            Timed.counts = False
-            torch.cuda.synchronize()
-    gc.enable()
-    Timed.kind = KINDS[0]
-    steps, calls = turns[0] * STEPS, {}
+
+    @contextlib.contextmanager
+    def of_kind(kind):
+        Timed.kind = kind
+        yield
+        Timed.kind = KINDS[0]
+
+    def block(kind):
+        Timed.counts = True
+        for _ in range(STEPS):
+            step()
+        Timed.counts = False
+        torch.cuda.synchronize()
+
+    steps, calls = in_turns(step, KINDS, of_kind, block) * STEPS, {}
     for name in sorted(set().union(*Timed.times.values())):
         both = [Timed.times[kind].get(name, []) for kind in KINDS]
         calls[name] = {"a step": len(both[0]) / steps}
@@ -141,7 +132,7 @@ def main():
     sys.argv[0] = str(SCRIPT)
     spec.loader.exec_module(script)
     found = {}
-    script.compare = lambda step: found.update(compare(step, script.A.compare))
+    script.compare = lambda step: found.update(compare(step, script.in_turns))
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     dist.init_process_group("nccl")

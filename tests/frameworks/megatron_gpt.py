@@ -293,18 +293,14 @@ def build(dev, dtype):
     return cfg, model.bfloat16() if dtype == torch.bfloat16 else model
 
 
-def compare(step):
-    """Time of a step patched over that of one unpatched: blocks of steps in turns, in this process.
+def in_turns(step, kinds, of_kind, block):
+    """For ``A.compare`` seconds, call ``block(kind)`` after three steps, within ``of_kind(kind)``; return the turns.
 
-    "control" is the same figure of a third kind of blocks, unpatched too: how far from 1 nothing at all comes out.
-    Without the garbage collector, whose passes come in phase with the turns.
+    ``block`` takes five steps. In each turn every kind has one, and another kind is the first each time. Without the
+    garbage collector, whose passes come in phase with the turns.
     """
     import gc
 
-    import safecomm
-
-    kinds = ("unpatched", "patched", "unpatched again")
-    times = {kind: [] for kind in kinds}
     start = time.perf_counter()
     for _ in range(4):
         step()
@@ -315,28 +311,47 @@ def compare(step):
     gc.collect()
     gc.disable()
     for turn in range(turns[0]):
-        for kind in kinds[turn % 3 :] + kinds[: turn % 3]:
-            patched = (
-                safecomm.patched(avoid_record_streams=A.combined) if kind == "patched" else contextlib.nullcontext()
-            )
-            with patched:
+        first = turn % len(kinds)
+        for kind in kinds[first:] + kinds[:first]:
+            with of_kind(kind):
                 for _ in range(3):
                     step()
                 torch.cuda.synchronize()
                 dist.barrier()
-                start = time.perf_counter()
-                for _ in range(5):
-                    step()
-                torch.cuda.synchronize()
-                times[kind].append(time.perf_counter() - start)
+                block(kind)
     gc.enable()
+    return turns[0]
+
+
+def compare(step):
+    """Time of a step patched over that of one unpatched: blocks of steps in turns, in this process.
+
+    "control" is the same figure of a third kind of blocks, unpatched too: how far from 1 nothing at all comes out.
+    """
+    import safecomm
+
+    kinds = ("unpatched", "patched", "unpatched again")
+    times = {kind: [] for kind in kinds}
+
+    def of_kind(kind):
+        patched = safecomm.patched(avoid_record_streams=A.combined)
+        return patched if kind == "patched" else contextlib.nullcontext()
+
+    def block(kind):
+        start = time.perf_counter()
+        for _ in range(5):
+            step()
+        torch.cuda.synchronize()
+        times[kind].append(time.perf_counter() - start)
+
+    turns = in_turns(step, kinds, of_kind, block)
 
     def ratio(kind):
         pairs = zip(times[kind], times["unpatched"], strict=True)
         return round(statistics.median(one / other for one, other in pairs), 4)
 
     step_ms = round(statistics.median(times["unpatched"]) / 5e-3, 3)
-    return dict(ratio=ratio("patched"), control=ratio("unpatched again"), step_ms=step_ms, turns=turns[0])
+    return dict(ratio=ratio("patched"), control=ratio("unpatched again"), step_ms=step_ms, turns=turns)
 
 
 def train():
