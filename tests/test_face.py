@@ -109,6 +109,29 @@ def test_private_names_and_those_added_later_are_reachable():
     assert not hasattr(safecomm, "__nonsense__")
 
 
+def test_it_imports_where_the_older_names_warn_of_nothing():
+    """As since torch 2.15, where they are plain aliases of the newer ones."""
+    program = """
+import torch.distributed as stock
+from torch.distributed import distributed_c10d as c10d
+
+olds = [getattr(c10d, name) for name in ("all_gather_into_tensor", "reduce_scatter_tensor")]
+for old in olds:
+    vars(old).pop("__deprecated__", None)
+import safecomm, torch
+
+store = stock.HashStore()
+stock.init_process_group("gloo", store=store, rank=0, world_size=1)
+for call in (safecomm.all_gather_into_tensor, safecomm.reduce_scatter_tensor):
+    output = torch.zeros(2)
+    call(output, torch.ones(2))
+    print(output.tolist())
+    call(output, torch.ones(2), async_op=True).wait()
+stock.destroy_process_group()
+"""
+    assert in_a_fresh_interpreter(program) == "[1.0, 1.0]\n" * 2
+
+
 def test_dir_has_both():
     listed = dir(safecomm)
     assert set(dir(stock)) <= set(listed)

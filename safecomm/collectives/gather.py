@@ -62,7 +62,7 @@ _after_engine_all_gather = forwarded(_NAME, "output_tensor", "input_tensor", coa
 
 
 def _caller(frame: types.FrameType) -> types.FrameType:
-    """Return the call site: what called us, or what called the deprecated name that did."""
+    """Return the call site: what called us, or what called the older name that did."""
     return frame.f_back if frame.f_globals is _HERE and frame.f_back is not None else frame
 
 
@@ -139,10 +139,11 @@ _all_gather = direct(_all_gather, _c10d_all_gather, _forward_all_gather)
 
 if _RENAMED:
     all_gather_single = _all_gather
-    _DEPRECATED = c10d.all_gather_into_tensor.__deprecated__  # type: ignore[attr-defined]
+    # torch 2.13 and 2.14 warn of the older name; since 2.15 it is an alias that does not.
+    _DEPRECATED = getattr(c10d.all_gather_into_tensor, "__deprecated__", None)
 
     def all_gather_into_tensor(output_tensor: Any, input_tensor: Any, group: Any = None, async_op: bool = False) -> Any:
-        if not _compiling():
+        if _DEPRECATED is not None and not _compiling():
             warnings.warn(_DEPRECATED, FutureWarning, stacklevel=2)
         return _all_gather(output_tensor, input_tensor, group, async_op)
 

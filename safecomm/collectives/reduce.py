@@ -131,7 +131,7 @@ _after_engine_reduce_scatter = forwarded(_NAME, "output", "input", coalesced=Tru
 
 
 def _caller(frame: types.FrameType) -> types.FrameType:
-    """Return the call site: what called us, or what called the deprecated name that did."""
+    """Return the call site: what called us, or what called the older name that did."""
     return frame.f_back if frame.f_globals is _HERE and frame.f_back is not None else frame
 
 
@@ -202,12 +202,13 @@ _reduce_scatter = direct(_reduce_scatter, _c10d_reduce_scatter, _forward_reduce_
 
 if _RENAMED:
     reduce_scatter_single = _reduce_scatter
-    _DEPRECATED = c10d.reduce_scatter_tensor.__deprecated__  # type: ignore[attr-defined]
+    # torch 2.13 and 2.14 warn of the older name; since 2.15 it is an alias that does not.
+    _DEPRECATED = getattr(c10d.reduce_scatter_tensor, "__deprecated__", None)
 
     def reduce_scatter_tensor(
         output: Any, input: Any, op: Any = c10d.ReduceOp.SUM, group: Any = None, async_op: bool = False
     ) -> Any:
-        if not _compiling():
+        if _DEPRECATED is not None and not _compiling():
             warnings.warn(_DEPRECATED, FutureWarning, stacklevel=2)
         return _reduce_scatter(output, input, op, group, async_op)
 
