@@ -23,7 +23,9 @@ The direction of dependency, top to bottom; nothing imports upwards (``tests/tes
     entries                what an entry is, and the lanes that entries are kept in
     streams                where are we: streams, captures, events
     homes                  the stream that memory was allocated on
+    refcounts              who else refers to an object
     _torch, _submodules    private names of torch and of the driver; torch.distributed's submodules under our name
+    versions               the versions of torch, and what was tested on them
     errors, sites          few, flat; call sites
 """
 
@@ -31,11 +33,14 @@ import logging
 import os
 from typing import TYPE_CHECKING, Any
 
+# First, because it refuses a torch that lacks what the rest imports.
+from safecomm import versions as _versions
+
+# isort: split
+
 import torch
 import torch.distributed
-import torch.distributed.distributed_c10d as _c10d
 from torch.distributed import *  # noqa: F403
-from torch.torch_version import TorchVersion
 
 from safecomm import _submodules
 from safecomm import functional as functional
@@ -55,7 +60,11 @@ from safecomm.collectives.coalesced import _coalescing_manager as _coalescing_ma
 from safecomm.collectives.gather import _all_gather_base as _all_gather_base
 from safecomm.collectives.gather import all_gather_coalesced as all_gather_coalesced
 from safecomm.collectives.gather import all_gather_into_tensor as all_gather_into_tensor
+from safecomm.collectives.gather import all_gather_single as all_gather_single
 from safecomm.collectives.gather import gather as gather
+from safecomm.collectives.gather import gather_into_tensor as gather_into_tensor
+from safecomm.collectives.gather import gather_single as gather_single
+from safecomm.collectives.groups import _abort_process_group as _abort_process_group
 from safecomm.collectives.groups import barrier as barrier
 from safecomm.collectives.groups import destroy_process_group as destroy_process_group
 from safecomm.collectives.lists import all_gather as all_gather
@@ -70,6 +79,7 @@ from safecomm.collectives.reduce import _reduce_scatter_base as _reduce_scatter_
 from safecomm.collectives.reduce import all_reduce as all_reduce
 from safecomm.collectives.reduce import all_reduce_coalesced as all_reduce_coalesced
 from safecomm.collectives.reduce import reduce as reduce
+from safecomm.collectives.reduce import reduce_scatter_single as reduce_scatter_single
 from safecomm.collectives.reduce import reduce_scatter_tensor as reduce_scatter_tensor
 from safecomm.collectives.scatter import broadcast as broadcast
 from safecomm.collectives.scatter import scatter as scatter
@@ -94,16 +104,13 @@ from safecomm.patching.patch import past as past
 from safecomm.patching.patch import patch as patch
 from safecomm.patching.patch import patched as patched
 from safecomm.patching.patch import unpatch as unpatch
+from safecomm.patching.table import NAMES as _WRAPPED
 from safecomm.record_stream import avoid_record_streams as avoid_record_streams
 from safecomm.work import Work as Work
 
-# Names that only some versions of torch have.
-if hasattr(_c10d, "all_gather_single"):
-    from safecomm.collectives.gather import all_gather_single as all_gather_single
-if hasattr(_c10d, "reduce_scatter_single"):
-    from safecomm.collectives.reduce import reduce_scatter_single as reduce_scatter_single
-if hasattr(_c10d, "_abort_process_group"):
-    from safecomm.collectives.groups import _abort_process_group as _abort_process_group
+# What this torch does not have, safecomm has not either.
+for _name in [name for name in _WRAPPED if globals()[name] is None]:
+    del globals()[_name]
 
 if TYPE_CHECKING:
     from safecomm.diagnostics import leaks as leaks
@@ -124,9 +131,10 @@ _LAZY = {
 """What is imported when it is first asked for: the module, and the name in it."""
 
 _submodules.install()
+_versions.warn_if_newer()
 
 if (
-    TorchVersion(torch.__version__) < "2.8"
+    _versions.HERE < "2.8"
     and torch.distributed.is_nccl_available()
     and "TORCH_NCCL_AVOID_RECORD_STREAMS" not in os.environ
 ):

@@ -1,6 +1,9 @@
 """Every private name of torch and of the CUDA driver that safecomm leans on, each with what stands in when it is gone.
 
-Nothing else in the package touches a private name. ``tests/test_private_names.py`` tells when one disappears.
+Nothing else in the package touches a private name. Each is looked up by :func:`_private`, which also tries whether it
+still is what safecomm takes it for. Where it is not, a slower way stands in, :data:`LACKING` says so, and the doctor
+repeats it: nothing private can break the import, but for the few names of :data:`REQUIRED`, without which a call of
+c10d can't be held. ``tests/test_private_names.py`` takes away each of them in turn.
 """
 
 from __future__ import annotations
@@ -8,6 +11,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import logging
+import operator
 import os
 import sys
 import threading
@@ -16,37 +21,158 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed.distributed_c10d as c10d
 import typing_extensions
+from torch.torch_version import TorchVersion
+
+log = logging.getLogger("safecomm")
+
+# --- looking names up --------------------------------------------------------------------------------
+
+
+class Name(NamedTuple):
+    """One private name."""
+
+    costs: str
+    """What is worse without it, as the end of a sentence that begins with the name; ``""`` for nothing."""
+    since: str
+    """The first version of torch that has it, where 2.4 does not."""
+
+
+NAMES: dict[str, Name] = {}
+"""The private names that were looked up, by their path from torch."""
+
+LACKING: dict[str, str] = {}
+"""Those that are not what they should be, and what is the matter with them."""
+
+_GONE: Any = object()
+
+
+def _private(path: str, otherwise: Any, costs: str, check: Callable[[Any], Any] = callable, since: str = "2.4") -> Any:
+    """Return what torch has at ``path``, if it passes ``check``, or else ``otherwise``, which ``costs`` something.
+
+    ``check`` tries it out where that is cheap: a name can be there and mean something else. Whatever it raises counts
+    as a no.
+    """
+    NAMES[path] = Name(costs, since)
+    found: Any = torch
+    try:
+        for name in path.split(".")[1:]:
+            found = getattr(found, name, _GONE)
+        if found is _GONE:
+            LACKING[path] = "is not there"
+        elif check(found):
+            return found
+        else:
+            LACKING[path] = "is something else than it was"
+    except Exception as error:  # of a name that means something else now, so of any kind
+        LACKING[path] = f"does not do what it did ({error!r})"
+    return otherwise
+
+
+def _a(*types: type) -> Callable[[Any], bool]:
+    """Return a check for a value of exactly one of ``types``."""
+    return lambda found: type(found) in types
+
+
+def _answers(*types: type) -> Callable[[Any], bool]:
+    """Return a check for a function of no arguments that returns a value of exactly one of ``types``."""
+    return lambda found: type(found()) in types
+
+
+def _is_class(found: Any) -> bool:
+    return isinstance(found, type)
+
+
+_C10D = "torch.distributed.distributed_c10d"
+_C_C10D = "torch._C._distributed_c10d"
 
 # --- c10d ------------------------------------------------------------------------------------------
 
-world: Any = c10d._world
+REQUIRED = (f"{_C10D}._world", f"{_C10D}._world.pg_coalesce_state")
+"""The names without which nothing works: without them a call inside of a coalescing region can't be told from others,
+and would be taken for over before it was launched."""
+
+world: Any = _private(REQUIRED[0], None, "safecomm can't be imported", lambda found: True)
 """c10d's registry of groups."""
+
+_private(REQUIRED[1], None, "safecomm can't be imported", _a(dict))
+
+for _path in REQUIRED:
+    if _path in LACKING:
+        raise ImportError(
+            f"safecomm can't work with torch {torch.__version__}: it needs {_path}, which {LACKING[_path]}. A newer "
+            "safecomm may know what has taken its place."
+        )
 
 
 class _Asked(dict[str, Any]):
     def __missing__(self, _: str) -> Any:
-        return world.default_pg
+        return c10d.GroupMember.WORLD
 
 
 DEFAULT = "_default_pg"
-groups: dict[str, Any] = vars(world) if DEFAULT in vars(world) else _Asked()
+_private(f"{_C10D}._world.{DEFAULT}", None, "each call asks c10d's property for the default group", lambda found: True)
+groups: dict[str, Any] = vars(world) if DEFAULT in getattr(world, "__dict__", ()) else _Asked()
 """``groups[DEFAULT]`` is c10d's default group, None before ``init_process_group``. A property is a call of Python."""
 
-IllegalWork: type = c10d._IllegalWork
+
+def _of(table: str, group: Any) -> Any:
+    """Return what c10d's ``table`` of groups says of ``group``; None if there is no such table, or nothing in it."""
+    found = getattr(world, table, None)
+    return found.get(group) if isinstance(found, dict) else None
+
+
+_private(
+    f"{_C10D}._world.pg_backend_config", None,
+    "no group is known to be NCCL's or gloo's, so calls go c10d's own way and memory comes back later", _a(dict),
+)  # fmt: skip
+_private(f"{_C10D}._world.pg_names", None, "pending() shows no group", _a(dict))
+_private(f"{_C10D}._world.pg_map", None, "low_latency() leaves groups as they are", _a(dict))
+
+_WITHOUT_REGIONS = "coalescing regions are torch's own, and hold their memory as torch does"
+
+
+class _Never:
+    """No work is of this class."""
+
+
+IllegalWork: type = _private(f"{_C10D}._IllegalWork", _Never, _WITHOUT_REGIONS, _is_class)
 """What a collective returns inside a coalescing region: any use of it raises ValueError."""
 
-CollOp: Any = c10d._CollOp
+CollOp: Any = _private(
+    f"{_C10D}._CollOp", None, _WITHOUT_REGIONS,
+    lambda found: found(print, None, None, None, None).op is print,
+)  # fmt: skip
 """A call that a coalescing region has collected, and launches at its end."""
 
-CoalescingManager: Any = c10d._CoalescingManager
+CoalescingManager: Any = _private(
+    f"{_C10D}._CoalescingManager", None, _WITHOUT_REGIONS, lambda found: found().works == []
+)
 """What a coalescing region yields: the list of its works."""
 
-FakeWork: type | None = getattr(torch._C._distributed_c10d, "FakeWork", None)
+coalescing_manager: Any = _private(f"{_C10D}._coalescing_manager", None, _WITHOUT_REGIONS)
+"""c10d's coalescing region, where all that safecomm needs to open one itself is there; None elsewhere."""
+
+if IllegalWork is _Never or CollOp is None or CoalescingManager is None:
+    coalescing_manager = None
+
+_end_coalescing: Any = _private(
+    f"{_C10D}.ProcessGroup._end_coalescing", None, "a coalescing region with device= that fails leaves NCCL in it"
+)
+
+
+def end_coalescing(group: Any, device: Any) -> Any:
+    """End what C++ has begun to coalesce, and return the work of what was launched; None for none."""
+    return None if _end_coalescing is None else _end_coalescing(group, device)
+
+
+FakeWork: type | None = _private(
+    f"{_C_C10D}.FakeWork", None, "what the fake backend returns is taken for a work", _is_class, since="2.8"
+)
 """What the fake backend and meta tensors are answered with: it stands for no work, and is never complete."""
 
 
@@ -56,7 +182,10 @@ def is_fake(tensor: torch.Tensor) -> bool:
     return tensor.is_meta or (subclasses is not None and isinstance(tensor, subclasses.FakeTensor))
 
 
-ASYNC_OPTION = hasattr(c10d.AllreduceOptions, "asyncOp")
+ASYNC_OPTION: bool = _private(
+    f"{_C10D}.AllreduceOptions.asyncOp", _GONE, "every call counts as asynchronous, as before torch 2.7",
+    lambda found: type(c10d.AllreduceOptions().asyncOp) is bool, since="2.7",
+) is not _GONE  # fmt: skip
 """Whether the options say that a call is asynchronous (2.7 and later). Before, each call was, and its caller waited."""
 
 
@@ -73,15 +202,46 @@ def is_torchs(function: Any) -> bool:
     return True
 
 
-Backend: Any = torch._C._distributed_c10d.Backend
+_NOT_DIRECT = "calls go through c10d's own function, which takes the host longer"
+
+Backend: Any = _private(f"{_C_C10D}.Backend", _Never, _NOT_DIRECT, _is_class)
 """The C++ side of one backend of a group. Calling its collectives skips the dispatcher, 1 to 2.5 us of each call."""
+
+
+class Launch(NamedTuple):
+    """A collective of a :data:`Backend`, and the class of its options."""
+
+    function: Any
+    options: Any
+
+
+def _launch(method: str, options: str) -> Launch | None:
+    function = _private(f"{_C_C10D}.Backend.{method}", None, _NOT_DIRECT)
+    kind = _private(f"{_C10D}.{options}", None, _NOT_DIRECT, _takes_what_it_took)
+    return None if function is None or kind is None else Launch(function, kind)
+
+
+def _takes_what_it_took(kind: Any) -> bool:
+    options = kind()
+    if hasattr(options, "reduceOp"):
+        options.reduceOp = c10d.ReduceOp.SUM
+    if ASYNC_OPTION:
+        options.asyncOp = True
+    return True
+
+
+all_reduce: Launch | None = _launch("allreduce", "AllreduceOptions")
+all_gather: Launch | None = _launch("_allgather_base", "AllgatherOptions")
+reduce_scatter: Launch | None = _launch("_reduce_scatter_base", "ReduceScatterOptions")
+all_to_all: Launch | None = _launch("alltoall", "AllToAllOptions")
+"""How collectives are launched past the dispatcher; None where torch does not have what that takes."""
 
 
 def _perhaps() -> bool:
     return True  # every call then goes through c10d's own function
 
 
-dispatch_modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", _perhaps)
+dispatch_modes: Callable[[], int] = _private("torch._C._len_torch_dispatch_stack", _perhaps, _NOT_DIRECT, _answers(int))
 """How many ``TorchDispatchMode``s are active. They see the dispatcher's calls and no others."""
 
 
@@ -89,15 +249,14 @@ class _Unknown:
     _is_profiler_enabled = True
 
 
-profiler: Any = torch.autograd.profiler if hasattr(torch.autograd.profiler, "_is_profiler_enabled") else _Unknown
+profiler: Any = torch.autograd.profiler
+if _private("torch.autograd.profiler._is_profiler_enabled", None, _NOT_DIRECT, _a(bool)) is None:
+    profiler = _Unknown
 """``profiler._is_profiler_enabled`` says whether one is on, which shows the dispatcher's calls too.
 
 Torch keeps it "for fast python checks": asking C++ takes a tenth of a microsecond more of each call. What is started
 past ``torch.profiler`` and ``torch.autograd.profiler`` sees the kernels of a direct call, not its name nor any wait.
 """
-
-
-_TensorGuards: Any = getattr(getattr(torch._C._dynamo, "guards", None), "TensorGuards", None)
 
 
 def unlike(*_: Any) -> bool:
@@ -113,19 +272,29 @@ def look_alike(*tensors: torch.Tensor, shaped: bool = False) -> Callable[..., bo
     Dynamo guards its graphs with. Two arguments that are one tensor are like nothing. Not to be asked about strided
     nested tensors, which take the process down.
     """
-    if _TensorGuards is None:
-        return unlike
+    return unlike if _TensorGuards is None else _guards_of(_TensorGuards, tensors, shaped)
+
+
+def _guards_of(kind: Any, tensors: Sequence[torch.Tensor], shaped: bool) -> Callable[..., bool]:
     sizes: Any = [[*tensor.shape] if shaped else [None] * tensor.dim() for tensor in tensors]
     strides: Any = [[*tensor.stride()] if shaped else [None] * tensor.dim() for tensor in tensors]
-    check: Callable[..., bool] = _TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+    check: Callable[..., bool] = kind(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
     return check
+
+
+def _tell_apart(kind: Any) -> bool:
+    with undisturbed():
+        one, other = torch.empty(2, device="cpu"), torch.empty(2, dtype=torch.int8, device="cpu")
+        like, same = _guards_of(kind, [one], False), _guards_of(kind, [one], True)
+        longer = torch.empty(3, device="cpu")
+        return like(longer) is True and like(other) is False and same(longer) is False
 
 
 def _plain_keys() -> frozenset[str]:
     found = set()
     for inference in (False, True):
-        with torch.inference_mode(inference):
-            found.add(str(torch._C._dispatch_keys(torch.empty(0, device="cpu"))))
+        with torch.inference_mode(inference), undisturbed():
+            found.add(str(_dispatch_keys(torch.empty(0, device="cpu"))))
     return frozenset(found)
 
 
@@ -137,7 +306,7 @@ def has_plain_keys(tensor: torch.Tensor) -> bool:
     """
     if _PLAIN_KEYS is None:
         return False
-    keys: Any = torch._C._dispatch_keys(tensor)
+    keys: Any = _dispatch_keys(tensor)
     number = keys.raw_repr() if _NUMBERED else None
     if number in _plain_numbers:
         return True
@@ -147,39 +316,65 @@ def has_plain_keys(tensor: torch.Tensor) -> bool:
     return found
 
 
-_PLAIN_KEYS = _plain_keys() if hasattr(torch._C, "_dispatch_keys") else None
-_NUMBERED = hasattr(torch._C.DispatchKeySet, "raw_repr")  # not in torch 2.4
-_plain_numbers: set[int | None] = set()
-
-
 def _no_level() -> None:
     return None
 
 
-transform_level: Callable[[], int | None] = getattr(
-    getattr(torch._C, "_functorch", None), "maybe_current_level", _no_level
-)
+transform_level: Callable[[], int | None] = _private(
+    "torch._C._functorch.maybe_current_level", _no_level, "calls inside of torch.func may fail",
+    _answers(int, type(None)),
+)  # fmt: skip
 """The level of the transform of ``torch.func`` that runs, and wraps what is made of tensors; None for none."""
+
+_without_transforms: Any = _private(
+    "torch._C._DisableFuncTorch", contextlib.nullcontext, "groups that are first used inside of torch.func may fail"
+)
+_without_modes: Any = _private(
+    "torch.utils._python_dispatch._disable_current_modes", contextlib.nullcontext,
+    "what is set up inside of a TorchDispatchMode is seen by it",
+)  # fmt: skip
 
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
     """Leave the transforms and modes that are active, for what is not part of them."""
     with contextlib.ExitStack() as stack:
-        if transform_level() is not None and hasattr(torch._C, "_DisableFuncTorch"):
-            stack.enter_context(torch._C._DisableFuncTorch())
+        if transform_level() is not None:
+            stack.enter_context(_without_transforms())
         if dispatch_modes():
-            stack.enter_context(torch.utils._python_dispatch._disable_current_modes())
+            stack.enter_context(_without_modes())
         yield
+
+
+def _tells_devices(keys_of: Any) -> bool:
+    with undisturbed():
+        dense, other = torch.empty(0, device="cpu"), torch.empty(0, device="meta")
+        return "CPU" in str(keys_of(dense)) and "CPU" not in str(keys_of(other))
+
+
+_dispatch_keys: Any = _private("torch._C._dispatch_keys", None, _NOT_DIRECT, _tells_devices)
+_PLAIN_KEYS = None if _dispatch_keys is None else _plain_keys()
+_NUMBERED = _PLAIN_KEYS is not None and (
+    _private(
+        "torch._C.DispatchKeySet.raw_repr", None, "a tensor of a kind not seen before takes a microsecond more",
+        lambda _: type(_dispatch_keys(torch.empty(0, device="cpu")).raw_repr()) is int, since="2.5",
+    ) is not None
+)  # fmt: skip
+_plain_numbers: set[int | None] = set()
+
+_TensorGuards: Any = _private(
+    "torch._C._dynamo.guards.TensorGuards", None, "every call looks at its tensors one by one, 0.5 us more", _tell_apart
+)
 
 
 def _never() -> bool:
     return False
 
 
-inflight_as_graph_input: Callable[[], bool] = getattr(
-    torch._C._distributed_c10d, "_allow_inflight_collective_as_graph_input", _never
-)
+inflight_as_graph_input: Callable[[], bool] = _private(
+    f"{_C_C10D}._allow_inflight_collective_as_graph_input", _never,
+    "a graph that is given tensors still in flight does not find their works", _answers(bool), since="2.6",
+)  # fmt: skip
 """Whether the dispatcher's calls register their works, for graphs that are given tensors still in flight."""
 
 
@@ -187,14 +382,17 @@ def backend_of(group: Any, device_type: str) -> Any:
     """Return the C++ side of ``group``'s backend for ``device_type``; None if it has none."""
     try:
         backend = group._get_backend(torch.device(device_type))
-    except (AttributeError, RuntimeError):
+    except (AttributeError, RuntimeError, TypeError):
         return None
     return backend if isinstance(backend, Backend) else None
 
 
+_private(f"{_C10D}.ProcessGroup._get_backend", None, f"{_NOT_DIRECT}, and the end of a group waits 30 s at most")
+
+
 def backend_name(group: Any, device_type: str) -> str:
     """Return the backend that serves ``device_type`` in ``group``, such as ``"nccl"``; ``""`` if torch does not say."""
-    config = str(getattr(world, "pg_backend_config", {}).get(group, ""))
+    config = str(_of("pg_backend_config", group) or "")
     return dict(entry.split(":", 1) for entry in config.split(",") if ":" in entry).get(device_type, "")
 
 
@@ -227,7 +425,7 @@ def _any_set(*names: str) -> bool:
 
 def group_name(group: Any) -> str:
     """Return the name under which c10d knows ``group``; ``""`` if it does not."""
-    return str(getattr(world, "pg_names", {}).get(group, ""))
+    return str(_of("pg_names", group) or "")
 
 
 def is_initialized(group: Any, device_type: str) -> bool:
@@ -235,7 +433,7 @@ def is_initialized(group: Any, device_type: str) -> bool:
     backend = backend_of(group, device_type)
     try:
         return bool(backend._is_initialized())
-    except (AttributeError, RuntimeError):
+    except (AttributeError, RuntimeError, TypeError):
         return True
 
 
@@ -250,13 +448,13 @@ def group_timeout(group: Any, device_type: str) -> timedelta | None:
 
 def store_of(group: Any, prefix: str) -> Any:
     """Return a store that the ranks of ``group`` share, for keys of our own; None if torch does not give it out."""
-    found = getattr(world, "pg_map", {}).get(group)
+    found = _of("pg_map", group)
     return None if found is None else c10d.PrefixStore(prefix, found[1])
 
 
 def symmetric_memory() -> Any:
     """Return torch's module of memory that peers can write to; None if it has none."""
-    if not hasattr(torch._C._distributed_c10d, "_SymmetricMemory"):
+    if not _SYMMETRIC:
         return None
     try:
         import torch.distributed._symmetric_memory as module
@@ -265,26 +463,46 @@ def symmetric_memory() -> Any:
     return module if hasattr(module, "empty") and hasattr(module, "rendezvous") else None
 
 
+_SYMMETRIC = (
+    _private(f"{_C_C10D}._SymmetricMemory", None, "low_latency() leaves groups as they are", since="2.5") is not None
+)
+
 # --- tensors and streams ---------------------------------------------------------------------------
+
+
+_HAS_CUDA = bool(torch.version.cuda or torch.version.hip)
+
+
+def _of_cuda(name: str, otherwise: Any, costs: str) -> Any:
+    """Return ``torch._C.name``; where torch was built without CUDA, ``otherwise``, which costs nothing there."""
+    return _private(f"torch._C.{name}", otherwise, costs) if _HAS_CUDA else otherwise
 
 
 def _no_raw_stream(index: int) -> int:
     return int(torch.cuda.current_stream(index).cuda_stream)
 
 
-current_raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _no_raw_stream)
+current_raw_stream: Callable[[int], int] = _of_cuda(
+    "_cuda_getCurrentRawStream", _no_raw_stream, "asking for the current stream takes 5 us in place of 0.1"
+)
 """The handle of a device's current stream: 0.1 us, where ``torch.cuda.current_stream()`` takes 5."""
 
 
-current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+current_device: Callable[[], int] = _of_cuda(
+    "_cuda_getDevice", torch.cuda.current_device, "asking for the current device takes 0.1 us more"
+)
 """The index of the current device: 0.1 us, where ``torch.cuda.current_device()`` takes 0.2."""
 
-_is_current_capturing: Callable[[], bool] = getattr(
-    torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
-)
+_is_current_capturing: Callable[[], bool] = _of_cuda(
+    "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing,
+    "asking whether a stream is being captured takes 0.1 us more",
+)  # fmt: skip
 
 
-spin: Callable[[int], None] = getattr(torch._C, "_cuda_sleep", lambda cycles: None)
+spin: Callable[[int], None] = _of_cuda(
+    "_cuda_sleep", lambda cycles: None,
+    "compute can hold up the collectives that it overlaps, where the host runs far ahead",
+)  # fmt: skip
 """Keep one thread of the device busy for so many cycles, on the current stream; nothing where torch can't."""
 
 
@@ -298,11 +516,29 @@ def raw_stream(stream: torch.Stream) -> int:
     return int(of_device.cuda_stream)
 
 
-_storage_use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
+_WITHOUT_COUNTS = "references are not counted: dropped handles go unnoticed, and record_stream stays torch's"
 
 
-USE_COUNT = _storage_use_count is not None and hasattr(torch._C, "_construct_storage_from_data_pointer")
-"""Whether torch makes storages over given memory, and tells how many references there are to them in C++."""
+def _small_storage() -> torch.UntypedStorage:
+    with torch.inference_mode(False), undisturbed():
+        return torch.empty(1, device="cpu").untyped_storage()
+
+
+cdata_of: Callable[[Any], int] = operator.attrgetter("_cdata")
+"""The address of the C++ side of a storage: the same for all of its Python objects."""
+
+if _private("torch.UntypedStorage._cdata", None, _WITHOUT_COUNTS, lambda _: type(cdata_of(_small_storage())) is int):
+    _storage_use_count: Callable[[int], int] | None = _private(
+        "torch._C._storage_Use_Count",
+        None,
+        _WITHOUT_COUNTS,
+        lambda found: type(found(cdata_of(_small_storage()))) is int,
+    )
+else:
+    cdata_of, _storage_use_count = id, None
+
+USE_COUNT = _storage_use_count is not None
+"""Whether torch tells how many references there are to a storage in C++."""
 
 storage_use_count: Callable[[int], int] = _storage_use_count or (lambda _: 0)
 """How many references there are in C++ to the storage at an address; nobody knows without ``USE_COUNT``."""
@@ -321,11 +557,23 @@ def only_holder(storage: Any) -> bool:
     """
     if _storage_use_count is None or not isinstance(storage, torch.UntypedStorage):
         return False
-    cdata = storage._cdata
+    cdata = cdata_of(storage)
     return _storage_use_count(cdata) == (2 if cdata in KEPT else 1)
 
 
-_construct_storage: Callable[..., Any] | None = getattr(torch._C, "_construct_storage_from_data_pointer", None)
+def _makes_storages(construct: Any) -> bool:
+    whole = _small_storage()
+    made = construct(whole.data_ptr(), torch.device("cpu"), 4)
+    return type(made) is torch.UntypedStorage and (made.data_ptr(), made.nbytes()) == (whole.data_ptr(), 4)
+
+
+_construct_storage: Callable[..., Any] | None = _private(
+    "torch._C._construct_storage_from_data_pointer", None,
+    "there is no Arena, and sends and receives on NCCL call record_stream", _makes_storages,
+)  # fmt: skip
+
+MAKES_STORAGES = _construct_storage is not None
+"""Whether torch makes storages over given memory."""
 
 
 def storage_over(pointer: int, device: torch.device, nbytes: int) -> torch.UntypedStorage | None:
@@ -356,7 +604,7 @@ def unowned(tensor: torch.Tensor) -> torch.Tensor:
 def saved_by(node: Any) -> list[tuple[str, torch.Tensor]]:
     """Return what an autograd node keeps for the backward pass, by name; nothing once that is freed.
 
-    Runs no unpack hook where torch tells what is packed (``SavedTensor.data``, 2.8 and later).
+    Runs no unpack hook where torch tells what is packed (``SavedTensor.data``, 2.9 and later).
     """
     kind = type(node)
     names = _saved_names.get(kind)
@@ -381,6 +629,11 @@ def saved_by(node: Any) -> list[tuple[str, torch.Tensor]]:
     return found
 
 
+_private(
+    "torch._C._autograd.SavedTensor.data", None, "the search for leaks runs the program's unpack hooks",
+    lambda found: True, since="2.9",
+)  # fmt: skip
+
 _saved_names: weakref.WeakKeyDictionary[type, tuple[str, ...]] = weakref.WeakKeyDictionary()
 
 
@@ -388,7 +641,9 @@ class _NoForwardAD:
     _current_level = 0
 
 
-forward_ad: Any = torch.autograd.forward_ad if hasattr(torch.autograd.forward_ad, "_current_level") else _NoForwardAD
+forward_ad: Any = torch.autograd.forward_ad
+if _private("torch.autograd.forward_ad._current_level", None, "lists in pieces are c10d's", _a(int)) is None:
+    forward_ad = _NoForwardAD
 """``forward_ad._current_level`` is -1 where no tensor can have a tangent, which copies into given memory refuse."""
 
 
@@ -400,6 +655,9 @@ except ImportError:
     TorchDispatchMode = None  # type: ignore[assignment, misc]
 """The base of what sees every operation of torch; None if this torch has none, and then leaks can't be watched for."""
 
+if not _private("torch.utils._python_dispatch.TorchDispatchMode", None, "leaks.watch() can't watch", _is_class):
+    TorchDispatchMode = None  # type: ignore[assignment, misc]
+
 
 class Override:
     """A Python function in place of torch's own kernel of ``operator`` (such as ``"aten::record_stream"``).
@@ -410,15 +668,14 @@ class Override:
 
     def __init__(self, operator: str, key: str, function: Callable[..., Any], *, needs_original: bool = False) -> None:
         namespace, name = operator.split("::")
-        get_kernel = getattr(torch.library, "get_kernel", None)
         self.original: Callable[..., Any] | None = None
         try:
-            kernel = None if get_kernel is None else get_kernel(operator, key)
-        except RuntimeError:
-            kernel = None  # this device type has none
-        if kernel is not None:
-            keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
-            self.original = functools.partial(kernel.call_boxed, keys)
+            kernel = None if _get_kernel is None else _get_kernel(operator, key)
+            if kernel is not None:
+                keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+                self.original = functools.partial(kernel.call_boxed, keys)
+        except (RuntimeError, AttributeError, TypeError):
+            pass  # this device type has none, or torch does not give it out
         self._library: Any = None
         if needs_original and self.original is None:
             return
@@ -429,8 +686,16 @@ class Override:
 
     def remove(self) -> None:
         """Put torch's own kernel back."""
-        if self._library is not None:
-            self._library._destroy()
+        library, self._library = self._library, None
+        if library is not None and _destroys:
+            library._destroy()  # else it does so by itself, now that nobody refers to it
+
+
+_get_kernel: Any = _private(
+    "torch.library.get_kernel", None,
+    "inside of avoid_record_streams() every record_stream is converted, in each thread, and stays so", since="2.9",
+)  # fmt: skip
+_destroys = _private("torch.library.Library._destroy", None, "kernels of torch are put back a bit later") is not None
 
 
 # --- many tensors in one call ------------------------------------------------------------------------------
@@ -446,12 +711,14 @@ def _copy_all(to: list[torch.Tensor], source: list[torch.Tensor]) -> None:
         one.copy_(other)
 
 
-unflatten: Callable[[torch.Tensor, list[torch.Tensor]], Sequence[torch.Tensor]] = getattr(
-    torch._C._nn, "unflatten_dense_tensors", _unflatten
+unflatten: Callable[[torch.Tensor, list[torch.Tensor]], Sequence[torch.Tensor]] = _private(
+    "torch._C._nn.unflatten_dense_tensors", _unflatten, "bucketed() takes 2 us more for each tensor"
 )
 """Return consecutive parts of a flat tensor, shaped like those of a list."""
 
-copy_all: Callable[[Any, Any], None] = getattr(torch, "_foreach_copy_", _copy_all)
+copy_all: Callable[[Any, Any], None] = _private(
+    "torch._foreach_copy_", _copy_all, "bucketed() copies tensors one by one, a kernel each"
+)
 """Copy a list of tensors into another: a few kernels in place of one for each."""
 
 
@@ -620,10 +887,16 @@ def end_allocation_to_pool(index: int, pool: tuple[int, int]) -> None:
         _release_pool(index, pool)
 
 
-_end_allocation: Any = getattr(
-    torch._C, "_cuda_endAllocateToPool", getattr(torch._C, "_cuda_endAllocateCurrentStreamToPool", None)
+_AFTER_FAILURE = "after a capture that CUDA gave up, the allocator frees nothing any more"
+
+_EARLIER = "_cuda_endAllocateCurrentStreamToPool"  # its name in torch 2.4
+_end_allocation: Any = _of_cuda(
+    _EARLIER if hasattr(torch._C, _EARLIER) else "_cuda_endAllocateToPool", None, _AFTER_FAILURE
 )
-_release_pool: Any = getattr(torch._C, "_cuda_releasePool", None)
+_release_pool: Any = _of_cuda("_cuda_releasePool", None, _AFTER_FAILURE)
+_WITHOUT_HISTORY = "the demo writes no snapshots, and demo --html says so"
+_record_history: Any = _private("torch.cuda.memory._record_memory_history", None, _WITHOUT_HISTORY)
+_dump_snapshot: Any = _private("torch.cuda.memory._dump_snapshot", None, _WITHOUT_HISTORY)
 
 
 @contextlib.contextmanager
@@ -632,29 +905,31 @@ def memory_history(path: Path) -> Iterator[None]:
 
     Writes nothing if this torch keeps no history.
     """
-    record = getattr(torch.cuda.memory, "_record_memory_history", None)
-    dump = getattr(torch.cuda.memory, "_dump_snapshot", None)
-    if record is None or dump is None:
+    if _record_history is None or _dump_snapshot is None:
         yield
         return
-    record(stacks="python")
+    _record_history(stacks="python")
     try:
         yield
-        dump(str(path))
+        _dump_snapshot(str(path))
     finally:
-        record(enabled=None)
+        _record_history(enabled=None)
 
 
 # --- what is not there -----------------------------------------------------------------------------
 
 
-def missing() -> list[str]:
-    """Return a sentence for each of these names that this torch does not have, where that makes something worse."""
-    found = []
-    if _storage_use_count is None:
-        found.append("It does not count the users of a storage, so memory behind the host comes back later.")
-    if _construct_storage is None:
-        found.append("It can't make a tensor that does not own its memory, so sends and receives call record_stream.")
-    if TorchDispatchMode is None:
-        found.append("It has no TorchDispatchMode, so leaks.watch() can't watch.")
-    return found
+def missing(*, expected: bool = False) -> list[str]:
+    """Return a sentence for each private name that this torch lacks, or has as something else than it was.
+
+    ``expected``: for those that only later versions of torch have, and for no others.
+    """
+    return [
+        f"{path} {lack}: {NAMES[path].costs}."
+        for path, lack in LACKING.items()
+        if (TorchVersion(torch.__version__) < NAMES[path].since) is expected
+    ]
+
+
+for _sentence in missing():
+    log.warning("torch %s: %s", torch.__version__, _sentence)

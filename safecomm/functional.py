@@ -39,8 +39,8 @@ from safecomm.ledger import LEDGER
 _LINEAR = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
 
 # The name that torch 2.13 knows them by, and does not warn of.
-_gather_into = getattr(_gather, "all_gather_single", _gather.all_gather_into_tensor)
-_scatter_into = getattr(_reduce, "reduce_scatter_single", _reduce.reduce_scatter_tensor)
+_gather_into = _gather.all_gather_single or _gather.all_gather_into_tensor
+_scatter_into = _reduce.reduce_scatter_single or _reduce.reduce_scatter_tensor
 
 _Finish = Callable[[], None]
 _Launched = tuple[torch.Tensor, Any, _Finish | None]

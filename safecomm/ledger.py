@@ -161,8 +161,9 @@ class Ledger:
             lane.streamed = backend == "nccl"
             lane.ordered = backend == "nccl" and not p2p  # point-to-point may have a communicator for each peer
             # A gloo send or receive does not tell that it is over before somebody has waited for it (is_completed()
-            # stays False, torch 2.13), and a second wait for it hangs. So it is never polled, and waited for once.
-            lane.blind = backend == "gloo" and p2p
+            # stays False, torch 2.13), and a second wait for it hangs. So it is never polled, and waited for once. Nor
+            # is one of a backend that torch does not name, which may be gloo.
+            lane.blind = backend in ("gloo", "") and p2p
             lane.patient = not capture and not lane.blind
             self._lanes[key] = lane
             known = backend in ("nccl", "gloo")  # the works of others may be something else: the fake one's never end

@@ -139,6 +139,14 @@ class Work(Launched, _Base):
     def _get_duration(self) -> float:
         return self.inner._get_duration()  # type: ignore[attr-defined, no-any-return]
 
+    def _get_sequence_number(self) -> int:
+        return self.inner._get_sequence_number()  # type: ignore[attr-defined, no-any-return]
+
+    @property
+    def timeout(self) -> timedelta:
+        """The backend's time limit for the collective (torch 2.15 and later)."""
+        return self.inner.timeout  # type: ignore[attr-defined, no-any-return]
+
     def boxed(self) -> Any:
         """Return the backend's handle as a TorchScript object, which the compiler's operators pass around."""
         return self.inner.boxed()

@@ -7,6 +7,7 @@ returns what the function returned, and all tensors that it was given, inputs an
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -105,6 +106,9 @@ REDUCTIONS: dict[str, Call] = {}
 MOVES: dict[str, Call] = {}
 """The calls that take ``async_op`` and move data only."""
 
+NOT_ON_GLOO: dict[str, Call] = {}
+"""The calls that gloo does not have (torch 2.15)."""
+
 POINT_TO_POINT: dict[str, Call] = {}
 """Sends and receives."""
 
@@ -141,10 +145,16 @@ def reduce(dist, s):
     return dist.reduce(tensor, s.world_rank(s.size - 1), s.reduction, **s.keywords), [tensor]
 
 
-@_in(REDUCTIONS)
 def reduce_group_dst(dist, s):
     tensor = s.data()
     return dist.reduce(tensor, op=s.reduction, group_dst=0, **s.keywords), [tensor]
+
+
+GROUP_RANKS = "group_dst" in inspect.signature(c10d.reduce).parameters
+"""Whether a rank can be named by its number in the group, as since torch 2.6."""
+
+if GROUP_RANKS:
+    _in(REDUCTIONS)(reduce_group_dst)
 
 
 @_in(REDUCTIONS)
@@ -225,10 +235,13 @@ def broadcast(dist, s):
     return dist.broadcast(tensor, s.world_rank(0), **s.keywords), [tensor]
 
 
-@_in(MOVES)
 def broadcast_group_src(dist, s):
     tensor = s.data()
     return dist.broadcast(tensor, group_src=s.size - 1, **s.keywords), [tensor]
+
+
+if GROUP_RANKS:
+    _in(MOVES)(broadcast_group_src)
 
 
 @_in(MOVES)
@@ -236,6 +249,22 @@ def gather(dist, s):
     tensor = s.data()
     outputs = [s.room() for _ in range(s.size)] if s.rank == 0 else None
     return dist.gather(tensor, outputs, s.world_rank(0), **s.keywords), [tensor, *(outputs or [])]
+
+
+def _gather_to_one(name: str) -> None:
+    def call(dist, s):
+        tensor = s.data()
+        output = s.room(s.size) if s.rank == 0 else None
+        returned = getattr(dist, name)(tensor, output, s.world_rank(0), **s.keywords)
+        return returned, [tensor] if output is None else [tensor, output]
+
+    call.__name__ = name
+    if hasattr(c10d, name):  # torch 2.14 and later
+        _in(NOT_ON_GLOO)(call)
+
+
+_gather_to_one("gather_single")
+_gather_to_one("gather_into_tensor")
 
 
 @_in(MOVES)
@@ -269,7 +298,8 @@ def recv_from_any(dist, s):
     tensor, room = s.data(), s.room()
     if s.rank == 0:
         return [dist.recv(room, group=s.group)], [tensor, room]
-    return [dist.send(tensor, group_dst=0, group=s.group) if s.rank == 1 else None], [tensor, room]
+    to = {"group_dst": 0} if GROUP_RANKS else {"dst": s.world_rank(0)}
+    return [dist.send(tensor, **to, group=s.group) if s.rank == 1 else None], [tensor, room]
 
 
 @_in(POINT_TO_POINT)
@@ -355,6 +385,8 @@ for _call in (
 ):
     _in(COALESCED)(_call)
 
+_Manager = c10d._CoalescingManager
+
 ALL: dict[str, Call] = {**REDUCTIONS, **MOVES, **POINT_TO_POINT, **COALESCED}
 
 
@@ -375,7 +407,7 @@ def finish(returned: Any) -> Any:
     if isinstance(returned, torch._C.Future):
         returned.wait()
         return "Future"
-    if isinstance(returned, c10d._CoalescingManager):
+    if isinstance(returned, _Manager):
         return "manager", returned.wait()
     if isinstance(returned, (list, tuple)):
         return [finish(each) for each in returned]

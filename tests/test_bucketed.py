@@ -15,6 +15,7 @@ import torch
 import torch.distributed as stock
 import torch.distributed.distributed_c10d as c10d
 from ranks import on, until
+from watching import cpu_profile
 
 import safecomm
 from safecomm import functional
@@ -323,7 +324,7 @@ def _flop_counter():
 @on(2)
 def test_a_profiler_or_a_mode_on_one_rank_changes_no_bucket():
     contexts = {
-        "profiler": lambda: torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]),
+        "profiler": cpu_profile,
         "dispatch mode": _flop_counter,
         "device": lambda: torch.device("cpu"),
         "diverted": LEDGER.diverted,

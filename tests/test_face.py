@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as stock
 import torch.distributed.distributed_c10d as c10d
+from calls import GROUP_RANKS
 from ranks import on, run_program
 
 import safecomm
@@ -33,6 +34,8 @@ WRAPPED = [
         "broadcast",
         "reduce",
         "gather",
+        "gather_into_tensor",
+        "gather_single",
         "scatter",
         "send",
         "recv",
@@ -201,7 +204,8 @@ def test_p2pop_is_an_instance_both_ways():
             assert isinstance(op, stock.P2POp)
             assert op.op in (c10d.isend, c10d.irecv)
             assert repr(op).startswith("P2POp(")
-    assert isinstance(safecomm.P2POp(safecomm.isend, tensor=torch.ones(1), group_peer=1), safecomm.P2POp)
+    peer = {"group_peer" if GROUP_RANKS else "peer": 1}
+    assert isinstance(safecomm.P2POp(safecomm.isend, tensor=torch.ones(1), **peer), safecomm.P2POp)
 
 
 # --- submodules ---------------------------------------------------------------------------------------------
@@ -215,7 +219,7 @@ import safecomm.nn.functional
 import safecomm.algorithms.ddp_comm_hooks.default_hooks as hooks
 from safecomm.tensor.parallel import ColwiseParallel
 from safecomm.device_mesh import DeviceMesh
-from safecomm.fsdp import fully_shard
+from safecomm.fsdp import FullyShardedDataParallel
 import torch.distributed.fsdp, torch.distributed.nn.functional, torch.distributed.tensor.parallel
 import torch.distributed.algorithms.ddp_comm_hooks.default_hooks as their_hooks
 for name in ("fsdp", "nn", "nn.functional", "tensor", "tensor.parallel", "device_mesh"):

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as stock
 from ranks import on, subgroup, until
 from torch.overrides import TorchFunctionMode
-from watching import Sees, noted
+from watching import Sees, cpu_profile, noted
 
 import safecomm
 from safecomm import _torch, captures
@@ -749,7 +749,7 @@ def test_an_operation_that_is_another_object_is_c10ds():
 def test_a_flat_call_shows_in_a_profile():
     with flat() as launched:
         for made in ("slices", "pieces"):
-            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            with cpu_profile() as profile:
                 gathered(made=made)
             names = [event.name for event in profile.events()]
             assert names.count("safecomm::all_gather") == 1

@@ -3,93 +3,209 @@
 A failure of the first kind means that torch has moved: the message says what takes over, and what that costs.
 """
 
+import contextlib
+import functools
+import importlib
 import importlib.util
+import inspect
+import logging
+import sys
 import types
 from datetime import timedelta
 from pathlib import Path
 
+import calls
 import pytest
 import torch
+import torch.distributed as stock
 import torch.distributed.distributed_c10d as c10d
-from ranks import on
+from ranks import launch, on
+from torch.torch_version import TorchVersion
+from watching import Log
 
 import safecomm
 from safecomm import _torch
 
-# Where it is looked up, the name, and what happens without it. None: nothing stands in, safecomm can't be imported.
-NAMES = [
-    (c10d, "_world", None),
-    (c10d._world, "default_pg", None),
-    (c10d._world, "_default_pg", "each call asks the property, which is a call of Python"),
-    (c10d._world, "pg_coalesce_state", None),
-    (c10d._world, "pg_backend_config", "backend_name() says '', so nothing is known to end in order"),
-    (c10d._world, "pg_names", "group_name() says '', so pending() shows no group"),
-    (c10d._world, "pg_map", "store_of() says None, and low_latency() leaves groups as they are"),
-    (
-        torch._C._distributed_c10d,
-        "_SymmetricMemory",
-        "symmetric_memory() says None, and low_latency() leaves groups as they are",
-    ),
-    (c10d, "_IllegalWork", None),
-    (c10d, "_CollOp", None),
-    (c10d, "_coalescing_manager", None),
-    (c10d, "_CoalescingManager", None),
-    (c10d.AllreduceOptions, "asyncOp", "every call counts as asynchronous, as before torch 2.7"),
-    (c10d.ProcessGroup, "_get_backend", "group_timeout() says None, so destroy_process_group waits 30 s at most"),
-    (c10d.ProcessGroup, "_end_coalescing", None),
-    (torch._C._distributed_c10d, "Backend", None),
-    (torch._C._distributed_c10d.Backend, "_allgather_base", None),
-    (torch._C._distributed_c10d.Backend, "_reduce_scatter_base", None),
-    (torch._C, "_len_torch_dispatch_stack", "no call takes the direct way"),
-    (torch.autograd.profiler, "_is_profiler_enabled", "no call takes the direct way"),
-    (torch._C, "_dispatch_keys", "no call takes the direct way, and c10d keeps coalesced tensors a bit longer"),
-    (torch._C._functorch, "maybe_current_level", "calls inside of torch.func may fail"),
-    (torch._C._dynamo.guards, "TensorGuards", "every call looks at its tensors one by one, 0.5 us more"),
-    (
-        torch._C._distributed_c10d,
-        "_allow_inflight_collective_as_graph_input",
-        "nothing: torch has no such calls, as before 2.6",
-    ),
-    (
-        torch._C,
-        "_storage_Use_Count",
-        "only_holder() says False, so memory behind the host comes back a bit later; Arena is refused",
-    ),
-    (torch.UntypedStorage, "_cdata", "only_holder() fails"),
-    (
-        torch._C,
-        "_construct_storage_from_data_pointer",
-        "unowned() gives the tensor itself, and sends record streams; no arena",
-    ),
-    (torch.utils._python_dispatch, "TorchDispatchMode", "leaks.watch() says that it can't watch"),
-    (torch.autograd.forward_ad, "_current_level", "lists in pieces are c10d's"),
-    (torch._C._autograd.SavedTensor, "data", "saved_by() unpacks what is saved, and runs unpack hooks"),
-    (torch.cuda.memory, "_record_memory_history", "the demo writes no snapshots, and demo --html says so"),
-    (torch.cuda.memory, "_dump_snapshot", "the demo writes no snapshots, and demo --html says so"),
-    (torch._C._nn, "unflatten_dense_tensors", "unflatten() splits and views, 2 us a tensor"),
-    (torch, "_foreach_copy_", "copy_all() copies one by one, a kernel each"),
-    (torch.library, "get_kernel", "outside of its thread or mode, record_stream is converted too, and stays so"),
-    (torch.library.Library, "_destroy", None),
-]
-if torch.cuda.is_available():
-    NAMES += [
-        (torch._C, "_cuda_getCurrentRawStream", "current_raw_stream() takes 5 us in place of 0.1"),
-        (torch._C, "_cuda_getDevice", "current_device() takes 0.1 us more"),
-        (torch._C, "_cuda_isCurrentStreamCapturing", "is_capturing() takes 0.1 us more"),
-        (torch._C, "_cuda_sleep", "compute can hold up the collectives that it overlaps, where it runs far ahead"),
-        (
-            torch._C,
-            "_cuda_endAllocateToPool",
-            "after a capture that CUDA gave up, the allocator frees nothing any more",
-        ),
-        (torch._C, "_cuda_releasePool", "after a capture that CUDA gave up, the allocator frees nothing any more"),
-    ]
+HERE = TorchVersion(torch.__version__)
+NAMES = sorted(_torch.NAMES)
 
 
-@pytest.mark.parametrize(("owner", "name", "fallback"), NAMES, ids=[name for _, name, _ in NAMES])
-def test_the_name_is_there(owner, name, fallback):
-    takes_over = fallback or "nothing: safecomm needs it"
-    assert hasattr(owner, name), f"{name} is gone from {owner}. What takes over: {takes_over}"
+@pytest.mark.parametrize("path", NAMES)
+def test_the_name_is_there_and_does_what_it_did(path):
+    name = _torch.NAMES[path]
+    assert name.costs
+    if name.since <= HERE:
+        assert path not in _torch.LACKING, f"{path} {_torch.LACKING[path]}. What comes of it: {name.costs}"
+
+
+# --- each of them taken away ---------------------------------------------------------------------------------
+
+
+class _Gone:
+    """An attribute of a class that is not there."""
+
+    def __get__(self, *_):
+        raise AttributeError("taken away")
+
+
+class _World:
+    """c10d's registry of groups, but for one of its attributes."""
+
+    def __init__(self, world, name, replacement):
+        self.__dict__["__real"] = world, name, replacement
+
+    def __getattr__(self, name):
+        world, taken, replacement = self.__dict__["__real"]
+        if name != taken:
+            return getattr(world, name)
+        if isinstance(replacement, _Gone):
+            raise AttributeError(name)
+        return replacement
+
+    def __setattr__(self, name, value):
+        setattr(self.__dict__["__real"][0], name, value)
+
+
+@contextlib.contextmanager
+def without(path, replacement):
+    """Take away what torch has at ``path``, or put ``replacement`` there, if that is not a :class:`_Gone`."""
+    names = path.split(".")[1:]
+    if "_world" in names[:-1]:
+        path, replacement = ".".join(["torch", *names[:-1]]), _World(c10d._world, names[-1], replacement)
+        names = names[:-1]
+    owner = functools.reduce(getattr, names[:-1], torch)
+    own, before = names[-1] in vars(owner), inspect.getattr_static(owner, names[-1])
+    if isinstance(replacement, _Gone) and not isinstance(owner, type):
+        delattr(owner, names[-1])
+    else:
+        setattr(owner, names[-1], replacement)
+    try:
+        yield
+    finally:
+        if own:
+            setattr(owner, names[-1], before)
+        else:
+            delattr(owner, names[-1])  # it was inherited
+
+
+def import_anew():
+    """Import safecomm as a fresh interpreter would."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "safecomm"]:
+        del sys.modules[name]
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not type(finder).__module__.startswith("safecomm.")]
+    return importlib.import_module("safecomm")
+
+
+def outcome(module, name, asynchronous):
+    """Return what a call gives, or what it raises."""
+    try:
+        returned, tensors = calls.invoke(module, name, calls.Setting(asynchronous=asynchronous))
+        return calls.finish(returned), [calls.bits(tensor) for tensor in tensors]
+    except Exception as error:  # of torch's own function too, where that needs the name
+        c10d._world.pg_coalesce_state.clear()  # torch leaves a region open that an exception has left
+        return type(error).__name__
+
+
+def outcomes(names):
+    """Return what torch's calls give, by name and ``async_op``."""
+    return {
+        (name, asynchronous): outcome(stock, name, asynchronous) for name in names for asynchronous in (False, True)
+    }
+
+
+def differing(library, before):
+    """Return the calls that give something else in ``library`` than in torch: as it is now, or as it was ``before``.
+
+    That is what came of them while torch had all of its names, because it needs some itself.
+    """
+    found = []
+    for call, whole in before.items():
+        theirs, ours = (outcome(module, *call) for module in (stock, library))
+        if ours not in (theirs, whole):
+            found.append((call, theirs, ours))
+    left = library.drain(wait=True)
+    return [*found, left] if left else found
+
+
+# A point-to-point call needs somebody else.
+ON_ONE_RANK = [name for name in calls.ALL if name not in calls.POINT_TO_POINT]
+
+
+def without_each(_):
+    log = logging.getLogger("safecomm")
+    log.propagate = False
+    import_anew()
+    before = outcomes(ON_ONE_RANK)
+    names = sys.modules["safecomm._torch"]
+    for path in sorted(set(names.NAMES) - set(names.LACKING)):
+        for replacement in (_Gone(), object()):
+            with without(path, replacement):
+                try:
+                    with Log() as said:
+                        library = import_anew()
+                except ImportError as error:
+                    print(path, "is required:", error)
+                    continue
+                names = sys.modules["safecomm._torch"]
+                # Of some only their being there can be told, and one has another name in another torch.
+                if isinstance(replacement, _Gone):
+                    assert path in names.LACKING or path not in names.NAMES, path
+                if path in names.LACKING:
+                    assert sum(f" {path} " in line for line in said.messages) == 1, (path, said.messages)
+                found = differing(library, before)
+                assert found == [], (path, replacement, found)
+    print("all of them")
+
+
+def test_without_any_one_name_it_imports_and_every_collective_is_torchs_s8():
+    """S8: or it is one of the few that are needed, and the ImportError says so."""
+    (ended,) = launch(1, without_each, timeout=10, limit=300)
+    ended.check()
+    *required, last = ended.out.splitlines()
+    assert last == "all of them"
+    assert {line.split()[0] for line in required} == set(_torch.REQUIRED)
+    for line in required:
+        assert f"safecomm can't work with torch {torch.__version__}: it needs" in line
+
+
+SUBJECTS = {
+    "c10d": lambda path: path.startswith("torch.distributed."),
+    "its backends": lambda path: path.startswith("torch._C._distributed_c10d."),
+    "tensors and the dispatcher": lambda path: "_distributed_c10d" not in path and path.startswith("torch._C."),
+    "the rest of torch": lambda path: not path.startswith(("torch.distributed.", "torch._C.")),
+    "all": lambda _: True,
+}
+
+
+def without_many(_, subject):
+    import_anew()
+    names = sys.modules["safecomm._torch"]
+    log = logging.getLogger("safecomm")
+    log.propagate = False
+    log.addHandler(logging.NullHandler())
+    before = outcomes(calls.ALL)
+    taken = [p for p in names.NAMES if SUBJECTS[subject](p) and p not in names.REQUIRED and p not in names.LACKING]
+    assert taken
+    with contextlib.ExitStack() as stack:
+        # The longest first: what is inside of a class before the class.
+        for path in sorted(taken, key=lambda path: -path.count(".")):
+            stack.enter_context(without(path, _Gone()))
+        library = import_anew()
+        names = sys.modules["safecomm._torch"]
+        assert {path for path in taken if path in names.NAMES} <= set(names.LACKING)
+        found = differing(library, before)
+        assert found == [], found
+    print("all of them")
+
+
+@pytest.mark.parametrize("subject", SUBJECTS)
+def test_without_all_names_of_a_subject_every_collective_is_torchs_on_two_ranks_s8(subject):
+    for ended in launch(2, without_many, subject, timeout=10, limit=120):
+        ended.check()
+        assert ended.out == "all of them\n"
+
+
+# --- what stands in for some of them ------------------------------------------------------------------------
 
 
 def a_fresh_copy():
@@ -137,7 +253,7 @@ def test_an_unowned_tensor_is_the_same_memory_and_keeps_nothing(monkeypatch):
 
 
 def test_without_a_way_to_get_torchs_kernel_only_record_stream_is_replaced(monkeypatch):
-    monkeypatch.delattr(torch.library, "get_kernel")
+    monkeypatch.delattr(torch.library, "get_kernel", raising=False)
     copy = a_fresh_copy()
     override = copy.Override("aten::resize_", "CPU", lambda *_: None, needs_original=True)
     assert override.original is None
@@ -201,13 +317,11 @@ def test_without_dynamos_guards_no_tensors_are_like_others(monkeypatch):
     assert not a_fresh_copy().look_alike(tensor)(tensor)
 
 
-def test_without_the_attribute_of_the_default_group_its_property_is_asked(monkeypatch):
-    class World:
-        default_pg = object()
-
-    monkeypatch.setattr(c10d, "_world", World())
+def test_without_the_attribute_of_the_default_group_the_public_name_is_asked(monkeypatch):
+    world = type("World", (), {"__slots__": (), "default_pg": object(), "pg_coalesce_state": {}})()
+    monkeypatch.setattr(c10d, "_world", world)
     copy = a_fresh_copy()
-    assert copy.groups[copy.DEFAULT] is World.default_pg
+    assert copy.groups[copy.DEFAULT] is world.default_pg
 
 
 def test_without_a_driver_there_are_no_buffers_and_no_captures(monkeypatch):
@@ -235,6 +349,26 @@ def test_what_is_known_of_groups_and_what_without_the_names():
     assert copy.backend_name(group, "cpu") == ""
     assert copy.group_name(group) == ""
     assert copy.group_timeout(object(), "cpu") is None
+
+
+@on(2)
+def test_a_send_of_a_backend_that_is_not_known_is_never_asked_whether_it_is_over_s1():
+    """S1: it may be gloo's, whose sends say that they are over while their memory is still read."""
+    group = c10d.new_group()
+    before, rank = _torch.world, stock.get_rank()
+    _torch.world = types.SimpleNamespace(pg_coalesce_state=before.pg_coalesce_state)
+    try:
+        tensor = torch.full((4,), float(rank))
+        work = (safecomm.isend if rank == 0 else safecomm.irecv)(tensor, 1 - rank, group=group)
+        assert work.lane.blind
+        safecomm.drain()
+        assert len(safecomm.pending()) == 1
+        assert work.wait()
+        assert work.wait(), "a second wait for it would hang"
+        assert safecomm.pending() == []
+    finally:
+        _torch.world = before
+    assert tensor.tolist() == [0.0] * 4
 
 
 @on(2)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from ranks import on
+from watching import cpu_profile
 
 import safecomm
 
 
 def profiled(call):
     """Return the events of a profile of ``call``, by name: the times at which each begins and ends."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with cpu_profile() as profile:
         call()
     found = {}
     for event in profile.events():
@@ -49,7 +50,7 @@ def test_an_error_closes_the_range():
 @on(2)
 def test_the_call_site_is_the_programs_under_a_profiler_too():
     peer = 1 - torch.distributed.get_rank()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+    with cpu_profile():
         work = safecomm.irecv(torch.empty(4), peer)
         (entry,) = safecomm.pending()
         assert entry.site.startswith(f"{__file__}:")

@@ -1,7 +1,9 @@
 """What tests watch safecomm with: its log, notes of calls, and a mode that sees operations and changes nothing."""
 
+import inspect
 import logging
 
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -21,6 +23,13 @@ class Log(logging.Handler):
 
     def __exit__(self, *_):
         logging.getLogger("safecomm").removeHandler(self)
+
+
+def cpu_profile():
+    """Return torch's profiler of the CPU, which warns where it is not told to keep its events (torch 2.5 to 2.12)."""
+    keeps = "acc_events" in inspect.signature(torch.profiler.profile).parameters
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    return torch.profiler.profile(activities=activities, **({"acc_events": True} if keeps else {}))
 
 
 def noted(log, name, function):

@@ -42,8 +42,8 @@ BUCKET_MB = 32.0
 """MiB of a bucket where the caller says nothing."""
 
 _OPS = frozenset({id(None), *map(id, OPS)})
-_gather_into = getattr(gather, "all_gather_single", gather.all_gather_into_tensor)
-_scatter_into = getattr(reduce, "reduce_scatter_single", reduce.reduce_scatter_tensor)
+_gather_into = gather.all_gather_single or gather.all_gather_into_tensor
+_scatter_into = reduce.reduce_scatter_single or reduce.reduce_scatter_tensor
 _current = LEDGER.current
 _numel = torch.Tensor.numel
 _data_ptr = torch.Tensor.data_ptr

@@ -323,7 +323,7 @@ def finish(
     if isinstance(result, Work) or not tensors:  # c10d's function came back through a wrapper, which holds already
         return result
     index = index_of(tensors[0])
-    p2p = p2p or (unpolled and index == HOST and _torch.backend_name(group, "cpu") == "gloo")
+    p2p = p2p or (unpolled and index == HOST and _may_be_gloo(group))
     region = REGIONS.get(group) if REGIONS else None
     if region is not None:
         region.tensors.extend(tensors)
@@ -345,8 +345,8 @@ def finish(
             if type(result) is not c10d.Work:  # somebody's own, of which only wait() need be what it says
                 work.rare = True
             return work
-        device_type = "cpu" if index == HOST else "cuda"
-        work = handle(once=p2p and _torch.backend_name(group, device_type) == "gloo")
+        gloo = _may_be_gloo(group) if index == HOST else _torch.backend_name(group, "cuda") == "gloo"
+        work = handle(once=p2p and gloo)
         return LEDGER.hold(work, op, result, group, index, storages, frame, staged=staged, p2p=p2p)
     if isinstance(result, torch.Future):
         _hold_future(op, result, group, index, tensors, frame)
@@ -356,6 +356,11 @@ def finish(
     if index != HOST:
         LEDGER.trail(op, group, index, storages_of(tensors), frame)
     return result
+
+
+def _may_be_gloo(group: Any) -> bool:
+    """Return whether the backend of ``group`` on the CPU is gloo, as far as torch says."""
+    return _torch.backend_name(group, "cpu") in ("gloo", "")
 
 
 class _FutureAsWork:
@@ -408,11 +413,15 @@ def forwarded(
 ) -> Any:
     """Return c10d's function ``name`` with a hold around it, on what it is given as ``tensor_arguments``.
 
+    None if this torch has no such function: then safecomm has none either.
+
     ``staged``: c10d copies through memory of its own. ``p2p``: point-to-point. ``unpolled``: gloo's does not tell when
     it is over, as its point-to-point (torch 2.13). ``coalesced``: inside a coalescing region c10d collects the tensors
     and launches them at its end. ``asks``: whether an engine is asked; else it has been, and has said no.
     """
-    original = getattr(c10d, name)
+    original = getattr(c10d, name, None)
+    if original is None:
+        return None
     names = list(inspect.signature(original).parameters)
     if not {*tensor_arguments, "group"} <= set(names):
         log.warning("%s was replaced by %r before safecomm was imported, and stays that", name, original)
@@ -552,31 +561,34 @@ def plain(lane: WorkLane, *tensors: Any) -> bool:
     return True
 
 
-def direct_options(kind: Any) -> tuple[dict[int, Any], dict[int, Any]]:
-    """Return prepared options for synchronous and for asynchronous calls, by the id of the reduce operation.
+def prepared(launch: _torch.Launch | None) -> tuple[Any, dict[int, Any], dict[int, Any]]:
+    """Return what launches, and its options for synchronous and for asynchronous calls, by the id of the operation.
 
-    Members of an enum live for ever, so an id in the table is theirs.
+    Members of an enum live for ever, so an id in the table is theirs. None and empty tables where torch has no such
+    launch.
     """
+    if launch is None:
+        return None, {}, {}
     tables: tuple[dict[int, Any], dict[int, Any]] = ({}, {})
     for asynchronous, table in enumerate(tables):
         for op in OPS:
-            options = kind()
+            options = launch.options()
             if hasattr(options, "reduceOp"):
                 options.reduceOp = op
             if _torch.ASYNC_OPTION:
                 options.asyncOp = bool(asynchronous)
             table[id(op)] = options
-    return tables
+    return launch.function, *tables
 
 
 DIRECT: dict[str, tuple[Callable[..., Any], dict[int, Any], dict[int, Any]]] = {}
 """How the calls that have a direct way are launched, by the names of c10d's functions.
 
-What to call with the backend, the tensors and options; and the two tables of :func:`direct_options`.
+What to call with the backend, the tensors and options; and the two tables of :func:`prepared`.
 """
 
 
-def stand_in(wrapper: F, original: Callable[..., Any]) -> F:
+def stand_in(wrapper: F, original: Any) -> F:
     """Give ``wrapper`` the name, signature and documentation of ``original``."""
     functools.update_wrapper(wrapper, original)
     # For pickle, which looks a function up by its module and name, and for Dynamo, which asks the code for it.
@@ -585,6 +597,9 @@ def stand_in(wrapper: F, original: Callable[..., Any]) -> F:
     return wrapper
 
 
-def direct(wrapper: F, original: Callable[..., Any], otherwise: F) -> F:
-    """Return ``wrapper`` as the stand-in for ``original``; ``otherwise`` if that is somebody's own, to be called."""
-    return stand_in(wrapper, original) if _torch.is_torchs(original) else otherwise
+def direct(wrapper: F, original: Callable[..., Any], otherwise: F, launch: Any) -> F:
+    """Return ``wrapper``, which calls ``launch``, as the stand-in for ``original``.
+
+    Return ``otherwise`` if torch has no such launch, or if ``original`` is somebody's own, which is to be called.
+    """
+    return stand_in(wrapper, original) if launch is not None and _torch.is_torchs(original) else otherwise

@@ -42,12 +42,13 @@ from safecomm.ledger import LEDGER
 from safecomm.streams import HOST
 from safecomm.work import Work
 
-_original = c10d._coalescing_manager
+_original = _torch.coalescing_manager
 _count = counter("_coalescing_manager")
 _compiling = torch.compiler.is_dynamo_compiling
 
 _NO_WAY: tuple[Any, dict[int, Any], dict[int, Any]] = (None, {}, {})
-_ORDINARY = _torch.is_torchs(_original)  # and not somebody's own, who expects to see the end of a region
+# Whether it is torch's own, and not somebody's, who expects to see the end of a region.
+_ORDINARY = _original is not None and _torch.is_torchs(_original)
 
 
 def _coalescing_manager(group: Any = None, device: Any = None, async_ops: bool = False) -> Any:
@@ -57,7 +58,7 @@ def _coalescing_manager(group: Any = None, device: Any = None, async_ops: bool =
     return _Manager(group, device, async_ops, sys._getframe(1))
 
 
-_coalescing_manager = stand_in(_coalescing_manager, _original)
+_coalescing_manager = None if _original is None else stand_in(_coalescing_manager, _original)  # type: ignore[assignment]
 
 
 class _Manager(contextlib.ContextDecorator):
@@ -222,5 +223,5 @@ def _abandon(group: Any, device: Any) -> list[Any]:
     _torch.world.pg_coalesce_state.pop(group, None)
     if device is None:
         return []  # nothing was launched yet
-    work = group._end_coalescing(device)
+    work = _torch.end_coalescing(group, device)
     return [] if work is None else [work]

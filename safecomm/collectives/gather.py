@@ -20,9 +20,9 @@ from safecomm.collectives.call import (
     by_engine,
     counter,
     direct,
-    direct_options,
     forwarded,
     plain,
+    prepared,
     stand_in,
     storages_of,
 )
@@ -51,10 +51,10 @@ _inflight = _torch.inflight_as_graph_input
 _RENAMED = hasattr(c10d, "all_gather_single")
 _NAME = "all_gather_single" if _RENAMED else "all_gather_into_tensor"
 _SUM = id(c10d.ReduceOp.SUM)  # a gather has no reduce operation; any key of the table does
-_tables = direct_options(c10d.AllgatherOptions)  # type: ignore[attr-defined]
-_sync_options, _async_options = (table[_SUM] for table in _tables)
-_launch = _torch.Backend._allgather_base
-DIRECT[_NAME] = (_launch, *_tables)
+_launch, *_tables = _prepared = prepared(_torch.all_gather)
+_sync_options, _async_options = (table.get(_SUM) for table in _tables)
+if _launch is not None:
+    DIRECT[_NAME] = _prepared
 _c10d_all_gather = getattr(c10d, _NAME)
 _count = counter(_NAME)
 _forward_all_gather = forwarded(_NAME, "output_tensor", "input_tensor", coalesced=True)
@@ -135,24 +135,26 @@ def _all_gather(output_tensor: Any, input_tensor: Any, group: Any = None, async_
     return None
 
 
-_all_gather = direct(_all_gather, _c10d_all_gather, _forward_all_gather)
+_all_gather = direct(_all_gather, _c10d_all_gather, _forward_all_gather, _launch)
 
-if _RENAMED:
-    all_gather_single = _all_gather
+all_gather_single: Any = _all_gather if _RENAMED else None
+all_gather_into_tensor: Any = None if _RENAMED else _all_gather
+if _RENAMED and hasattr(c10d, "all_gather_into_tensor"):
     # torch 2.13 and 2.14 warn of the older name; since 2.15 it is an alias that does not.
     _DEPRECATED = getattr(c10d.all_gather_into_tensor, "__deprecated__", None)
 
-    def all_gather_into_tensor(output_tensor: Any, input_tensor: Any, group: Any = None, async_op: bool = False) -> Any:
+    def _older_name(output_tensor: Any, input_tensor: Any, group: Any = None, async_op: bool = False) -> Any:
         if _DEPRECATED is not None and not _compiling():
             warnings.warn(_DEPRECATED, FutureWarning, stacklevel=2)
         return _all_gather(output_tensor, input_tensor, group, async_op)
 
-    all_gather_into_tensor = stand_in(all_gather_into_tensor, c10d.all_gather_into_tensor)
-else:
-    all_gather_into_tensor = _all_gather
+    all_gather_into_tensor = stand_in(_older_name, c10d.all_gather_into_tensor)
 
 # --- the rest ------------------------------------------------------------------------------------------
 
 _all_gather_base = forwarded("_all_gather_base", "output_tensor", "input_tensor", coalesced=True)
 all_gather_coalesced = forwarded("all_gather_coalesced", "output_tensor_lists", "input_tensor_list", staged=True)
 gather = forwarded("gather", "tensor", "gather_list")
+# These two are new in torch 2.14.
+gather_single = forwarded("gather_single", "tensor", "gather_tensor")
+gather_into_tensor = forwarded("gather_into_tensor", "tensor", "gather_tensor")

@@ -52,13 +52,14 @@ def destroy_process_group(group: Any = None) -> None:
 
 destroy_process_group = stand_in(destroy_process_group, _c10d_destroy)
 
-if hasattr(c10d, "_abort_process_group"):
-    _c10d_abort = c10d._abort_process_group
+_c10d_abort: Any = getattr(c10d, "_abort_process_group", None)  # not in torch 2.4
 
-    def _abort_process_group(group: Any = None) -> None:
-        # Before, because c10d lets go of the group in it.
-        LEDGER.close(_target(group), "its group was aborted")
-        _end_engines(_target(group), timedelta())
-        _c10d_abort(group)
 
-    _abort_process_group = stand_in(_abort_process_group, _c10d_abort)
+def _abort_process_group(group: Any = None) -> None:
+    # Before, because c10d lets go of the group in it.
+    LEDGER.close(_target(group), "its group was aborted")
+    _end_engines(_target(group), timedelta())
+    _c10d_abort(group)
+
+
+_abort_process_group = None if _c10d_abort is None else stand_in(_abort_process_group, _c10d_abort)  # type: ignore[assignment]

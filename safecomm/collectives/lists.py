@@ -35,9 +35,9 @@ from safecomm.collectives.call import (
     counter,
     default_group,
     direct,
-    direct_options,
     forwarded,
     hold_launched,
+    prepared,
     span,
     storages_of,
 )
@@ -63,10 +63,9 @@ _inference = torch.is_inference_mode_enabled
 _NCCL = _torch.NCCL
 
 _SUM = id(c10d.ReduceOp.SUM)
-_gather_options = tuple(table[_SUM] for table in direct_options(c10d.AllgatherOptions))  # type: ignore[attr-defined]
-_scatter_options = direct_options(c10d.ReduceScatterOptions)
-_launch_all_gather = _torch.Backend._allgather_base
-_launch_reduce_scatter = _torch.Backend._reduce_scatter_base
+_launch_all_gather, *_tables = prepared(_torch.all_gather)
+_gather_options = tuple(table.get(_SUM) for table in _tables)
+_launch_reduce_scatter, *_scatter_options = prepared(_torch.reduce_scatter)
 _c10d_all_gather, _c10d_reduce_scatter = c10d.all_gather, c10d.reduce_scatter
 _count_all_gather, _count_reduce_scatter = counter("all_gather"), counter("reduce_scatter")
 _forward_all_gather = forwarded("all_gather", "tensor_list", "tensor", staged=True)
@@ -412,5 +411,5 @@ def reduce_scatter(
     return _run("reduce_scatter", _launch_reduce_scatter, options, lane, to, output, whole, arguments, async_op)
 
 
-all_gather = direct(all_gather, _c10d_all_gather, _forward_all_gather)
-reduce_scatter = direct(reduce_scatter, _c10d_reduce_scatter, _forward_reduce_scatter)
+all_gather = direct(all_gather, _c10d_all_gather, _forward_all_gather, _launch_all_gather)
+reduce_scatter = direct(reduce_scatter, _c10d_reduce_scatter, _forward_reduce_scatter, _launch_reduce_scatter)

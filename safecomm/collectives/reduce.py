@@ -20,9 +20,9 @@ from safecomm.collectives.call import (
     by_engine,
     counter,
     direct,
-    direct_options,
     forwarded,
     plain,
+    prepared,
     stand_in,
     storages_of,
 )
@@ -48,13 +48,13 @@ _inflight = _torch.inflight_as_graph_input
 
 # --- all_reduce ------------------------------------------------------------------------------------------
 
-_launch_all_reduce = _torch.Backend.allreduce
-_sync_all_reduce, _async_all_reduce = direct_options(c10d.AllreduceOptions)
-DIRECT["all_reduce"] = (
-    lambda backend, tensor, options: _launch_all_reduce(backend, [tensor], options),
-    _sync_all_reduce,
-    _async_all_reduce,
-)
+_launch_all_reduce, _sync_all_reduce, _async_all_reduce = prepared(_torch.all_reduce)
+if _launch_all_reduce is not None:
+    DIRECT["all_reduce"] = (
+        lambda backend, tensor, options: _launch_all_reduce(backend, [tensor], options),
+        _sync_all_reduce,
+        _async_all_reduce,
+    )
 _c10d_all_reduce = c10d.all_reduce
 _count_all_reduce = counter("all_reduce")
 _forward_all_reduce = forwarded("all_reduce", "tensor", coalesced=True)
@@ -115,15 +115,15 @@ def all_reduce(tensor: Any, op: Any = c10d.ReduceOp.SUM, group: Any = None, asyn
     return None
 
 
-all_reduce = direct(all_reduce, _c10d_all_reduce, _forward_all_reduce)
+all_reduce = direct(all_reduce, _c10d_all_reduce, _forward_all_reduce, _launch_all_reduce)
 
 # --- reduce_scatter_tensor, which torch 2.13 calls reduce_scatter_single ------------------------------------
 
 _RENAMED = hasattr(c10d, "reduce_scatter_single")
 _NAME = "reduce_scatter_single" if _RENAMED else "reduce_scatter_tensor"
-_sync_reduce_scatter, _async_reduce_scatter = direct_options(c10d.ReduceScatterOptions)
-_launch_reduce_scatter = _torch.Backend._reduce_scatter_base
-DIRECT[_NAME] = (_launch_reduce_scatter, _sync_reduce_scatter, _async_reduce_scatter)
+_launch_reduce_scatter, _sync_reduce_scatter, _async_reduce_scatter = prepared(_torch.reduce_scatter)
+if _launch_reduce_scatter is not None:
+    DIRECT[_NAME] = (_launch_reduce_scatter, _sync_reduce_scatter, _async_reduce_scatter)
 _c10d_reduce_scatter = getattr(c10d, _NAME)
 _count_reduce_scatter = counter(_NAME)
 _forward_reduce_scatter = forwarded(_NAME, "output", "input", coalesced=True, unpolled=True)
@@ -198,23 +198,22 @@ def _reduce_scatter(
     return None
 
 
-_reduce_scatter = direct(_reduce_scatter, _c10d_reduce_scatter, _forward_reduce_scatter)
+_reduce_scatter = direct(_reduce_scatter, _c10d_reduce_scatter, _forward_reduce_scatter, _launch_reduce_scatter)
 
-if _RENAMED:
-    reduce_scatter_single = _reduce_scatter
+reduce_scatter_single: Any = _reduce_scatter if _RENAMED else None
+reduce_scatter_tensor: Any = None if _RENAMED else _reduce_scatter
+if _RENAMED and hasattr(c10d, "reduce_scatter_tensor"):
     # torch 2.13 and 2.14 warn of the older name; since 2.15 it is an alias that does not.
     _DEPRECATED = getattr(c10d.reduce_scatter_tensor, "__deprecated__", None)
 
-    def reduce_scatter_tensor(
+    def _older_name(
         output: Any, input: Any, op: Any = c10d.ReduceOp.SUM, group: Any = None, async_op: bool = False
     ) -> Any:
         if _DEPRECATED is not None and not _compiling():
             warnings.warn(_DEPRECATED, FutureWarning, stacklevel=2)
         return _reduce_scatter(output, input, op, group, async_op)
 
-    reduce_scatter_tensor = stand_in(reduce_scatter_tensor, c10d.reduce_scatter_tensor)
-else:
-    reduce_scatter_tensor = _reduce_scatter
+    reduce_scatter_tensor = stand_in(_older_name, c10d.reduce_scatter_tensor)
 
 # --- the rest ------------------------------------------------------------------------------------------
 

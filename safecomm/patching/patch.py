@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 import torch.distributed
-from torch.torch_version import TorchVersion
 
-from safecomm import captures
+from safecomm import captures, versions
 from safecomm.ledger import drain, pending
 from safecomm.patching import aliases
 from safecomm.patching.megatron import Buffers
@@ -22,8 +21,6 @@ from safecomm.patching.table import MODULES, ORIGINALS, REPLACEMENTS
 from safecomm.record_stream import avoid_record_streams as _avoid_record_streams
 
 log = logging.getLogger("safecomm")
-
-_TESTED = ("2.4", "2.14")  # from, and before
 
 _lock = threading.RLock()
 
@@ -197,9 +194,7 @@ def _flag(name: str) -> bool:
 
 
 def _apply() -> None:
-    version = TorchVersion(torch.__version__)
-    if version < _TESTED[0] or version >= _TESTED[1]:
-        log.warning("torch %s: the patch is tested with %s and later, before %s", version, *_TESTED)
+    version = versions.HERE
     if version < "2.8" and torch.distributed.is_initialized():
         log.warning("torch %s: groups that exist already call record_stream; patch before they are made", version)
     remaps = _collectives_that_dynamo_knows()

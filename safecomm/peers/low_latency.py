@@ -272,6 +272,8 @@ def lacking() -> str:
         return "Triton is not installed"
     if _torch.symmetric_memory() is None:
         return f"torch {torch.__version__} has no symmetric memory"
+    if _torch.all_to_all is None:
+        return f"torch {torch.__version__} does not give out its backend's all_to_all"
     return ""
 
 

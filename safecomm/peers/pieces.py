@@ -19,15 +19,15 @@ import torch.distributed.distributed_c10d as c10d
 
 from safecomm import _torch
 from safecomm.arena.use import IN_USE
-from safecomm.collectives.call import PLAIN, direct_options
+from safecomm.collectives.call import PLAIN, prepared
 from safecomm.collectives.lists import addresses_of
 from safecomm.streams import HOST
 
 LARGEST = 1 << 30
 """Elements of a tensor of the list. The kernel counts in 32 bits."""
 
-_options = direct_options(c10d.AllToAllOptions)[0][id(c10d.ReduceOp.SUM)]  # those of a synchronous call
-_launch = _torch.Backend.alltoall
+_launch, _synchronous, _ = prepared(_torch.all_to_all)
+_options = _synchronous.get(id(c10d.ReduceOp.SUM))
 
 
 def alike(pieces: Any, tensor: torch.Tensor, rank: int, world: int, *, written: bool) -> bool:

@@ -35,8 +35,8 @@ SLACK = 1.02
 NCCL = "NCCL"
 
 # What torch 2.13 calls them, because their older names warn there.
-_GATHER = "all_gather_single" if hasattr(gather, "all_gather_single") else "all_gather_into_tensor"
-_SCATTER = "reduce_scatter_single" if hasattr(reduce, "reduce_scatter_single") else "reduce_scatter_tensor"
+_GATHER = "all_gather_single" if gather.all_gather_single else "all_gather_into_tensor"
+_SCATTER = "reduce_scatter_single" if reduce.reduce_scatter_single else "reduce_scatter_tensor"
 
 Call = Callable[[], None]
 
