@@ -153,13 +153,15 @@ class CapturedGraph:
         pointer = storage.data_ptr()
         if pointer not in self._slots:
             self._slots[pointer] = storage
-            _torch.KEPT[storage._cdata].append(None)
+            if (kept := _torch.KEPT.get(_torch.cdata_of(storage))) is not None:  # as where references are counted
+                kept.append(None)
 
     def _leave_slots(self) -> tuple[torch.UntypedStorage, ...]:
         slots = tuple(self._slots.values())
         self._slots.clear()
         for storage in slots:
-            _torch.KEPT[storage._cdata].pop()
+            if kept := _torch.KEPT.get(_torch.cdata_of(storage)):
+                kept.pop()
         return slots
 
     def check(self) -> None:

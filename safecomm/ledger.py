@@ -29,11 +29,9 @@ import threading
 import time
 import types
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from itertools import islice
-from sys import getrefcount
 from typing import Any
 
 import torch
@@ -42,6 +40,7 @@ from torch.distributed import ProcessGroup
 from safecomm import _torch
 from safecomm.entries import Entry, Lane, Pending, W, WorkLane, keys_of, leave_empty
 from safecomm.errors import CaptureBoundaryError, PendingWorkError
+from safecomm.refcounts import COUNTED, QUEUED, getrefcount
 from safecomm.streams import HOST, CudaStreams, Streams, capture_of, home_of
 from safecomm.trails import Trails
 
@@ -164,7 +163,8 @@ class Ledger:
             # stays False, torch 2.13), and a second wait for it hangs. So it is never polled, and waited for once. Nor
             # is one of a backend that torch does not name, which may be gloo.
             lane.blind = backend in ("gloo", "") and p2p
-            lane.patient = not capture and not lane.blind
+            # Where a dropped handle goes unnoticed, any work may be one that nobody is going to wait for.
+            lane.patient = not capture and not lane.blind and COUNTED
             self._lanes[key] = lane
             known = backend in ("nccl", "gloo")  # the works of others may be something else: the fake one's never end
             if type(group) is ProcessGroup and known and not capture and not p2p:
@@ -399,11 +399,11 @@ class Ledger:
                 if not lane.patient or len(entries) > CROWD:
                     return False
                 entry = next(iter(entries))
-                if entry.since <= young or getrefcount(entry) <= _UNSHARED:
+                if entry.since <= young or getrefcount(entry) <= QUEUED:
                     return False
                 if len(entries) > 1:
                     for entry in islice(reversed(entries), NEWEST):
-                        if getrefcount(entry) <= _UNSHARED:
+                        if getrefcount(entry) <= QUEUED:
                             return False
         except (RuntimeError, StopIteration):  # another thread, or a finalizer, has changed one in between
             return False
@@ -423,7 +423,7 @@ class Ledger:
 
     def _sweep_ordered(self, lane: WorkLane) -> None:
         while (entry := lane.first()) is not None:
-            dropped = getrefcount(entry) <= _UNSHARED
+            dropped = getrefcount(entry) <= QUEUED
             if not self._sweep_first(lane, entry, dropped):
                 return
 
@@ -431,7 +431,7 @@ class Ledger:
         # One that never ends must not keep the others: what is not over goes to the back, and the next call looks on.
         running = 0
         while running < min(count, len(lane.entries)) and (entry := lane.first()) is not None:
-            dropped = getrefcount(entry) <= _UNSHARED
+            dropped = getrefcount(entry) <= QUEUED
             if not self._sweep_first(lane, entry, dropped):
                 running += 1
                 with contextlib.suppress(KeyError):
@@ -461,7 +461,7 @@ class Ledger:
 
     def _sweep_blind(self, lane: WorkLane) -> None:
         entry = lane.first()
-        if entry is not None and getrefcount(entry) <= _UNSHARED:
+        if entry is not None and getrefcount(entry) <= QUEUED:
             self._report(entry)
 
     def _behind(self, lane: WorkLane, entry: Entry, dropped: bool) -> bool:
@@ -701,22 +701,6 @@ def _late(entries: list[Entry]) -> PendingWorkError:
         f"{len(entries)} works are not over in time: {shown}{'; ...' if len(entries) > 8 else ''}. "
         "Their memory is still held. Wait for them, or abort their group."
     )
-
-
-def _references_to_a_dropped_entry() -> int:
-    entry = Entry()
-    lane = OrderedDict({entry: None})
-    references = getrefcount(entry)
-    del lane
-    return references
-
-
-_UNSHARED = _references_to_a_dropped_entry()
-"""References to an entry whose handle is gone: its lane's, and those of one variable and of the call that counts.
-
-Counted once, because versions of Python differ. Where it is compared, the count must be taken directly, on the only
-variable: how many references an argument of a Python function is worth changes as the interpreter specialises the call.
-"""
 
 
 LEDGER = Ledger(CudaStreams())

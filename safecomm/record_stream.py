@@ -23,6 +23,7 @@ import torch
 from safecomm import _torch, captures
 from safecomm.errors import RecordStreamError
 from safecomm.ledger import LEDGER, Ledger
+from safecomm.refcounts import COUNTED
 from safecomm.sites import outside, place
 from safecomm.streams import HOST, capture_of, stream_object
 
@@ -48,7 +49,8 @@ class avoid_record_streams(contextlib.ContextDecorator):  # noqa: N801
     stream, so overlapped compute stays overlapped. Only when more than 1/64 of the device's memory has piled up, or in
     a CUDA graph capture, where nothing can be asked (S5), the allocation stream is ordered. ``"order"`` does that
     always: memory that is the same in each run, and no overlap past the end of a tensor. ``"defer"`` never does it,
-    except in a capture.
+    except in a capture. Where references can't be counted (``docs/contract.md``, S3), nothing is converted, and each
+    call is torch's own.
 
     ``untyped_storage().resize_(0)`` frees memory whoever refers to it, so it is made safe before: by ordering the
     allocation stream, or with ``"defer"`` by torch's own ``record_stream``.
@@ -156,7 +158,10 @@ class _Interception:
         self._raw_streams: dict[tuple[int, int], int] = {}
         self._calls = 0
         self._attributes: list[tuple[type, str, Any, Any]] = []
-        self._record_stream = _torch.Override("aten::record_stream", key, self.record_stream)
+        # Where references are not counted, each call goes on to torch's kernel; torch 2.8 does not give that out.
+        self._record_stream = _torch.Override(
+            "aten::record_stream", key, self.record_stream, needs_original=not COUNTED
+        )
         self._resize = _torch.Override("aten::resize_", key, self.resize, needs_original=True)
         # What compiled FSDP2 frees with.
         self._resize_storage = _torch.Override(
@@ -259,7 +264,7 @@ class _Interception:
 
     def _resized(self, storage: torch.UntypedStorage, resize: Callable[[], Any]) -> Any:
         """Call ``resize``, which may give ``storage`` other memory."""
-        if storage._cdata not in self.ledger.trails.recorded:
+        if _torch.cdata_of(storage) not in self.ledger.trails.recorded:
             return resize()
         before = storage.data_ptr()
         self._freeing(storage)

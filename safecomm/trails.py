@@ -13,13 +13,13 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Iterable
-from sys import getrefcount
 from typing import Any
 
 import torch
 
 from safecomm import _torch
 from safecomm.entries import Entry, Lane, Record, Trail, keys_of
+from safecomm.refcounts import COUNTED, HELD_ONCE, getrefcount
 from safecomm.streams import HOST, Streams, capture_of, home_of
 
 LOOK = 64
@@ -116,8 +116,10 @@ class Trails:
         soon as nobody else refers to it. ``"defer"``: once the device has passed that point of ``stream``. ``"auto"``:
         whatever comes first, but the former only when too much has piled up, or in a capture. ``homeless``: also if
         nobody knows where it was allocated, or that was on another device; it can only be deferred then. False if it is
-        not held.
+        not held: ``record_stream`` is the allocator's then, also where nobody can tell when others let go of it.
         """
+        if not COUNTED:
+            return False
         home = None if homeless else home_of(self._streams, storage, stream)
         if home == stream:
             return True
@@ -127,7 +129,7 @@ class Trails:
             order = "defer"
         capture = capture_of(self._streams, stream)
         with self._of_records:
-            of_storage = self.recorded.setdefault(storage._cdata, {})
+            of_storage = self.recorded.setdefault(_torch.cdata_of(storage), {})
             entry = of_storage.get((stream, capture))
             if entry is not None and entry.event is None:
                 return True
@@ -212,9 +214,10 @@ class Trails:
         if not entry.storages:
             return False  # another thread has released it
         (storage,) = entry.storages
-        others = max(len(self.recorded.get(storage._cdata, ())) - 1, 0)
-        shared = others + len(_torch.KEPT.get(storage._cdata, ()))
-        return getrefcount(storage) - shared <= _UNSHARED_STORAGE and _torch.only_holder(storage)
+        cdata = _torch.cdata_of(storage)
+        others = max(len(self.recorded.get(cdata, ())) - 1, 0)
+        shared = others + len(_torch.KEPT.get(cdata, ()))
+        return getrefcount(storage) - shared <= HELD_ONCE and _torch.only_holder(storage)
 
     # --- what goes: rule 1, ordered -----------------------------------------------------------------------
 
@@ -252,7 +255,7 @@ class Trails:
     def _forget_record(self, entry: Entry) -> None:
         with self._of_records:  # who asks whether a record is alone must find all of it, or nothing
             if entry.storages:
-                cdata = entry.storages[0]._cdata
+                cdata = _torch.cdata_of(entry.storages[0])
                 of_storage = self.recorded.get(cdata, {})
                 if of_storage.get((entry.stream, entry.lane.capture)) is entry:
                     del of_storage[entry.stream, entry.lane.capture]
@@ -416,7 +419,7 @@ class Trails:
         """
         left = []
         with self._of_records:
-            for (stream, _), entry in tuple(self.recorded.get(storage._cdata, {}).items()):
+            for (stream, _), entry in tuple(self.recorded.get(_torch.cdata_of(storage), {}).items()):
                 lane = entry.lane
                 home = None if entry.homeless else home_of(self._streams, storage, stream)
                 captures = {capture_of(self._streams, stream), capture_of(self._streams, home or 0)}
@@ -432,7 +435,7 @@ class Trails:
     def freed(self, storage: torch.UntypedStorage) -> None:
         """Forget what ``storage`` was recorded for: that memory is gone, after :meth:`freeing`."""
         with self._of_records:
-            self.release(self.recorded.get(storage._cdata, {}).values())
+            self.release(self.recorded.get(_torch.cdata_of(storage), {}).values())
 
     def hand_over(self) -> list[tuple[torch.UntypedStorage, int, int]]:
         """Let go of all records but those of captures; return what they held, the device index, and the stream."""
@@ -444,18 +447,3 @@ class Trails:
                         handed.append((entry.storages[0], lane.index, lane.stream))
                         self._release(entry)
         return handed
-
-
-def _references_to_an_unshared_storage() -> int:
-    entry = Entry()
-    entry.storages = (torch.empty(0).untyped_storage(),)
-    (storage,) = entry.storages
-    return getrefcount(storage)
-
-
-_UNSHARED_STORAGE = _references_to_an_unshared_storage()
-"""References to a storage that only an entry holds: the entry's, and those of one variable and of the call that counts.
-
-Counted once, because versions of Python differ. Where it is compared, the count must be taken directly, on the only
-variable: how many references an argument of a Python function is worth changes as the interpreter specialises the call.
-"""

@@ -591,9 +591,9 @@ def test_sizes_are_read_as_people_write_them():
     assert bytes_of("2kb") == 2000
 
 
-def test_without_the_use_count_there_is_no_arena(monkeypatch):
-    monkeypatch.setattr(_torch, "USE_COUNT", False)
-    with pytest.raises(ArenaError, match="does not tell who uses them"):
+def test_where_torch_makes_no_storages_there_is_no_arena(monkeypatch):
+    monkeypatch.setattr(_torch, "MAKES_STORAGES", False)
+    with pytest.raises(ArenaError, match="storages over given memory"):
         Arena(4096, "cpu")
 
 
@@ -876,7 +876,9 @@ def test_what_is_given_back_meanwhile_is_no_stray_s1(monkeypatch, arena):
 
     surplus = 0
     monkeypatch.setattr(layout_module, "getrefcount", lambda slot: count(slot))
-    surplus = layout_module._references_to_a_stray_slot() - layout_module._STRAY
+    (thing,) = only = [object()]
+    surplus = layout_module.getrefcount(thing) - layout_module.HELD_ONCE  # a call of Python takes more
+    del only, thing
     monkeypatch.setattr(layout_module, "getrefcount", counted)
     layout.harvest()
     monkeypatch.undo()

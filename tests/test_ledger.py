@@ -37,9 +37,9 @@ from hypothesis.stateful import (
 from programs import Running, programs
 from simulated import INDEX, FakeGraph, FakeGroup, Launched, SimulatedDevice, call, call_sync
 
-from safecomm import _torch
+from safecomm import _torch, refcounts
 from safecomm.captures import CapturedGraph
-from safecomm.errors import CaptureBoundaryError
+from safecomm.errors import CaptureBoundaryError, StaleGraphError
 from safecomm.ledger import CROWD, Ledger
 from safecomm.streams import HOST
 from safecomm.trails import Trails
@@ -189,7 +189,9 @@ class Programs(RuleBasedStateMachine):
             key = (storage.data_ptr(), block.tenancy, here.handle, here.capture)
             self.device.launch(here, [block])
             if key not in self.recorded and here.handle != block.home:
-                assert self.ledger.trails.record(storage, INDEX, here.handle, sys._getframe(), order)
+                if not self.ledger.trails.record(storage, INDEX, here.handle, sys._getframe(), order):
+                    assert not refcounts.COUNTED
+                    self.kept.append(tensor.detach())  # by the allocator, which torch's own record_stream asks for it
                 self.recorded.add(key)
             if last:
                 self.tensors = [one for one in self.tensors if one is not tensor]
@@ -392,6 +394,7 @@ class GraphPrograms(CapturingPrograms):
     def __init__(self) -> None:
         super().__init__()
         self.graphs: list[tuple[FakeGraph, CapturedGraph]] = []
+        self.freed = False  # a tensor was freed in place, which may have been an argument of a captured call
         self.recording: tuple[FakeGraph, CapturedGraph] | None = None
 
     @rule(stream=st.integers(1, 3))
@@ -425,11 +428,19 @@ class GraphPrograms(CapturingPrograms):
             for tensor in tensors:
                 captured.add("a collective", group, tensor, sys._getframe())
 
+    @rule(pick=PICK, how=st.sampled_from(["drop", "drop", "view", "free in place"]))
+    def change(self, pick: int, how: str) -> None:
+        self.freed |= how == "free in place"
+        super().change(pick, how)
+
     @rule(stream=STREAM, pick=PICK)
     def replay(self, stream: int, pick: int) -> None:
         if self.graphs and not self.device.capturing:
             self.device.switch(stream)
-            self.graphs[pick % len(self.graphs)][0].replay()
+            try:
+                self.graphs[pick % len(self.graphs)][0].replay()
+            except StaleGraphError:
+                assert self.freed, "S6: refused to replay a graph whose arguments are where they were"
 
     @rule(pick=PICK, how=st.sampled_from(["reset", "dies"]))
     def end_graph(self, pick: int, how: str) -> None:

@@ -13,15 +13,16 @@ import re
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from sys import getrefcount
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from safecomm import _torch, captures
 from safecomm.arena.layout import Layout, Shelf, Slot, rounded
 from safecomm.errors import ArenaError, ArenaFullError
 from safecomm.ledger import LEDGER
+from safecomm.refcounts import COUNTED, KEEPING, UNUSED, getrefcount
 from safecomm.sites import outside, place
 from safecomm.streams import HOST, Streams
 
@@ -229,8 +230,8 @@ class Arena:
         sizes = {name: bytes_of(size, f"Arena: bucket {name!r}") for name, size in (buckets or {}).items()}
         if "" in sizes or sum(map(rounded, sizes.values())) > capacity:
             raise ValueError(f"Arena: the buckets {sizes} need names, and must fit into {capacity} bytes")
-        if not _torch.USE_COUNT:
-            raise ArenaError(f"Arena: torch {torch.__version__} can't make slots, or does not tell who uses them")
+        if not _torch.MAKES_STORAGES:
+            raise ArenaError(f"Arena: torch {torch.__version__} can't make slots, which are storages over given memory")
         if self.index in OPEN:
             raise ArenaError(f"Arena: {OPEN[self.index]!r} is open on this device; close() it first, or use it")
         streams = LEDGER.streams
@@ -330,14 +331,14 @@ class Arena:
                 if (
                     shelf.ready
                     and first is not None
-                    and (_use_count(first.cdata) != 2 or getrefcount(first.storage) != _UNUSED)
+                    and (_use_count(first.cdata) != 2 or getrefcount(first.storage) != UNUSED)
                 ):
                     slot = shelf.ready.pop()
                 else:
                     slot = slots.pop()  # the last that was handed out, which nobody else can take now
                     if (
                         _use_count(slot.cdata) != 2
-                        or getrefcount(slot.storage) != _UNUSED
+                        or getrefcount(slot.storage) != UNUSED
                         or (slot is not first and (first is None or _idle(first, False)))
                     ):
                         slots.append(slot)
@@ -404,40 +405,49 @@ class Arena:
         if found is None:
             return None
         slot, after = found
-        if slot.storage is None:
-            self._furnish(slot, shape, dtype)
+        furnished = COUNTED and slot.storage is not None
+        template = slot.template if furnished else self._furnish(slot, shape, dtype)
+        tensor: torch.Tensor = template.data
         for other in after:
             event = self._streams.mark(self.index, other)
             self._streams.order(self.index, stream, event)
             self._streams.recycle(self.index, event)
         if graph is not None:
-            graph.lease(slot.storage)
-        tensor: torch.Tensor = slot.template.data
+            graph.lease(tensor.untyped_storage())
         self._layout.put(slot)
         if self._group is not None:
             slot.site = call_site()
             self._log.append((slot.site, nbytes, slot.start))
-        elif not capture:
+        elif not capture and COUNTED:
             if len(self._fast) > 1 << 13:
                 self._fast.clear()
             with contextlib.suppress(TypeError):  # a list can't be a key
                 self._fast[size, dtype, stream, bucket] = slot.shelf
         return tensor
 
-    def _furnish(self, slot: Slot, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    def _furnish(self, slot: Slot, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Give ``slot`` a storage, and return a tensor of it to copy. Both are for good where references are counted.
+
+        Elsewhere the slot only refers to the storage weakly, and so knows when that has died.
+        """
         pointer = self._base + slot.start
         storage: Any = _torch.storage_over(pointer, self._device, slot.asked)
         with torch.inference_mode(False):  # what is made inside of it can never be saved for a backward pass
             template = torch.empty(0, dtype=dtype, device=self._device)
             template.set_(storage, 0, shape)  # type: ignore[call-overload]
-        cdata = storage._cdata
+        cdata = _torch.cdata_of(storage)
+        if not COUNTED:
+            slot.pointer = pointer
+            slot.storage = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+            return template
         weakref.finalize(storage, _torch.KEPT.pop, cdata, None).atexit = False
-        _torch.KEPT[cdata] = [None] * _KEEPING
+        _torch.KEPT[cdata] = [None] * KEEPING
         # All at once, and the storage last: an exception of a signal handler leaves a slot that has none.
         slot.pointer = pointer
         slot.template = template
         slot.cdata = cdata
         slot.storage = storage
+        return template
 
     def before_capture(self) -> None:
         """Block the host until nothing runs that uses what is free, so that a graph can be given it without any order.
@@ -565,9 +575,9 @@ class Arena:
                 if slot.bucket == bucket.name:
                     shape, dtype = slot.identity
                     who = [*holders.get(slot.pointer, ())]
-                    if len(_torch.KEPT[slot.cdata]) > _KEEPING:
+                    if len(_torch.KEPT.get(slot.cdata, ())) > KEEPING:
                         who.append("a CUDA graph")
-                    tensors = _use_count(slot.cdata) - 2
+                    tensors = _use_count(slot.cdata) - 2 if COUNTED else 0
                     if tensors > 0:
                         who.append(f"{tensors} tensors")
                     if slot.site:
@@ -684,31 +694,16 @@ class Arena:
 
 def _idle(slot: Slot, but_for_graph: bool) -> bool:
     """Return whether nobody refers to the storage of ``slot``, or nobody but the graph that was captured with it."""
+    if not COUNTED:  # of each buffer the storage is another, which is dead when nobody refers to it
+        return slot.storage is None or bool(slot.storage.expired())
     try:
-        leases = len(_torch.KEPT[slot.cdata]) - _KEEPING
+        leases = len(_torch.KEPT[slot.cdata]) - KEEPING
     except KeyError:  # an exception came before it was handed out for the first time
         return slot.storage is None
     if leases and not but_for_graph:
         return False
     # In C++ the template refers to it, and what Python has made of it; there, the slot.
-    return _use_count(slot.cdata) == 2 and getrefcount(slot.storage) == _UNUSED + leases
-
-
-def _references_to_an_unused_storage() -> tuple[int, int]:
-    slot = Slot(0, 0)
-    # Never in a variable, which who traces this module may hold a reference of.
-    slot.storage = torch.empty(1).untyped_storage()
-    alone = getrefcount(slot.storage)
-    slot.template = torch.empty(0, dtype=torch.uint8).set_(slot.storage)
-    return getrefcount(slot.storage), getrefcount(slot.storage) - alone + 1
-
-
-_UNUSED, _KEEPING = _references_to_an_unused_storage()
-"""References in Python to the storage of a slot that nobody uses, with that of the call that counts.
-
-They are the slot's and, in newer versions of torch, one of C++, as long as it uses the storage too. And how many of
-them are there because of the slot and its template.
-"""
+    return _use_count(slot.cdata) == 2 and getrefcount(slot.storage) == UNUSED + leases
 
 
 def _device_of(device: Any) -> tuple[torch.device, int]:

@@ -17,8 +17,9 @@ import itertools
 import operator
 import threading
 from collections.abc import Callable
-from sys import getrefcount
 from typing import Any
+
+from safecomm.refcounts import COUNTED, HELD_ONCE, getrefcount
 
 ALIGNMENT = 512
 """Bytes to which slots are aligned: what the caching allocator aligns to, and more than any kernel asks for."""
@@ -337,9 +338,10 @@ class Layout:
                         shelf.ready.remove(slot)
                         self._give_back(slot)
             # A slot that is on no list, and in nobody's hands who could put it back: an exception of a signal handler
-            # came between its being taken and put. The count is last: what comes after it could change the other.
+            # came between its being taken and put: only the tuple that is looked through has it, and ``cut``. The
+            # count is last: what comes after it could change the other.
             elif self._pop(slot, False) or (
-                _STRAY + (shelf.first is slot) == getrefcount(slot) and self._idle(slot, False)
+                COUNTED and HELD_ONCE + 1 + (shelf.first is slot) == getrefcount(slot) and self._idle(slot, False)
             ):
                 self._give_back(slot)
 
@@ -393,18 +395,3 @@ class Layout:
         with self.lock:
             self.harvest()
             return self.spaces[bucket].largest
-
-
-def _references_to_a_stray_slot() -> int:
-    layout = Layout(ALIGNMENT, {}, lambda *_: True)
-    layout.cut[0] = Slot(0, ALIGNMENT)
-    for slot in tuple(layout.cut.values()):
-        return getrefcount(slot)
-    raise AssertionError
-
-
-_STRAY = min(_references_to_a_stray_slot(), 4)
-"""References to a slot that is on no shelf, where all of them are looked at.
-
-Counted, because versions of Python may need fewer; none needs more, but who traces this module may hold one.
-"""

@@ -19,7 +19,7 @@ import torch
 import torch.distributed
 from torch.torch_version import TorchVersion
 
-from safecomm import _torch
+from safecomm import _torch, refcounts, versions
 from safecomm.peers.low_latency import lacking
 
 _PATIENCE = 20  # seconds for nvidia-smi
@@ -56,7 +56,11 @@ class Machine:
     allocator_answers: bool = True
     """Whether the caching allocator tells the stream of its segments."""
     missing: tuple[str, ...] = ()
-    """What safecomm leans on, and this torch does not have."""
+    """What safecomm leans on, and this torch should have, but does not."""
+    not_yet: tuple[str, ...] = ()
+    """What it leans on, and later versions of torch have."""
+    uncounted: str = ""
+    """Why counts of references are not used; ``""`` where they are."""
     backends: tuple[str, ...] = ()
     low_latency: str = ""
     """What ``low_latency()`` does not find; ``""`` for nothing."""
@@ -160,6 +164,8 @@ def look() -> Machine:
         driver_answers=not gpus or _torch.pointer_attribute is not None,
         allocator_answers=allocator_answers,
         missing=tuple(_torch.missing()),
+        not_yet=tuple(_torch.missing(expected=True)),
+        uncounted=refcounts.WHY_NOT,
         backends=tuple(available),
         low_latency=lacking(),
     )
@@ -174,8 +180,17 @@ def _nvidia_smi(*arguments: str) -> list[str]:
 
 
 def _of_the_machine(machine: Machine) -> Iterator[Check]:
-    supported = machine.at_least("2.4")
-    yield Check("torch", supported, "supported." if supported else "safecomm needs 2.4 or later.")
+    yield Check("torch", versions.standing(machine.torch) != "too old", versions.sentence(machine.torch))
+    for what in machine.missing:
+        yield Check("private names of torch", False, what)
+    for what in machine.not_yet:
+        yield Check("private names of torch", True, f"{what} Later versions of torch have it.")
+    if machine.uncounted:
+        yield Check(
+            "reference counts",
+            False,
+            f"are not used, because {machine.uncounted}: {refcounts.COSTS}.",
+        )
     if not machine.gpus:
         yield Check(
             "GPUs", True, "none: collectives run on gloo, where memory is held until the backend's threads are done."
@@ -211,8 +226,6 @@ def _of_the_machine(machine: Machine) -> Iterator[Check]:
         else "the stream that memory was allocated on can't be told (an allocator other than torch's native one, or no "
         "libcuda), so safecomm holds it until the device has passed the collective.",
     )
-    for what in machine.missing:
-        yield Check("private names of torch", False, what)
 
 
 # --- hazards of versions ----------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from safecomm import _torch
 from safecomm.errors import SafecommError
 from safecomm.ledger import LEDGER
+from safecomm.refcounts import HELD_ONCE, getrefcount
 
 log = logging.getLogger("safecomm")
 
@@ -38,7 +39,6 @@ MOST = 2000
 
 _WARM_UP = 2  # what only the first steps make, and later ones keep, is a cache
 _CO_OPTIMIZED = 1  # the code of a function: its locals are not a dictionary
-_UNSHARED = 3  # references to a dictionary that only a frame has: the frame's, a variable's, and the count's own
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = str(Path(__file__).parent)
 
@@ -225,7 +225,7 @@ class _Made:
         for tensor in outputs:
             try:
                 storage = tensor.untyped_storage()
-                cdata = storage._cdata
+                cdata = _torch.cdata_of(storage)
             except (NotImplementedError, RuntimeError):
                 continue  # without memory of its own
             known = self.known.get(cdata)
@@ -245,7 +245,7 @@ class _Made:
 
 def _cdata(tensor: torch.Tensor) -> int:
     try:
-        return int(tensor.untyped_storage()._cdata)
+        return _torch.cdata_of(tensor.untyped_storage())
     except (NotImplementedError, RuntimeError):
         return 0
 
@@ -312,7 +312,7 @@ def _lines(stack: tuple[Place, ...]) -> tuple[str, ...]:
 def _locals(frame: types.FrameType) -> dict[str, Any]:
     found = frame.f_locals
     values = dict(found)
-    if sys.version_info < (3, 13) and frame.f_code.co_flags & _CO_OPTIMIZED and sys.getrefcount(found) <= _UNSHARED:
+    if sys.version_info < (3, 13) and frame.f_code.co_flags & _CO_OPTIMIZED and getrefcount(found) <= HELD_ONCE:
         # The frame keeps this dictionary, which is only a copy, and with it the values as they were: a leak of our own.
         # Unless somebody else has it, from locals().
         found.clear()
@@ -399,7 +399,7 @@ class _Holders:
                 if isinstance(storage, torch.UntypedStorage):
                     pending = entry.describe()
                     what = f"{pending.op} launched at {pending.site}, {pending.state}"
-                    self._works.setdefault(storage._cdata, []).append(what)
+                    self._works.setdefault(_torch.cdata_of(storage), []).append(what)
         self._find_tensors_and_graphs(set(survivors))
         self._follow()
 

@@ -1,0 +1,99 @@
+"""Counts of references: right where they are used, and not used where they are wrong (S1, S3)."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from interpreters import PYTHONS
+from programs import Running
+from ranks import launch
+from watching import Log
+
+# safecomm is imported by each test: some do so in another Python.
+
+
+def test_they_are_used_in_this_python():
+    from safecomm import refcounts
+
+    assert refcounts.COUNTED
+    assert refcounts.WHY_NOT == ""
+
+
+def test_what_is_counted_is_what_there_is():
+    from safecomm import refcounts
+
+    (thing,) = only = [object()]
+    assert refcounts.getrefcount(thing) == refcounts.HELD_ONCE
+    other = thing
+    assert refcounts.getrefcount(thing) == refcounts.HELD_ONCE + 1
+    del other, only
+
+
+def not_counted(_, python):
+    PYTHONS[python]()
+    log = Log()
+    lines = log.messages
+    log.__enter__()
+    import safecomm
+    from safecomm import refcounts
+    from safecomm.diagnostics import doctor
+    from safecomm.ledger import LEDGER
+
+    assert not refcounts.COUNTED
+    assert len(lines) == 1, lines
+    assert refcounts.WHY_NOT in lines[0]
+    (check,) = [check for check in doctor.diagnose().checks if check.name == "reference counts"]
+    assert not check.ok
+
+    # S3: a dropped handle's memory comes back at the next call after it is over, though nobody notices the drop.
+    tensor = torch.ones(4)
+    for _ in range(3):
+        safecomm.all_reduce(tensor, async_op=True)
+    kept = safecomm.all_reduce(tensor, async_op=True)
+    safecomm.drain(wait=True)
+    assert safecomm.pending() == []
+    assert kept.wait()
+    assert len(lines) == 1, "a drop was noticed"
+    assert LEDGER.awaited() is True  # with nothing in flight there is nothing to ask
+    work = safecomm.all_reduce(tensor, async_op=True)
+    assert LEDGER.awaited() is False, "works are not asked at once"
+    work.wait()
+
+    # S1: nobody can tell when others let go of what record_stream was called for, so that stays torch's.
+    assert not LEDGER.trails.record(tensor.untyped_storage(), 0, 7, sys._getframe())
+
+    # The arena: a storage that only Python refers to is in use, and so is a tensor.
+    with safecomm.use_arena("1MiB", device="cpu") as arena:
+        one = arena.empty(256)
+        storage, place = one.untyped_storage(), one.data_ptr()
+        del one
+        assert arena.empty(256).data_ptr() != place
+        assert arena.stats().in_use == 1024
+        del storage
+        assert arena.stats().in_use == 0
+        assert arena.empty(256).data_ptr() == place
+        held = arena.empty(256)
+        assert "1024 bytes in use" in str(arena)
+        del held
+    safecomm.destroy_process_group()
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+def test_where_they_are_wrong_none_is_used_and_that_is_said_once_s1_s3(python):
+    (ended,) = launch(1, not_counted, python)
+    ended.check()
+
+
+@pytest.mark.parametrize("python", ["no_gil", "one_too_many"])
+def test_random_programs_keep_the_promises_without_counts_s1_s2_s3_s4_s5(python):
+    """The ledger's and the arena's own machines, in a Python whose counts are of no use."""
+    import test_arena_programs
+    import test_ledger
+
+    ledger = (test_ledger.Programs, test_ledger.GraphPrograms, test_ledger.HostPrograms)
+    running = [Running(machine, 300, 30, python=python) for machine in ledger]
+    running.append(Running(test_arena_programs.ArenaPrograms, 500, test_arena_programs.STEPS, python=python))
+    for one in running:
+        one.check()
