@@ -1,5 +1,6 @@
 # make demo        run the demo, on the GPUs of this machine or on the CPU
 # make test        lint, types, and all tests that need no GPU
+# make compat      what depends on torch, on each version of it that is tested; COMPAT="2.4.1 newest" for some
 # make gpu-test    the tests that need GPUs; results in build/gpu-test.json
 # make bench       the benchmarks, on GPUs; results in build/bench.json
 # make clean       remove the virtual environment and what tools left behind
@@ -11,13 +12,15 @@ PYTHON ?= python3
 CPU_TORCH ?= torch==2.13.0
 # GPUs that gpu-test and bench run on.
 N ?= $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
+# Arguments for the tests of other versions of torch, such as COMPAT="2.8.0 --keep"; COMPAT=--help tells them.
+COMPAT ?=
 # Arguments for the demo, such as ARGS="--world 4 --json demo.json".
 ARGS ?=
 
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test gpu-test bench clean venv
+.PHONY: demo test compat gpu-test bench clean venv
 
 demo: $(READY)
 	$(BIN)/python -m safecomm demo $(ARGS)
@@ -27,6 +30,10 @@ test: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest
+
+# Each version has an environment of its own, outside of the tree: some 5 GB, made, used and deleted one after another.
+compat: $(READY)
+	$(BIN)/python tests/compat.py $(COMPAT)
 
 gpu-test: $(READY)
 	@test "$(N)" -ge 2 || { echo "gpu-test needs two GPUs"; exit 2; }

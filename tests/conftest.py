@@ -1,13 +1,30 @@
+import fnmatch
+import json
 import os
+from pathlib import Path
 
 import pytest
 import torch
 from ranks import Pools
+from torch.torch_version import TorchVersion
 
 # The tests' tensors are tiny. A second thread has nothing to do for them but to wait, which it does by spinning, on the
 # core that a rank needs. The same for the processes that tests start.
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"
+
+SKIPS = json.loads((Path(__file__).parent / "compat_skips.json").read_text())
+"""The tests that can't run on an old torch, and why. On the newest there are none."""
+
+
+def pytest_collection_modifyitems(items):
+    version = TorchVersion(torch.__version__)
+    for entry in SKIPS:
+        if version < entry["before"]:
+            mark = pytest.mark.skip(reason=entry["reason"])
+            for item in items:
+                if any(fnmatch.fnmatchcase(item.nodeid, f"*{pattern}") for pattern in entry["tests"]):
+                    item.add_marker(mark)
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,171 @@
+"""``make compat``: the tests of what depends on torch, on each version of torch that safecomm is tested with.
+
+Each version has an environment of its own outside of the tree, one at a time, because each takes some 5 GB: it is made,
+used and deleted. ``--keep`` leaves it in the cache, where the next run finds it; ``--clear`` empties the cache. Run it
+with the Python of an environment that has safecomm: the versions are those of ``safecomm/versions.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+from torch.torch_version import TorchVersion
+
+from safecomm.versions import TESTED, Tested
+
+ROOT = Path(__file__).resolve().parents[1]
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "safecomm" / "compat"
+FILES = (
+    "test_face", "test_versions", "test_private_names", "test_refcounts", "test_collectives", "test_work",
+    "test_patching", "test_ledger", "test_homes", "test_arena", "test_arena_programs", "test_lists",
+)  # fmt: skip
+"""What depends on torch: import, face, private names, collectives, works, patching, ledger, homes, arena, lists."""
+
+MUTANTS = "test_machine_catches_a_ledger_that or test_programs_catch_an_arena_that"
+"""What is left out: that the random programs catch a wrong ledger or arena does not depend on torch."""
+
+REASONS = {entry["reason"] for entry in json.loads((Path(__file__).parent / "compat_skips.json").read_text())}
+"""Why a test may be skipped: ``conftest.py`` skips those of the committed list. A skip of another reason fails."""
+
+
+def interpreter(minor: str) -> str | None:
+    """Return an installed Python of that minor version."""
+    pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv")
+    candidates = [sys.executable, shutil.which(f"python{minor}"), *sorted(pyenv.glob(f"versions/{minor}.*/bin/python"))]
+    for candidate in filter(None, candidates):
+        command = [str(candidate), "-c", "import sys; print('%d.%d' % sys.version_info[:2])"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.stdout.strip() == minor:
+            return str(candidate)
+    return None
+
+
+def make(version: str, minor: str, python: str, extra: list[str]) -> Path:
+    """Return an environment with that torch, made if it is not in the cache."""
+    folder = CACHE / f"torch-{version}-python-{minor}"
+    if not (folder / "ready").exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        subprocess.run([python, "-m", "venv", folder], check=True)
+        numpy = "numpy<2" if TorchVersion(version) < "2.5" else "numpy"
+        needs = [f"torch=={version}", numpy, "pytest>=8", "hypothesis>=6.100", "typing-extensions>=4.6", *extra]
+        pip = [folder / "bin" / "python", "-m", "pip", "install", "--quiet", "--no-compile", "--no-cache-dir"]
+        subprocess.run([*pip, *needs], check=True)
+        (folder / "ready").touch()
+    return folder
+
+
+def run(folder: Path, files: list[str], results: Path) -> tuple[dict[str, int], list[str], dict[str, str]]:
+    """Run the tests of ``files``; return the counts, what failed, and what was skipped with its reason."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [folder / "bin" / "python", "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={results}"]
+    if files:
+        command += ["-k", f"not ({MUTANTS})"]
+    results.unlink(missing_ok=True)
+    ended = subprocess.run([*command, *files], cwd=ROOT, env=environment, check=False)
+    failed, skipped, counts = [], {}, {"passed": 0, "failed": 0, "skipped": 0}
+    if ended.returncode not in (0, 1) or not results.exists():  # tests have passed or failed; else there is no result
+        return {**counts, "failed": 1}, [f"pytest itself, which ended with {ended.returncode}"], skipped
+    for case in ET.parse(results).getroot().iter("testcase"):
+        name = f"{case.get('classname')}::{case.get('name')}"
+        if case.find("failure") is not None or case.find("error") is not None:
+            failed.append(name)
+            counts["failed"] += 1
+        elif (skip := case.find("skipped")) is not None:
+            skipped[name] = skip.get("message", "")
+            counts["skipped"] += 1
+        else:
+            counts["passed"] += 1
+    return counts, failed, skipped
+
+
+def newest() -> str:
+    """Return the newest torch of the registry; ``""`` if it does not say."""
+    command = [sys.executable, "-m", "pip", "index", "versions", "torch"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    except subprocess.TimeoutExpired:
+        return ""
+    found = re.search(r"Available versions: ([^,\s]+)", done.stdout)
+    return found[1] if found else ""
+
+
+def chosen(names: list[str], *, every_python: bool) -> list[tuple[Tested, str]]:
+    """Return the versions that were asked for, each with its oldest and its newest Python."""
+    found = []
+    for one in TESTED:
+        wanted = one.torch in names or (one is TESTED[-1] and "newest" in names) or (not names and "compat" in one.cpu)
+        if wanted:
+            # The oldest torch with the oldest Python, and the newest with the newest, where one has to do.
+            pythons = one.pythons if every_python else one.pythons[-1:] if one is TESTED[-1] else one.pythons[:1]
+            found += [(one, minor) for minor in pythons]
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("versions", nargs="*", help="of torch, or 'newest'; all that are tested so if there are none")
+    parser.add_argument("--one-python", action="store_true", help="one Python for each, in place of oldest and newest")
+    parser.add_argument("--whole", action="store_true", help="all tests, and not only those that depend on torch")
+    parser.add_argument("--keep", action="store_true", help="leave the environments in the cache")
+    parser.add_argument("--clear", action="store_true", help="empty the cache, and do nothing else")
+    parser.add_argument("--json", type=Path, help="write what came of it there")
+    options = parser.parse_args()
+    if options.clear:
+        shutil.rmtree(CACHE, ignore_errors=True)
+        return 0
+    CACHE.mkdir(parents=True, exist_ok=True)
+    runs, wrong = [], 0
+    for tested, minor in chosen(options.versions, every_python=not options.one_python):
+        name = f"torch {tested.torch}, Python {minor}"
+        python = interpreter(minor)
+        if python is None:
+            print(f"{name}: not run, because there is no Python {minor} here", flush=True)
+            runs.append({"torch": tested.torch, "python": minor, "run": False})
+            continue
+        print(f"{name}: installing", flush=True)
+        began = time.monotonic()
+        extra = ["matplotlib", "transformers>=4.40", "triton", "megatron-core==0.16.1"] if options.whole else []
+        folder = make(tested.torch, minor, python, extra)
+        installed = time.monotonic() - began
+        print(f"{name}: testing", flush=True)
+        try:
+            files = [] if options.whole else [f"tests/{file}.py" for file in FILES]
+            counts, failed, skipped = run(folder, files, CACHE / "results.xml")
+        finally:
+            if not options.keep:
+                shutil.rmtree(folder)
+        unexcused = [test for test, reason in skipped.items() if reason not in REASONS]
+        seconds = round(time.monotonic() - began - installed)
+        runs.append({"torch": tested.torch, "python": minor, "run": True, **counts, "seconds": seconds})
+        said = ", ".join(f"{count} {what}" for what, count in counts.items())
+        print(f"{name}: {said}, in {seconds} s after {installed:.0f} s of installing", flush=True)
+        for test in failed:
+            print(f"  failed: {test}")
+        for test in unexcused:
+            print(f"  skipped, which no list excuses: {test}: {skipped[test]}")
+        wrong += len(failed) + len(unexcused)
+    if options.json:
+        git = subprocess.run(
+            ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False
+        )
+        told = {"command": "make compat", "commit": git.stdout.strip(), "runs": runs}
+        options.json.write_text(json.dumps(told, indent=1) + "\n")
+    there = newest()
+    if there and TorchVersion(there) > TESTED[-1].torch:
+        print(
+            f"torch {there} is there, newer than {TESTED[-1].torch}, the newest that is tested. Nothing fails for that."
+        )
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
