@@ -17,6 +17,7 @@ import sys
 import time
 import xml.etree.ElementTree as ET
 from pathlib import Path
+from typing import Any
 
 from torch.torch_version import TorchVersion
 
@@ -87,6 +88,13 @@ def run(folder: Path, files: list[str], results: Path) -> tuple[dict[str, int], 
     return counts, failed, skipped
 
 
+def write(path: Path, runs: list[dict[str, Any]]) -> None:
+    """Write what has come of it until now, with the commit."""
+    git = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    commit = subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+    path.write_text(json.dumps({"command": "make compat", "commit": commit, "runs": runs}, indent=1) + "\n")
+
+
 def newest() -> str:
     """Return the newest torch of the registry; ``""`` if it does not say."""
     command = [sys.executable, "-m", "pip", "index", "versions", "torch"]
@@ -146,6 +154,8 @@ def main() -> int:
         unexcused = [test for test, reason in skipped.items() if reason not in REASONS]
         seconds = round(time.monotonic() - began - installed)
         runs.append({"torch": tested.torch, "python": minor, "run": True, **counts, "seconds": seconds})
+        if options.json:
+            write(options.json, runs)
         said = ", ".join(f"{count} {what}" for what, count in counts.items())
         print(f"{name}: {said}, in {seconds} s after {installed:.0f} s of installing", flush=True)
         for test in failed:
@@ -153,12 +163,6 @@ def main() -> int:
         for test in unexcused:
             print(f"  skipped, which no list excuses: {test}: {skipped[test]}")
         wrong += len(failed) + len(unexcused)
-    if options.json:
-        git = subprocess.run(
-            ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False
-        )
-        told = {"command": "make compat", "commit": git.stdout.strip(), "runs": runs}
-        options.json.write_text(json.dumps(told, indent=1) + "\n")
     there = newest()
     if there and TorchVersion(there) > TESTED[-1].torch:
         print(
