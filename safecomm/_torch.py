@@ -14,6 +14,7 @@ import functools
 import logging
 import operator
 import os
+import re
 import sys
 import threading
 import warnings
@@ -202,6 +203,19 @@ def is_torchs(function: Any) -> bool:
     return True
 
 
+class _Overrides:
+    """Something that wants to see torch's functions."""
+
+    def __torch_function__(self, *_: Any, **__: Any) -> Any:
+        return NotImplemented
+
+
+has_torch_function: Callable[..., bool] = _private(
+    "torch.overrides.has_torch_function_variadic", lambda *tensors: torch.overrides.has_torch_function(tensors),
+    "looking for subclasses of tensors takes longer", lambda found: found(1, _Overrides()) is True,
+)  # fmt: skip
+"""Whether a tensor is of a subclass that has ``__torch_function__``, or a ``TorchFunctionMode`` is active."""
+
 _NOT_DIRECT = "calls go through c10d's own function, which takes the host longer"
 
 Backend: Any = _private(f"{_C_C10D}.Backend", _Never, _NOT_DIRECT, _is_class)
@@ -215,8 +229,13 @@ class Launch(NamedTuple):
     options: Any
 
 
-def _launch(method: str, options: str) -> Launch | None:
-    function = _private(f"{_C_C10D}.Backend.{method}", None, _NOT_DIRECT)
+def _launch(method: str, tensors: int, options: str) -> Launch | None:
+    # What pybind writes down of a method's arguments: so many of tensors, or of lists of them, and the options.
+    signature = re.compile(rf"\(self: \S+\.Backend(, \w+: \S*Tensor\]?){{{tensors}}}, opts: \S+\.{options} = ")
+    function = _private(
+        f"{_C_C10D}.Backend.{method}", None, _NOT_DIRECT,
+        lambda found: callable(found) and signature.search(found.__doc__) is not None,
+    )  # fmt: skip
     kind = _private(f"{_C10D}.{options}", None, _NOT_DIRECT, _takes_what_it_took)
     return None if function is None or kind is None else Launch(function, kind)
 
@@ -230,10 +249,10 @@ def _takes_what_it_took(kind: Any) -> bool:
     return True
 
 
-all_reduce: Launch | None = _launch("allreduce", "AllreduceOptions")
-all_gather: Launch | None = _launch("_allgather_base", "AllgatherOptions")
-reduce_scatter: Launch | None = _launch("_reduce_scatter_base", "ReduceScatterOptions")
-all_to_all: Launch | None = _launch("alltoall", "AllToAllOptions")
+all_reduce: Launch | None = _launch("allreduce", 1, "AllreduceOptions")
+all_gather: Launch | None = _launch("_allgather_base", 2, "AllgatherOptions")
+reduce_scatter: Launch | None = _launch("_reduce_scatter_base", 2, "ReduceScatterOptions")
+all_to_all: Launch | None = _launch("alltoall", 2, "AllToAllOptions")
 """How collectives are launched past the dispatcher; None where torch does not have what that takes."""
 
 
@@ -283,7 +302,7 @@ def _guards_of(kind: Any, tensors: Sequence[torch.Tensor], shaped: bool) -> Call
 
 
 def _tell_apart(kind: Any) -> bool:
-    with undisturbed():
+    with probing():
         one, other = torch.empty(2, device="cpu"), torch.empty(2, dtype=torch.int8, device="cpu")
         like, same = _guards_of(kind, [one], False), _guards_of(kind, [one], True)
         longer = torch.empty(3, device="cpu")
@@ -293,7 +312,7 @@ def _tell_apart(kind: Any) -> bool:
 def _plain_keys() -> frozenset[str]:
     found = set()
     for inference in (False, True):
-        with torch.inference_mode(inference), undisturbed():
+        with probing(), torch.inference_mode(inference):
             found.add(str(_dispatch_keys(torch.empty(0, device="cpu"))))
     return frozenset(found)
 
@@ -335,6 +354,12 @@ _without_modes: Any = _private(
 )  # fmt: skip
 
 
+_without_functions: Any = _private(
+    "torch._C.DisableTorchFunction", contextlib.nullcontext,
+    "an import inside of a TorchFunctionMode that raises finds names missing",
+)  # fmt: skip
+
+
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
     """Leave the transforms and modes that are active, for what is not part of them."""
@@ -347,9 +372,21 @@ def undisturbed() -> Iterator[None]:
 
 
 def _tells_devices(keys_of: Any) -> bool:
-    with undisturbed():
+    with probing():
         dense, other = torch.empty(0, device="cpu"), torch.empty(0, device="meta")
         return "CPU" in str(keys_of(dense)) and "CPU" not in str(keys_of(other))
+
+
+@contextlib.contextmanager
+def probing() -> Iterator[None]:
+    """Leave what the program has active, such as a mode that sees or refuses operations, for what tries torch out."""
+    with _without_functions(), torch.inference_mode(False), undisturbed():
+        yield
+
+
+def _is_numbered() -> bool:
+    with probing():
+        return type(_dispatch_keys(torch.empty(0, device="cpu")).raw_repr()) is int
 
 
 _dispatch_keys: Any = _private("torch._C._dispatch_keys", None, _NOT_DIRECT, _tells_devices)
@@ -357,7 +394,7 @@ _PLAIN_KEYS = None if _dispatch_keys is None else _plain_keys()
 _NUMBERED = _PLAIN_KEYS is not None and (
     _private(
         "torch._C.DispatchKeySet.raw_repr", None, "a tensor of a kind not seen before takes a microsecond more",
-        lambda _: type(_dispatch_keys(torch.empty(0, device="cpu")).raw_repr()) is int, since="2.5",
+        lambda _: _is_numbered(), since="2.5",
     ) is not None
 )  # fmt: skip
 _plain_numbers: set[int | None] = set()
@@ -520,8 +557,8 @@ _WITHOUT_COUNTS = "references are not counted: dropped handles go unnoticed, and
 
 
 def _small_storage() -> torch.UntypedStorage:
-    with torch.inference_mode(False), undisturbed():
-        return torch.empty(1, device="cpu").untyped_storage()
+    with probing():
+        return torch.empty(4, dtype=torch.uint8, device="cpu").untyped_storage()
 
 
 cdata_of: Callable[[Any], int] = operator.attrgetter("_cdata")
@@ -563,8 +600,9 @@ def only_holder(storage: Any) -> bool:
 
 def _makes_storages(construct: Any) -> bool:
     whole = _small_storage()
-    made = construct(whole.data_ptr(), torch.device("cpu"), 4)
-    return type(made) is torch.UntypedStorage and (made.data_ptr(), made.nbytes()) == (whole.data_ptr(), 4)
+    with probing():
+        made = construct(whole.data_ptr(), torch.device("cpu"), 4)
+        return type(made) is torch.UntypedStorage and (made.data_ptr(), made.nbytes()) == (whole.data_ptr(), 4)
 
 
 _construct_storage: Callable[..., Any] | None = _private(
@@ -574,6 +612,36 @@ _construct_storage: Callable[..., Any] | None = _private(
 
 MAKES_STORAGES = _construct_storage is not None
 """Whether torch makes storages over given memory."""
+
+
+class _NeverDead:
+    """A weak reference to a storage that does not notice its death."""
+
+    def __init__(self, storage: Any) -> None:
+        pass
+
+    def expired(self) -> bool:
+        return False
+
+
+def _notices_death(kind: Any) -> bool:
+    storage = _small_storage()
+    weak = kind(storage)
+    before = weak.expired()
+    with probing():
+        tensor = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
+    del storage
+    meanwhile = weak.expired()
+    del tensor
+    return (before, meanwhile, weak.expired()) == (False, False, True)
+
+
+StorageWeakRef: Any = _private(
+    "torch.multiprocessing.reductions.StorageWeakRef", _NeverDead,
+    "record_plan() takes every buffer for needed to the end, and leaks.watch() may take one for another",
+    _notices_death,
+)  # fmt: skip
+"""A weak reference to a storage, whose ``expired()`` says whether that has died."""
 
 
 def storage_over(pointer: int, device: torch.device, nbytes: int) -> torch.UntypedStorage | None:
@@ -711,13 +779,27 @@ def _copy_all(to: list[torch.Tensor], source: list[torch.Tensor]) -> None:
         one.copy_(other)
 
 
+def _unflattens(found: Any) -> bool:
+    with probing():
+        like = [torch.empty(2, 1, device="cpu"), torch.empty(3, device="cpu")]
+        parts = found(torch.empty(5, device="cpu"), like)
+        return [(part.shape, part.storage_offset()) for part in parts] == [((2, 1), 0), ((3,), 2)]
+
+
+def _copies_all(found: Any) -> bool:
+    with probing():
+        to, source = torch.zeros(3, device="cpu"), torch.ones(3, device="cpu")
+        found([to[:1], to[2:]], [source[:1], source[2:]])
+        return to.tolist() == [1, 0, 1]
+
+
 unflatten: Callable[[torch.Tensor, list[torch.Tensor]], Sequence[torch.Tensor]] = _private(
-    "torch._C._nn.unflatten_dense_tensors", _unflatten, "bucketed() takes 2 us more for each tensor"
+    "torch._C._nn.unflatten_dense_tensors", _unflatten, "bucketed() takes 2 us more for each tensor", _unflattens
 )
 """Return consecutive parts of a flat tensor, shaped like those of a list."""
 
 copy_all: Callable[[Any, Any], None] = _private(
-    "torch._foreach_copy_", _copy_all, "bucketed() copies tensors one by one, a kernel each"
+    "torch._foreach_copy_", _copy_all, "bucketed() copies tensors one by one, a kernel each", _copies_all
 )
 """Copy a list of tensors into another: a few kernels in place of one for each."""
 

@@ -29,7 +29,6 @@ from typing import Any
 
 import torch
 import torch.distributed
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from safecomm import _torch
 from safecomm.collectives.groups import destroy_process_group
@@ -227,16 +226,16 @@ class _LiveStorages:
     """Bytes of the storages that are alive, among those that it was shown."""
 
     def __init__(self) -> None:
-        self._seen: list[tuple[StorageWeakRef, int]] = []
+        self._seen: list[tuple[Any, int]] = []
         self.peak = 0
 
     def add(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
-        self._seen.append((StorageWeakRef(storage), storage.nbytes()))  # type: ignore[no-untyped-call]
+        self._seen.append((_torch.StorageWeakRef(storage), storage.nbytes()))
         self.peak = max(self.peak, self.count())
 
     def count(self) -> int:
-        self._seen = [(reference, nbytes) for reference, nbytes in self._seen if not reference.expired()]  # type: ignore[no-untyped-call]
+        self._seen = [(reference, nbytes) for reference, nbytes in self._seen if not reference.expired()]
         return sum(nbytes for _, nbytes in self._seen)
 
 

@@ -21,9 +21,10 @@ from typing import Any
 import torch
 
 from safecomm import _torch, captures
+from safecomm.arena.arena import OPEN
 from safecomm.errors import RecordStreamError
 from safecomm.ledger import LEDGER, Ledger
-from safecomm.refcounts import COUNTED
+from safecomm.refcounts import COUNTED, WHY_NOT
 from safecomm.sites import outside, place
 from safecomm.streams import HOST, capture_of, stream_object
 
@@ -49,8 +50,8 @@ class avoid_record_streams(contextlib.ContextDecorator):  # noqa: N801
     stream, so overlapped compute stays overlapped. Only when more than 1/64 of the device's memory has piled up, or in
     a CUDA graph capture, where nothing can be asked (S5), the allocation stream is ordered. ``"order"`` does that
     always: memory that is the same in each run, and no overlap past the end of a tensor. ``"defer"`` never does it,
-    except in a capture. Where references can't be counted (``docs/contract.md``, S3), nothing is converted, and each
-    call is torch's own.
+    except in a capture. Where references can't be counted (``docs/contract.md``, S3), nothing is converted, each
+    call is torch's own, and one for memory of an arena raises :class:`RecordStreamError`.
 
     ``untyped_storage().resize_(0)`` frees memory whoever refers to it, so it is made safe before: by ordering the
     allocation stream, or with ``"defer"`` by torch's own ``record_stream``.
@@ -220,6 +221,13 @@ class _Interception:
             )
         if context.mode == "warn" and context.sites[place(frame)] == 1:
             log.warning("record_stream() called at %s (reported once for this line)", place(frame))
+        of_an_arena = not COUNTED and any(arena.owns(tensor) for arena in tuple(OPEN.values()))
+        if context.mode == "convert" and of_an_arena:
+            raise RecordStreamError(
+                f"record_stream() called at {place(frame)} for memory of an arena, which torch's does nothing for, and "
+                f"which can't be held until its last use, because {WHY_NOT}. Order the streams before the buffer is "
+                "dropped, or take ordinary memory. Nothing was done."
+            )
         if context.mode == "convert" or original is None:
             self._hold(tensor, stream, frame, context.release, original)
         else:

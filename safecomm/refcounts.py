@@ -144,13 +144,19 @@ def _trusted() -> tuple[Counts, str]:
         return NEVER, "this Python runs without a global interpreter lock, so its counts are split among threads"
     if not _torch.USE_COUNT:
         return NEVER, f"torch {torch.__version__} does not tell how many tensors use a storage"
+    tracer, profiler = sys.gettrace(), sys.getprofile()
+    sys.settrace(None)  # either may look at a frame's locals, and then refers to them too
+    sys.setprofile(None)
     try:
-        with torch.inference_mode(False), _torch.undisturbed():
+        with _torch.probing():
             counts = _calibrate()
             _test_objects(counts)
             _test_storages(counts)
     except Exception as error:  # of whatever kind: nothing here may break the import
         return NEVER, f"{error}" if isinstance(error, _WrongCountError) else f"counting them failed: {error!r}"
+    finally:
+        sys.settrace(tracer)
+        sys.setprofile(profiler)
     return counts, ""
 
 

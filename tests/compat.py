@@ -21,7 +21,7 @@ from typing import Any
 
 from torch.torch_version import TorchVersion
 
-from safecomm.versions import TESTED, Tested
+from safecomm.versions import COMPAT, TESTED, Tested
 
 ROOT = Path(__file__).resolve().parents[1]
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "safecomm" / "compat"
@@ -107,15 +107,18 @@ def newest() -> str:
 
 
 def chosen(names: list[str], *, every_python: bool) -> list[tuple[Tested, str]]:
-    """Return the versions that were asked for, each with its oldest and its newest Python."""
-    found = []
+    """Return the versions that were asked for, each with its oldest and its newest Python.
+
+    First all versions with one of them, which is the oldest but for the newest torch, and then with the other.
+    """
+    first, second = [], []
     for one in TESTED:
-        wanted = one.torch in names or (one is TESTED[-1] and "newest" in names) or (not names and "compat" in one.cpu)
-        if wanted:
-            # The oldest torch with the oldest Python, and the newest with the newest, where one has to do.
-            pythons = one.pythons if every_python else one.pythons[-1:] if one is TESTED[-1] else one.pythons[:1]
-            found += [(one, minor) for minor in pythons]
-    return found
+        newest = one is TESTED[-1]
+        if one.torch in names or (newest and "newest" in names) or (not names and COMPAT in one.cpu):
+            order = one.pythons[::-1] if newest else one.pythons
+            first.append((one, order[0]))
+            second += [(one, minor) for minor in order[1:]]
+    return first + second if every_python else first
 
 
 def main() -> int:

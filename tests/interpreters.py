@@ -7,7 +7,10 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 _count = sys.getrefcount
+_users = torch._C._storage_Use_Count
 
 
 def no_gil() -> None:
@@ -37,6 +40,26 @@ def shared_once() -> None:
     sys.getrefcount = lambda thing: min(_count(thing), 3)
 
 
+def free_threaded_build() -> None:
+    """The GIL is on, in an interpreter that can do without."""
+    sys.abiflags = "t"
+
+
+def storages_always_unused() -> None:
+    """torch says of each storage that only a slot has it."""
+    torch._C._storage_Use_Count = lambda cdata: 2
+
+
+def storages_counted_once_more() -> None:
+    """torch says of each storage that one more has it."""
+    torch._C._storage_Use_Count = lambda cdata: _users(cdata) + 1
+
+
+def tensors_not_counted() -> None:
+    """torch does not count the third user of a storage, nor any after it."""
+    torch._C._storage_Use_Count = lambda cdata: min(_users(cdata), 2)
+
+
 def none() -> None:
     """There are no counts."""
     del sys.getrefcount
@@ -51,5 +74,17 @@ def _as_called_from_python() -> int:
 
 
 PYTHONS: dict[str, Callable[[], Any]] = {
-    one.__name__: one for one in (no_gil, one_too_many, one_too_few_later, immortal, shared_once, none)
+    one.__name__: one
+    for one in (
+        no_gil,
+        free_threaded_build,
+        one_too_many,
+        one_too_few_later,
+        immortal,
+        shared_once,
+        none,
+        storages_always_unused,
+        storages_counted_once_more,
+        tensors_not_counted,
+    )
 }

@@ -578,10 +578,20 @@ def test_it_ends_as_it_would_without(tmp_path, program):
     assert (with_us.status, with_us.out, said) == (alone.returncode, alone.stdout, alone.stderr.splitlines())
 
 
+# A process that was started in the background may have inherited that interrupts are ignored.
+INTERRUPTED = """
+import os, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+os.kill(os.getpid(), signal.SIGINT)
+while True:
+    pass
+"""
+
+
 def test_an_interrupt_ends_it_as_without(tmp_path):
     import signal
 
-    (tmp_path / "script.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nwhile True: pass\n")
+    (tmp_path / "script.py").write_text(INTERRUPTED)
     python("-m", "safecomm", "run", "script.py", cwd=tmp_path, status=-signal.SIGINT)
 
 

@@ -20,7 +20,10 @@ import torch
 import torch.distributed as stock
 import torch.distributed.distributed_c10d as c10d
 from ranks import launch, on
+from torch._subclasses import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.torch_version import TorchVersion
+from torch.utils._python_dispatch import TorchDispatchMode
 from watching import Log
 
 import safecomm
@@ -131,6 +134,17 @@ def differing(library, before):
 ON_ONE_RANK = [name for name in calls.ALL if name not in calls.POINT_TO_POINT]
 
 
+# Names that are not tried out at import: that a call of them does something else is not seen.
+ONLY_THERE = {
+    "torch.distributed.distributed_c10d._coalescing_manager",
+    "torch.distributed.distributed_c10d.ProcessGroup._end_coalescing",
+    "torch.distributed.distributed_c10d.ProcessGroup._get_backend",
+    "torch._C.DisableTorchFunction",
+    "torch._C._DisableFuncTorch",
+    "torch.utils._python_dispatch._disable_current_modes",
+}
+
+
 def without_each(_):
     log = logging.getLogger("safecomm")
     log.propagate = False
@@ -138,7 +152,7 @@ def without_each(_):
     before = outcomes(ON_ONE_RANK)
     names = sys.modules["safecomm._torch"]
     for path in sorted(set(names.NAMES) - set(names.LACKING)):
-        for replacement in (_Gone(), object()):
+        for replacement in (_Gone(), object(), *((lambda *_, **__: 0,) if path not in ONLY_THERE else ())):
             with without(path, replacement):
                 try:
                     with Log() as said:
@@ -154,6 +168,7 @@ def without_each(_):
                     assert sum(f" {path} " in line for line in said.messages) == 1, (path, said.messages)
                 found = differing(library, before)
                 assert found == [], (path, replacement, found)
+    stock.destroy_process_group()
     print("all of them")
 
 
@@ -166,6 +181,67 @@ def test_without_any_one_name_it_imports_and_every_collective_is_torchs_s8():
     assert {line.split()[0] for line in required} == set(_torch.REQUIRED)
     for line in required:
         assert f"safecomm can't work with torch {torch.__version__}: it needs" in line
+
+
+def imported_in_odd_places(_):
+    import_anew()
+    names = sys.modules["safecomm._torch"]
+    lacking = dict(names.LACKING)
+
+    class Refuses(TorchDispatchMode):
+        def __torch_dispatch__(self, *_, **__):
+            raise RuntimeError("not here")
+
+    class RefusesFunctions(TorchFunctionMode):
+        def __torch_function__(self, *_, **__):
+            raise RuntimeError("not here")
+
+    @contextlib.contextmanager
+    def traced():
+        def trace(frame, *_):
+            frame.f_locals  # noqa: B018 - as debuggers do, which makes them refer to what is in there
+            return trace
+
+        sys.settrace(trace)
+        sys.setprofile(lambda frame, *_: frame.f_locals)
+        yield
+        assert sys.gettrace() is trace
+        sys.settrace(None)
+        sys.setprofile(None)
+
+    @contextlib.contextmanager
+    def default(device):
+        torch.set_default_device(device)
+        yield
+        torch.set_default_device(None)
+
+    places = {
+        "inference mode": torch.inference_mode,
+        "a mode that refuses operations": Refuses,
+        "a mode that refuses functions": RefusesFunctions,
+        "fake tensors": FakeTensorMode,
+        "meta by default": lambda: default("meta"),
+        "forward AD": torch.autograd.forward_ad.dual_level,
+        "a tracer": traced,
+    }
+    for place, make in places.items():
+        with Log() as said, make():
+            import_anew()
+        assert said.messages == [], (place, said.messages)
+        assert lacking == sys.modules["safecomm._torch"].LACKING, place
+        assert sys.modules["safecomm.refcounts"].COUNTED, place
+    for transform in (torch.vmap, torch.func.grad, torch.func.functionalize):
+        transform(lambda x: [import_anew(), x.sum()][1])(torch.ones(2))
+        assert lacking == sys.modules["safecomm._torch"].LACKING, transform
+        assert sys.modules["safecomm.refcounts"].COUNTED, transform
+    stock.destroy_process_group()
+    print("all of them")
+
+
+def test_whatever_is_active_nothing_is_found_missing_and_counts_are_used():
+    (ended,) = launch(1, imported_in_odd_places)
+    ended.check()
+    assert ended.out == "all of them\n"
 
 
 SUBJECTS = {
@@ -195,6 +271,7 @@ def without_many(_, subject):
         assert {path for path in taken if path in names.NAMES} <= set(names.LACKING)
         found = differing(library, before)
         assert found == [], found
+    stock.destroy_process_group()
     print("all of them")
 
 

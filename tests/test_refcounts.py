@@ -37,7 +37,7 @@ def not_counted(_, python):
     lines = log.messages
     log.__enter__()
     import safecomm
-    from safecomm import refcounts
+    from safecomm import record_stream, refcounts
     from safecomm.diagnostics import doctor
     from safecomm.ledger import LEDGER
 
@@ -63,6 +63,23 @@ def not_counted(_, python):
 
     # S1: nobody can tell when others let go of what record_stream was called for, so that stays torch's.
     assert not LEDGER.trails.record(tensor.untyped_storage(), 0, 7, sys._getframe())
+
+    # Nothing stands in for torch's kernel that could not go on to it; and for memory of an arena, which that does
+    # nothing for, it is refused.
+    with safecomm.use_arena("1MiB", device="cpu") as arena, safecomm.avoid_record_streams():
+        (interception,) = record_stream._installed
+        replaced = interception._record_stream
+        assert (replaced._library is None) == (replaced.original is None)
+        with pytest.raises(safecomm.RecordStreamError, match="memory of an arena"):
+            interception.record_stream(arena.empty(4), None)
+
+    # The arena: what fails in the middle of a request costs no slot.
+    arena = safecomm.Arena("64KiB", device="cpu")
+    for _ in range(3):
+        with pytest.raises(RuntimeError):
+            arena.empty(256, dtype=torch.quint8)
+    assert arena.stats().buckets[0].largest_free == 1 << 16
+    arena.close()
 
     # The arena: a storage that only Python refers to is in use, and so is a tensor.
     with safecomm.use_arena("1MiB", device="cpu") as arena:

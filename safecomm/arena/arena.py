@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from safecomm import _torch, captures
 from safecomm.arena.layout import Layout, Shelf, Slot, rounded
@@ -405,15 +404,20 @@ class Arena:
         if found is None:
             return None
         slot, after = found
-        furnished = COUNTED and slot.storage is not None
-        template = slot.template if furnished else self._furnish(slot, shape, dtype)
-        tensor: torch.Tensor = template.data
-        for other in after:
-            event = self._streams.mark(self.index, other)
-            self._streams.order(self.index, stream, event)
-            self._streams.recycle(self.index, event)
-        if graph is not None:
-            graph.lease(tensor.untyped_storage())
+        try:
+            furnished = COUNTED and slot.storage is not None
+            template = slot.template if furnished else self._furnish(slot, shape, dtype)
+            tensor: torch.Tensor = template.data
+            for other in after:
+                event = self._streams.mark(self.index, other)
+                self._streams.order(self.index, stream, event)
+                self._streams.recycle(self.index, event)
+            if graph is not None:
+                graph.lease(tensor.untyped_storage())
+        except BaseException:
+            if not COUNTED:  # else it is found to be a stray, when memory is looked for
+                self._layout.take_back(slot)
+            raise
         self._layout.put(slot)
         if self._group is not None:
             slot.site = call_site()
@@ -438,7 +442,7 @@ class Arena:
         cdata = _torch.cdata_of(storage)
         if not COUNTED:
             slot.pointer = pointer
-            slot.storage = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+            slot.storage = _torch.StorageWeakRef(storage)
             return template
         weakref.finalize(storage, _torch.KEPT.pop, cdata, None).atexit = False
         _torch.KEPT[cdata] = [None] * KEEPING

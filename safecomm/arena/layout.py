@@ -258,6 +258,15 @@ class Layout:
         slot.after = NOBODY
         slot.shelf.slots.append(slot)
 
+    def take_back(self, slot: Slot) -> None:
+        """Make a free range of a slot that was taken, and that nobody was given."""
+        with self.lock:
+            self.changing = True
+            try:
+                self._give_back(slot)
+            finally:
+                self.changing = False
+
     def from_shelf(self, shelf: Shelf) -> Slot | None:
         """Take an idle slot from a shelf: one of the last handed out, or else look at all of them.
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
+from safecomm import _torch
 from safecomm.arena.arena import _device_of, shape_of
 from safecomm.arena.layout import Layout, rounded
 from safecomm.ledger import LEDGER
@@ -133,7 +133,7 @@ class Recorder:
     def __init__(self, device: Any) -> None:
         self.device, self.index = _device_of(device)
         self.plan = Plan()
-        self._live: list[tuple[StorageWeakRef, Request]] = []
+        self._live: list[tuple[Any, Request]] = []
         self._kinds: dict[Any, int] = {}
         self._streams: dict[int, int] = {}
 
@@ -152,7 +152,7 @@ class Recorder:
             until=-1,
         )
         self.plan.requests.append(request)
-        alive = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+        alive = _torch.StorageWeakRef(tensor.untyped_storage())
         self._live.append((alive, request))
         return tensor
 
@@ -164,7 +164,7 @@ class Recorder:
         """Write down which memory nobody refers to any more."""
         live = []
         for alive, request in self._live:
-            if alive.expired():  # type: ignore[no-untyped-call]
+            if alive.expired():
                 request.until = number
             else:
                 live.append((alive, request))

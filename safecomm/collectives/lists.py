@@ -24,7 +24,6 @@ from typing import Any
 import torch
 import torch.distributed.distributed_c10d as c10d
 from torch.nn import Parameter as _Parameter
-from torch.overrides import has_torch_function_unary
 
 from safecomm import _torch, captures
 from safecomm.arena.use import IN_USE, in_use, may_be_used, would_be_used
@@ -52,6 +51,7 @@ _all_at_home = LEDGER.streams.all_at_home
 _direct = LEDGER.direct
 _getframe = sys._getframe
 _recording = captures.RECORDING
+_has_torch_function = _torch.has_torch_function
 _Tensor = torch.Tensor
 _modes = _torch.dispatch_modes
 _level = _torch.transform_level
@@ -238,7 +238,7 @@ def _can_be_copied(pieces: list[Any], tensor: torch.Tensor, written: bool) -> bo
 def _found(tensors: Any, tensor: Any, group: Any, asynchronous: bool) -> WorkLane | None:
     """Return the lane of a call that goes flat if its list can; None for one that is c10d's."""
     if (
-        has_torch_function_unary(tensor)  # a TorchFunctionMode is active
+        _has_torch_function(tensor)  # a TorchFunctionMode is active
         or (type(tensor) is not _Tensor and type(tensor) is not _Parameter)
         or type(tensors) is not list
     ):

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed.distributed_c10d as c10d
-from torch.overrides import has_torch_function_variadic as has_torch_function
 
 from safecomm import _torch
 from safecomm.collectives.call import (
@@ -38,6 +37,7 @@ _current = LEDGER.streams.current
 _home = LEDGER.streams.home
 _trail = LEDGER.trail
 _getframe = sys._getframe
+has_torch_function = _torch.has_torch_function
 _HERE = globals()
 _groups = _torch.groups
 _DEFAULT = _torch.DEFAULT

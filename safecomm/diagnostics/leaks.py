@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch.autograd.function import FunctionCtx
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from safecomm import _torch
 from safecomm.errors import SafecommError
@@ -173,7 +172,7 @@ class watch:  # noqa: N801
     def _search(self) -> list[Leak]:
         with torch.no_grad():
             known = self._made.known
-            alive = {cdata: one for cdata, one in known.items() if not one[0].expired()}  # type: ignore[no-untyped-call]
+            alive = {cdata: one for cdata, one in known.items() if not one[0].expired()}
             kept = _kept(self.owners)
             survivors = {cdata: one for cdata, one in alive.items() if cdata not in kept}
             if not survivors:
@@ -216,7 +215,7 @@ class _Made:
     """The memory that was made, by the address of its storage: a weak reference, bytes, step and place."""
 
     def __init__(self) -> None:
-        self.known: dict[int, tuple[StorageWeakRef, int, int, tuple[Place, ...]]] = {}
+        self.known: dict[int, tuple[Any, int, int, tuple[Place, ...]]] = {}
         self.step = 0
         self._limit = 4096
 
@@ -229,16 +228,16 @@ class _Made:
             except (NotImplementedError, RuntimeError):
                 continue  # without memory of its own
             known = self.known.get(cdata)
-            if known is not None and not known[0].expired():  # type: ignore[no-untyped-call]
+            if known is not None and not known[0].expired():
                 continue
             if given is None:
                 given = set() if always else {s for s in map(_cdata, inputs) if s}
             if cdata in given or tensor.is_meta:
                 continue
-            weak = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+            weak = _torch.StorageWeakRef(storage)
             self.known[cdata] = (weak, storage.nbytes(), self.step, _stack())
             if len(self.known) > self._limit:
-                alive = [(c, one) for c, one in self.known.items() if not one[0].expired()]  # type: ignore[no-untyped-call]
+                alive = [(c, one) for c, one in self.known.items() if not one[0].expired()]
                 self.known = dict(alive)
                 self._limit = max(4096, 2 * len(self.known))
 
