@@ -38,8 +38,10 @@ def not_counted(_, python):
     log.__enter__()
     import safecomm
     from safecomm import record_stream, refcounts
+    from safecomm.captures import CapturedGraph
     from safecomm.diagnostics import doctor
     from safecomm.ledger import LEDGER
+    from safecomm.streams import HOST
 
     assert not refcounts.COUNTED
     assert len(lines) == 1, lines
@@ -93,7 +95,16 @@ def not_counted(_, python):
         assert arena.empty(256).data_ptr() == place
         held = arena.empty(256)
         assert "1024 bytes in use" in str(arena)
+        # S6: and so is what only a graph has.
+        graph = type("Graph", (), {})()
+        captured = CapturedGraph(LEDGER, graph, (1,), [], HOST, 0, 0, sys._getframe())
+        captured.lease(held.untyped_storage())
         del held
+        assert arena.stats().in_use == 1024
+        assert captured.nbytes == 1024
+        captured._leave_slots()
+        captured.abandon()
+        assert arena.stats().in_use == 0
     safecomm.destroy_process_group()
 
 
