@@ -241,6 +241,8 @@ def _launch(method: str, tensors: int, options: str) -> Launch | None:
 
 
 def _takes_what_it_took(kind: Any) -> bool:
+    if not _is_class(kind):
+        return False
     options = kind()
     if hasattr(options, "reduceOp"):
         options.reduceOp = c10d.ReduceOp.SUM

@@ -16,6 +16,7 @@ import inspect
 import multiprocessing
 import os
 import pickle
+import re
 import runpy
 import signal
 import subprocess
@@ -338,7 +339,9 @@ class Launch:
                 status = self._interpreters.status(process, deadline)
                 if status:  # the others may be waiting for it in vain
                     deadline = min(deadline, time.monotonic() + 3 * GRACE)
-                ended.append(Ended(status, out.read_text(), err.read_text()))
+                # gloo of some versions of torch says there how many ranks it has found.
+                said = re.sub(r"^\[Gloo\].*\n", "", out.read_text(), flags=re.MULTILINE)
+                ended.append(Ended(status, said, err.read_text()))
         self._started.clear()
         return ended
 
