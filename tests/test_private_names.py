@@ -136,7 +136,7 @@ ON_ONE_RANK = [name for name in calls.ALL if name not in calls.POINT_TO_POINT]
 
 
 def end():
-    """Say that the end was reached, and leave out that of the group, which gloo of torch 2.4 does not always survive."""
+    """Say that the end was reached, without that of the group, which gloo of torch 2.4 does not always survive."""
     print("all of them", flush=True)
     os._exit(0)
 
