@@ -23,6 +23,13 @@ def one_too_many() -> None:
     sys.getrefcount = lambda thing: _count(thing) + 1
 
 
+def one_too_many_later() -> None:
+    """Counts are right at first, and one more once the code that counts has been specialised."""
+    calls = itertools.count()
+    real = _as_called_from_python()
+    sys.getrefcount = lambda thing: _count(thing) - real + (next(calls) > 100)
+
+
 def one_too_few_later() -> None:
     """Counts are right at first, and one less once the code that counts has been specialised."""
     calls = itertools.count()
@@ -79,6 +86,7 @@ PYTHONS: dict[str, Callable[[], Any]] = {
         no_gil,
         free_threaded_build,
         one_too_many,
+        one_too_many_later,
         one_too_few_later,
         immortal,
         shared_once,
@@ -88,3 +96,8 @@ PYTHONS: dict[str, Callable[[], Any]] = {
         tensors_not_counted,
     )
 }
+
+if sys.version_info >= (3, 14):
+    # A call takes no reference of its own there, so that one more in each count is what earlier versions have, to which
+    # the calibration makes no difference.
+    del PYTHONS["one_too_many"]

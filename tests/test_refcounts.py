@@ -114,7 +114,7 @@ def test_where_they_are_wrong_none_is_used_and_that_is_said_once_s1_s3(python):
     ended.check()
 
 
-@pytest.mark.parametrize("python", ["no_gil", "one_too_many"])
+@pytest.mark.parametrize("python", ["no_gil", "one_too_many_later"])
 def test_random_programs_keep_the_promises_without_counts_s1_s2_s3_s4_s5(python):
     """The ledger's and the arena's own machines, in a Python whose counts are of no use."""
     import test_arena_programs
