@@ -34,6 +34,10 @@ FILES = (
 MUTANTS = "test_machine_catches_a_ledger_that or test_programs_catch_an_arena_that"
 """What is left out: that the random programs catch a wrong ledger or arena does not depend on torch."""
 
+HANGS = "2.5"
+"""Before it, gloo now and then hangs when a group is destroyed, with or without safecomm: torch 2.4.1 did in 3 of 60
+plain programs of five all_reduces of a new tensor each. A few tests that fail there are run a second time."""
+
 REASONS = {entry["reason"] for entry in json.loads((Path(__file__).parent / "compat_skips.json").read_text())}
 """Why a test may be skipped: ``conftest.py`` skips those of the committed list. A skip of another reason fails."""
 
@@ -86,6 +90,12 @@ def run(folder: Path, files: list[str], results: Path) -> tuple[dict[str, int], 
         else:
             counts["passed"] += 1
     return counts, failed, skipped
+
+
+def node(test: str) -> str:
+    """Return what pytest calls a test of its results."""
+    where, name = test.split("::", 1)
+    return f"{where.replace('.', '/')}.py::{name}"
 
 
 def write(path: Path, runs: list[dict[str, Any]]) -> None:
@@ -148,15 +158,20 @@ def main() -> int:
         folder = make(tested.torch, minor, python, extra)
         installed = time.monotonic() - began
         print(f"{name}: testing", flush=True)
+        again: list[str] = []
         try:
             files = [] if options.whole else [f"tests/{file}.py" for file in FILES]
             counts, failed, skipped = run(folder, files, CACHE / "results.xml")
+            if TorchVersion(tested.torch) < HANGS and 0 < len(failed) <= 5:
+                print(f"{name}: once more, {', '.join(failed)}", flush=True)
+                again, failed = failed, run(folder, [node(test) for test in failed], CACHE / "results.xml")[1]
+                counts = {**counts, "passed": counts["passed"] + len(again) - len(failed), "failed": len(failed)}
         finally:
             if not options.keep:
                 shutil.rmtree(folder)
         unexcused = [test for test, reason in skipped.items() if reason not in REASONS]
         seconds = round(time.monotonic() - began - installed)
-        runs.append({"torch": tested.torch, "python": minor, "run": True, **counts, "seconds": seconds})
+        runs.append({"torch": tested.torch, "python": minor, "run": True, **counts, "again": again, "seconds": seconds})
         if options.json:
             write(options.json, runs)
         said = ", ".join(f"{count} {what}" for what, count in counts.items())
