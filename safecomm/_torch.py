@@ -640,7 +640,8 @@ def _notices_death(kind: Any) -> bool:
 
 StorageWeakRef: Any = _private(
     "torch.multiprocessing.reductions.StorageWeakRef", _NeverDead,
-    "record_plan() takes every buffer for needed to the end, and leaks.watch() may take one for another",
+    "record_plan() takes every buffer for needed to the end, leaks.watch() may take one for another, and where "
+    "references are not counted, an arena takes no buffer back",
     _notices_death,
 )  # fmt: skip
 """A weak reference to a storage, whose ``expired()`` says whether that has died."""
