@@ -36,6 +36,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 PLAIN = frozenset({torch.Tensor, Parameter})
 """Tensor types that behave like tensors; a subclass may do anything, so it goes through c10d's own function."""
 
+_NOTHING = contextlib.nullcontext()
+
 COMPLEX = frozenset({torch.complex32, torch.complex64, torch.complex128})
 """What c10d passes on as pairs of real numbers."""
 
@@ -274,15 +276,26 @@ def host_alias(argument: Any) -> Any:
 
     gloo's threads look the memory up in the tensor when they come to it, so ``t.data = ...`` after the launch would
     have them use other memory, and gather then takes the process down (torch 2.13). NCCL gets addresses at the launch.
+
+    The threads copy into most outputs, and autograd is to be told of that: an alias shares the tensor's version
+    counter. A tensor that requires a gradient is given itself, because there the copy is recorded, or raises.
     """
     if isinstance(argument, list):
         return [host_alias(one) for one in argument]
     if type(argument) is tuple:
         return tuple(map(host_alias, argument))
-    if type(argument) in PLAIN and argument.is_cpu and argument.layout is torch.strided:
-        # In a transform of torch.func, an alias of it would be a wrapper, which has no memory.
-        return argument if _torch.transform_level() is not None else argument.data  # faster than detach()
-    return argument
+    if (
+        type(argument) not in PLAIN
+        or not argument.is_cpu
+        or argument.layout is not torch.strided
+        or argument.requires_grad
+        or _torch.transform_level() is not None  # in a transform of torch.func, an alias would be without memory
+    ):
+        return argument
+    with _torch.undisturbed() if _torch.dispatch_modes() else _NOTHING:  # a mode would see an operation more
+        if argument.is_inference() and not torch.is_inference_mode_enabled():
+            return argument.view_as(argument)  # what is detached there could be written to, which torch refuses
+        return argument.detach()
 
 
 def holds_itself(group: Any) -> bool:
@@ -539,7 +552,8 @@ def plain(lane: WorkLane, *tensors: Any) -> bool:
     """Return whether the direct call of ``lane``'s backend does with ``tensors`` what the dispatcher's would.
 
     Asked where ``lane.like_one`` and ``lane.like_two`` say no. The dispatcher does more with tensors that record a
-    gradient, with negative views, nested and quantized tensors; c10d does with complex ones.
+    gradient, with negative views, nested and quantized tensors; c10d does with complex ones. gloo refuses to write to
+    tensors of inference mode outside of it, which an alias of ours has to as well (:func:`host_alias`).
     """
     if lane.recall(tensors):
         return True
@@ -553,6 +567,7 @@ def plain(lane: WorkLane, *tensors: Any) -> bool:
             or tensor.dtype is not tensors[0].dtype
             or not _torch.has_plain_keys(tensor)
             or (tensor.requires_grad and torch.is_grad_enabled())
+            or (index == HOST and tensor.is_inference() and not torch.is_inference_mode_enabled())
         ):
             return False
     if _torch.dispatch_modes() or _torch.transform_level() is not None:

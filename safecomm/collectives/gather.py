@@ -122,7 +122,9 @@ def _all_gather(output_tensor: Any, input_tensor: Any, group: Any = None, async_
             storages = (output_tensor.untyped_storage(), input_tensor.untyped_storage())
             inner = _launch(lane.backend, output_tensor, input_tensor, _async_options)
         else:  # see call.host_alias; what comes after the launch takes no time, because gloo runs in threads of its own
-            inner = _launch(lane.backend, output_tensor.data, input_tensor.data, _async_options)
+            to_write = output_tensor if output_tensor.requires_grad else output_tensor.detach()
+            to_read = input_tensor if input_tensor.requires_grad else input_tensor.data
+            inner = _launch(lane.backend, to_write, to_read, _async_options)
             storages = (output_tensor.untyped_storage(), input_tensor.untyped_storage())
         frame = _caller(_getframe(1)) if _RENAMED else _getframe(1)
         return inner and lane.hold(Work(), _NAME, inner, storages, home, frame)

@@ -105,7 +105,9 @@ def all_reduce(tensor: Any, op: Any = c10d.ReduceOp.SUM, group: Any = None, asyn
     _count_all_reduce()
     if async_op:
         storages = (tensor.untyped_storage(),)
-        inner = _launch_all_reduce(lane.backend, [tensor if lane.streamed else tensor.data], options)
+        # gloo's goes past torch, so no version counter is to be shared: see call.host_alias.
+        one = tensor if lane.streamed or tensor.requires_grad else tensor.data
+        inner = _launch_all_reduce(lane.backend, [one], options)
         return inner and lane.hold(Work(), "all_reduce", inner, storages, home, _getframe(1))
     inner = _launch_all_reduce(lane.backend, [tensor], options)
     if inner is not None:  # None where the backend ran it on the current stream (NCCL since torch 2.8)
@@ -186,7 +188,8 @@ def _reduce_scatter(
             frame = _caller(_getframe(1)) if _RENAMED else _getframe(1)
             return inner and lane.hold(Work(), _NAME, inner, storages, home, frame)
         # gloo's; see call.host_alias. It can't be polled, as point-to-point calls can't.
-        inner = _launch_reduce_scatter(lane.backend, output.data, input.data, options)
+        to_write = output if output.requires_grad else output.detach()
+        inner = _launch_reduce_scatter(lane.backend, to_write, input if input.requires_grad else input.data, options)
         frame = _caller(_getframe(1)) if _RENAMED else _getframe(1)
         return inner and LEDGER.hold(handle(once=True), _NAME, inner, to, index, storages, frame, p2p=True)
     inner = _launch_reduce_scatter(lane.backend, output, input, options)
