@@ -7,10 +7,12 @@ calls: profilers and modes, whether a group was used before, how a tensor lies i
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import operator
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,8 +20,9 @@ import torch
 import torch.distributed.distributed_c10d as c10d
 
 from safecomm import _torch, captures
-from safecomm.arena.use import empty
+from safecomm.arena.staging import buffer
 from safecomm.collectives import gather, reduce
+from safecomm.collectives.block import Block
 from safecomm.collectives.call import (
     BUCKETS,
     COLLECTIVE_OF,
@@ -28,6 +31,7 @@ from safecomm.collectives.call import (
     OPS,
     PLAIN,
     REDUCE,
+    REGIONS,
     SCATTER,
     default_group,
     fits,
@@ -88,14 +92,14 @@ class Run:
 class Buckets:
     """The calls of one group that are put off, until :func:`bucketed` ends or something else comes in between."""
 
-    def __init__(self, group: Any, nbytes: int) -> None:
+    def __init__(self, group: Any, nbytes: int, block: weakref.ref[Any] | None = None) -> None:
         self.group = group
         self.nbytes = nbytes
+        self.block = block  # dead when the with statement is over, however it ended; None if it is not known
         self.world: int = group.size()
         self.runs: list[Run] = []  # what is put off
         self.run = Run("", None, None)  # the last of them, if there are any
         self.index = self.stream = HOST  # device and stream of the calls that are put off
-        self.regions = _torch.world.pg_coalesce_state  # of torch's own manager, and of ours
         self.lock = threading.Lock()  # around the calls and whether the block is over: others may be calling
         self.over = False  # or has failed
         self.failure: BaseException | None = None
@@ -109,7 +113,7 @@ class Buckets:
 
         ``given``: its input, None for an all_reduce.
         """
-        if self.regions and self.group in self.regions:
+        if REGIONS and self.group in REGIONS:
             return False
         # Not acquire() and try: an exception of a signal handler can come in between, and the block would not end.
         with self.lock:
@@ -141,7 +145,7 @@ class Buckets:
         for tensor in tensors:
             if type(tensor) not in PLAIN or tensor.dtype in COMPLEX or tensor.layout is not torch.strided:
                 return False
-        if _torch.transform_level() is not None:  # what it wraps is gone when it ends
+        if _torch.transform() is not None:  # what it wraps is gone when it ends
             return False
         index = output.get_device()
         stream = HOST if index < 0 else _current(index)
@@ -173,13 +177,19 @@ class Buckets:
 
     def open(self) -> None:
         """Put off what is called from now on, unless the block is over or has failed."""
-        if not self.over:
+        if not self.over and (self.block is None or self.block() is not None):
             BUCKETS[self.group] = self
 
     def close(self) -> None:
         """Put off nothing any more."""
         if BUCKETS.get(self.group) is self:
             del BUCKETS[self.group]
+
+    def end(self) -> None:
+        """Put off nothing any more, for good."""
+        with self.lock:
+            self.over = True  # also for calls of other threads that are on their way
+        self.close()
 
     @contextlib.contextmanager
     def closed(self) -> Iterator[None]:
@@ -199,7 +209,7 @@ class Buckets:
             index, stream = self.index, self.stream
         if not runs:
             return
-        collected = self.regions.pop(self.group, None)  # by torch's own manager, which is to collect none of ours
+        collected = REGIONS.pop(self.group, None)  # by torch's own manager, which is to collect none of ours
         there: Any = contextlib.nullcontext()
         if index >= 0 and _current(index) != stream:
             there = LEDGER.streams.using(index, stream)
@@ -213,7 +223,7 @@ class Buckets:
             raise
         finally:
             if collected is not None:
-                self.regions[self.group] = collected
+                REGIONS[self.group] = collected
 
     def _launch(self, run: Run) -> None:
         parts = [slice(0, 1)] if run.shared is None else _buckets(run, self.nbytes)
@@ -278,7 +288,7 @@ def bucketed(
         size = BUCKET_MB if bucket_mb is None else bucket_mb
     if not 0 < size < float("inf"):
         raise ValueError(f"bucketed(): a bucket of {size} MiB; it has to be larger than 0, and finite")
-    return _bucketed(group, int(size * 2**20))
+    return _Bucketed(group, int(size * 2**20))
 
 
 def _tuned(path: str) -> float:
@@ -289,30 +299,51 @@ def _tuned(path: str) -> float:
             raise ValueError(f"bucketed(): {path} is not a file of python -m safecomm tune: {error!r}") from None
 
 
-@contextlib.contextmanager
-def _bucketed(group: Any, nbytes: int) -> Iterator[None]:
-    to = group or default_group()
-    if to is None:
-        raise ValueError("bucketed(): there is no default group; call init_process_group first")
-    if to in BUCKETS or to in _torch.world.pg_coalesce_state:
-        raise ValueError("bucketed(): the group is already collecting calls, in bucketed() or _coalescing_manager()")
-    if not isinstance(to, c10d.ProcessGroup):  # this rank is not in it: c10d says what it says for each call
-        yield
-        return
-    buckets = Buckets(to, nbytes)
-    with LEDGER.diverted():
-        buckets.open()
+class _Bucketed(Block):
+    """The context of one block of :func:`bucketed`."""
+
+    _buckets: Buckets | None = None
+    _diversion: Any = None
+
+    def __init__(self, group: Any, nbytes: int) -> None:
+        self._group = group
+        self._nbytes = nbytes
+
+    def _recreate_cm(self) -> _Bucketed:  # of a decorator, for each call
+        return _Bucketed(self._group, self._nbytes)
+
+    def __enter__(self) -> None:
+        to = self._group or default_group()
+        if to is None:
+            raise ValueError("bucketed(): there is no default group; call init_process_group first")
+        if to in BUCKETS or to in REGIONS:
+            raise ValueError(
+                "bucketed(): the group is already collecting calls, in bucketed() or _coalescing_manager()"
+            )
+        if not isinstance(to, c10d.ProcessGroup):  # this rank is not in it: c10d says what it says for each call
+            return
+        self._close_by(functools.partial(BUCKETS.pop, to))
+        self._diversion = LEDGER.diverted()
+        self._diversion.__enter__()
+        self._buckets = Buckets(to, self._nbytes, self._watch)
+        self._buckets.open()
+
+    def _leave(self, kind: type[BaseException] | None, *_: object) -> None:
+        buckets, self._buckets = self._buckets, None
+        if buckets is None:
+            return
         try:
-            yield
+            buckets.end()
+            if kind is None:
+                if buckets.failure is not None:
+                    raise SafecommError(
+                        "bucketed(): what was put off could not be launched, and the block went on; "
+                        "not all results are there"
+                    ) from buckets.failure
+                buckets.launch()
         finally:
-            with buckets.lock:
-                buckets.over = True  # also for calls of other threads that are on their way
-            buckets.close()
-        if buckets.failure is not None:
-            raise SafecommError(
-                "bucketed(): what was put off could not be launched, and the block went on; not all results are there"
-            ) from buckets.failure
-        buckets.launch()
+            self._diversion.__exit__(None, None, None)
+        self._closed()
 
 
 # --- what is launched -----------------------------------------------------------------------------------------
@@ -480,4 +511,4 @@ def _unpack(flat: torch.Tensor, tensors: list[torch.Tensor], lines: list[torch.T
 
 def _flat(like: torch.Tensor, numel: int) -> torch.Tensor:
     with torch.inference_mode(False):  # gloo's threads write to it outside of that
-        return empty(numel, dtype=like.dtype, device=like.device)
+        return buffer((numel,), like)

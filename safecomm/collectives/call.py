@@ -42,12 +42,13 @@ COMPLEX = frozenset({torch.complex32, torch.complex64, torch.complex128})
 """What c10d passes on as pairs of real numbers."""
 
 
-class Region:
-    """A coalescing region that is open: what its end has to hold."""
+class Region(list[Any]):
+    """A coalescing region of ours that is open: the calls that c10d is to launch at its end, and what that holds."""
 
     __slots__ = ("aliases", "p2p", "plain", "staged", "tensors", "works")
 
     def __init__(self) -> None:
+        super().__init__()
         self.tensors: list[Any] = []
         self.aliases: list[torch.Tensor] = []
         self.works: list[MemberWork] = []
@@ -64,21 +65,16 @@ class Region:
         """
         if type(tensor) not in PLAIN or tensor.requires_grad or not _torch.has_plain_keys(tensor):
             return tensor  # what c10d would refuse, it is to refuse
-        if tensor.is_inference() != torch.is_inference_mode_enabled() or _torch.transform_level() is not None:
+        if tensor.is_inference() != torch.is_inference_mode_enabled() or _torch.transform() is not None:
             return tensor
         alias = tensor.detach()
         self.aliases.append(alias)
         return alias
 
-    def collect(
-        self, calls: list[Any], function: Any, tensor: torch.Tensor, other: torch.Tensor | None, op: Any, async_op: bool
-    ) -> Any:
-        """Do what c10d's ``function`` does here: note the call, which the end of the region launches and holds.
-
-        ``calls`` are those that c10d has noted.
-        """
+    def collect(self, function: Any, tensor: torch.Tensor, other: torch.Tensor | None, op: Any, async_op: bool) -> Any:
+        """Do what c10d's ``function`` does here: note the call, which the end of the region launches and holds."""
         self.plain = _CollOp(function, tensor, other, op, None)
-        calls.append(self.plain)
+        self.append(self.plain)
         return _torch.IllegalWork() if async_op else None
 
 
@@ -113,8 +109,8 @@ class _Inside(threading.local):
 
 inside = _Inside()
 
-REGIONS: dict[Any, Region] = {}
-"""The open regions, by group. c10d allows one a group at a time."""
+REGIONS: dict[Any, list[Any]] = _torch.world.pg_coalesce_state
+"""c10d's table of the coalescing regions that are open, by group: what each has collected. Ours are :class:`Region`."""
 
 BUCKETS: dict[Any, Any] = {}
 """What ``bucketed()`` puts off, by group. While there is any, all calls are forwarded."""
@@ -162,7 +158,7 @@ def by_engine(name: str, group: Any, given: list[Any], op: Any) -> bool | None:
     the call: it is to be forwarded then, and the engine is asked there. False where the engine does not want it, and is
     not to be asked again: with ``check`` the ranks compare what they ask.
     """
-    if BUCKETS or captures.RECORDING or _torch.profiler._is_profiler_enabled or group in _torch.world.pg_coalesce_state:
+    if BUCKETS or captures.RECORDING or _torch.profiler._is_profiler_enabled or group in REGIONS:
         return None
     engine = ENGINES.get(group) or ENGINES.get(None)
     if engine is None:  # it was switched off in another thread since
@@ -289,7 +285,7 @@ def host_alias(argument: Any) -> Any:
         or not argument.is_cpu
         or argument.layout is not torch.strided
         or argument.requires_grad
-        or _torch.transform_level() is not None  # in a transform of torch.func, an alias would be without memory
+        or _torch.transform() is not None  # in a transform of torch.func, an alias would be without memory
     ):
         return argument
     with _torch.undisturbed() if _torch.dispatch_modes() else _NOTHING:  # a mode would see an operation more
@@ -300,7 +296,7 @@ def host_alias(argument: Any) -> Any:
 
 def holds_itself(group: Any) -> bool:
     """Return whether what a call on ``group`` uses will be held by safecomm, so that c10d need not hold it."""
-    return isinstance(group, c10d.ProcessGroup) and (group in REGIONS or group not in _torch.world.pg_coalesce_state)
+    return isinstance(group, c10d.ProcessGroup) and type(REGIONS.get(group)) in (Region, type(None))
 
 
 def device_alias(argument: Any) -> Any:
@@ -338,7 +334,7 @@ def finish(
     index = index_of(tensors[0])
     p2p = p2p or (unpolled and index == HOST and _may_be_gloo(group))
     region = REGIONS.get(group) if REGIONS else None
-    if region is not None:
+    if type(region) is Region:
         region.tensors.extend(tensors)
         region.staged |= staged
         region.p2p |= p2p
@@ -346,7 +342,7 @@ def finish(
             result = member(result)
             region.works.append(result)
         return result
-    if group in _torch.world.pg_coalesce_state:
+    if region is not None:
         return result  # a region of torch's own: c10d has launched nothing yet, and holds what it launches
     if index is None or not isinstance(group, c10d.ProcessGroup) or type(result) is _torch.IllegalWork:
         return result
@@ -470,12 +466,12 @@ def forwarded(
         if profiler._is_profiler_enabled and not _SPAN.open:
             with span(name):
                 return call(*args, **kwargs)
-        region = REGIONS.get(group) if REGIONS else None
+        collected = coalesced and bool(REGIONS) and type(REGIONS.get(group)) is Region
         count()
         if busy:
             LEDGER.sweep()
         positional, named = args, kwargs
-        if asynchronous and (region is None or not coalesced) and not (tensors and tensors[0].is_cuda):
+        if asynchronous and not collected and not (tensors and tensors[0].is_cuda):
             positional, named = _mapped(host_alias, args, kwargs)
         if p2p and holds_itself(group):
             positional, named = _mapped(device_alias, positional, named)
@@ -483,7 +479,7 @@ def forwarded(
             captures.check_group(name, group, tensors)
         try:
             result = NOT_TAKEN
-            if ENGINES and takeable and group not in _torch.world.pg_coalesce_state and set(kwargs) <= known:
+            if ENGINES and takeable and group not in REGIONS and set(kwargs) <= known:
                 engine = ENGINES.get(group) or ENGINES.get(None)
                 if engine is not None:
                     op, given = _operation(args, kwargs)
@@ -570,7 +566,7 @@ def plain(lane: WorkLane, *tensors: Any) -> bool:
             or (index == HOST and tensor.is_inference() and not torch.is_inference_mode_enabled())
         ):
             return False
-    if _torch.dispatch_modes() or _torch.transform_level() is not None:
+    if _torch.dispatch_modes() or _torch.transform() is not None:
         return False
     lane.learn(tensors)
     return True

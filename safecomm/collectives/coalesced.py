@@ -8,7 +8,7 @@ c10d's flight recorder shows the name of the way that each rank went.
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import sys
 import types
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 import torch.distributed.distributed_c10d as c10d
 
 from safecomm import _torch, captures
+from safecomm.collectives.block import Block
 from safecomm.collectives.call import (
     BUCKETS,
     COLLECTIVE_OF,
@@ -52,8 +53,8 @@ _ORDINARY = _original is not None and _torch.is_torchs(_original)
 
 
 def _coalescing_manager(group: Any = None, device: Any = None, async_ops: bool = False) -> Any:
-    if _compiling() or inside.batch:
-        return _original(group, device, async_ops)
+    if _compiling() or inside.batch or not (group is None or isinstance(group, c10d.ProcessGroup)):
+        return _original(group, device, async_ops)  # a rank outside of the group has nothing to hold
     _count()
     return _Manager(group, device, async_ops, sys._getframe(1))
 
@@ -61,56 +62,74 @@ def _coalescing_manager(group: Any = None, device: Any = None, async_ops: bool =
 _coalescing_manager = None if _original is None else stand_in(_coalescing_manager, _original)  # type: ignore[assignment]
 
 
-class _Manager(contextlib.ContextDecorator):
+class _Manager(Block):
     """The context of one region: c10d's own manager, and what its end has to hold."""
 
     # Not a generator as c10d's is: making and ending one takes as long as all the rest.
 
+    _open: Any = None  # what is open: c10d's two, the region, and buckets that are closed meanwhile
+
     def __init__(self, group: Any, device: Any, async_ops: bool, frame: types.FrameType) -> None:
         self._arguments = (group, device, async_ops)
-        self._caller = frame
+        self._caller: types.FrameType | None = frame
 
     def _recreate_cm(self) -> _Manager:  # of a decorator, for each call
-        return _Manager(*self._arguments, self._caller)
+        return _Manager(*self._arguments, self._caller)  # type: ignore[arg-type]
 
     def __enter__(self) -> Any:
-        frame = self._caller
-        del self._caller  # a second time fails above, as c10d's does, before anything is open
+        frame, self._caller = self._caller, None
+        if frame is None:
+            raise AttributeError("_coalescing_manager(): a region can be entered only once; make another one")
         group, device, async_ops = self._arguments
         group = group or default_group()
         self._arguments = group, device, async_ops
-        state = _torch.world.pg_coalesce_state
-        manager: Any = None
-        beside: Any = None
-        if device is None and _ORDINARY and not BUCKETS and isinstance(group, c10d.ProcessGroup) and group not in state:
+        region = Region()
+        if (
+            device is None
+            and _ORDINARY
+            and not BUCKETS
+            and isinstance(group, c10d.ProcessGroup)
+            and group not in REGIONS
+        ):
             # This is how c10d's begins. It comes at the end, if there is more than one call to launch.
-            state[group] = []
             cm = _torch.CoalescingManager()
-        else:
-            beside = at_once(group)
-            beside.__enter__()
-            was_open = group in state
-            try:
-                manager = _original(*self._arguments)
-                cm = manager.__enter__()
-            except BaseException:
-                if not was_open:  # c10d would go on collecting the group's calls without running them
-                    state.pop(group, None)
-                beside.__exit__(None, None, None)
-                raise
-        region = REGIONS[group] = Region()
-        self._open = cm, region, manager, frame, beside
+            self._open = cm, region, None, frame, None
+            self._close_by(functools.partial(REGIONS.pop, group))
+            REGIONS[group] = region
+            return cm
+        beside = at_once(group)
+        beside.__enter__()
+        was_open = group in REGIONS
+        if not was_open:
+            self._close_by(functools.partial(REGIONS.pop, group) if device is None else self._abandoned)
+        try:
+            manager = _original(*self._arguments)
+            cm = manager.__enter__()
+            self._open = cm, region, manager, frame, beside
+            REGIONS[group] = region
+        except BaseException:
+            if not was_open:  # c10d would go on collecting the group's calls without running them
+                REGIONS.pop(group, None)
+            beside.__exit__(None, None, None)
+            raise
         return cm
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def _leave(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._open is None:
+            if self._caller is not None:
+                raise RuntimeError("_coalescing_manager(): a region was left that had not been entered")
+            return  # a second time
         cm, region, manager, frame, beside = self._open
-        del self._open  # whoever keeps this keeps nothing of it
-        REGIONS.pop(self._arguments[0], None)
+        self._open = None  # whoever keeps this keeps nothing of it
         try:
             self._end(kind is not None, cm, region, manager, frame)
         finally:
             if beside is not None:
                 beside.__exit__(None, None, None)
+        self._closed()
+
+    def _abandoned(self, _: Any) -> None:
+        _abandon(self._arguments[0], self._arguments[1])
 
     def _end(self, failed: bool, cm: Any, region: Region, manager: Any, frame: types.FrameType) -> None:
         group, device, async_ops = self._arguments
@@ -118,19 +137,18 @@ class _Manager(contextlib.ContextDecorator):
             cm.works = _abandon(group, device)
             _close(cm, group, region, frame)
             return
-        state = _torch.world.pg_coalesce_state
         # Also what was called through torch's own functions. KeyError, as of c10d's, if somebody has closed the region.
-        calls = state[group] if manager is None else state.get(group, ())
+        calls = REGIONS[group] if manager is None else REGIONS.get(group, [])
         alone = len(calls) == 1 and not device and not region.tensors
         if alone and (ready := _alone(region, group, calls[0], async_ops)):
-            taken = state.pop(group)
+            taken = REGIONS.pop(group)
             if len(taken) == 1:  # a signal handler may have made another call since
                 # c10d's manager, if there is one, is left where it is: it would launch the call again.
                 launch, lane, options, tensors = ready
                 inner = launch(lane.backend, *tensors, options)
                 cm.append(hold_launched("_coalescing_manager", inner, lane, group, tensors, async_ops, frame))
                 return
-            calls = state[group] = taken
+            calls = REGIONS[group] = taken
         for call in calls:
             call.tensor = region.alias(call.tensor)
             if call.dst_tensor is not None:
@@ -140,10 +158,10 @@ class _Manager(contextlib.ContextDecorator):
             call.op = getattr(c10d, call.op.__name__, call.op)
         theirs = cm
         if manager is None:
-            state.pop(group)
+            REGIONS.pop(group)
             manager = _original(*self._arguments)
             theirs = manager.__enter__()
-            state[group].extend(calls)
+            REGIONS[group].extend(calls)
         before = len(theirs.works)
         manager.__exit__(None, None, None)
         launched = theirs.works[before:]
@@ -220,7 +238,7 @@ def _abandon(group: Any, device: Any) -> list[Any]:
     c10d does not: the group would go on collecting calls without running them, and with ``device`` the thread would
     stay inside of an NCCL group.
     """
-    _torch.world.pg_coalesce_state.pop(group, None)
+    REGIONS.pop(group, None)
     if device is None:
         return []  # nothing was launched yet
     work = _torch.end_coalescing(group, device)

@@ -15,7 +15,7 @@ from safecomm.collectives.call import (
     BUCKETS,
     DIRECT,
     ENGINES,
-    REGIONS,
+    Region,
     by_engine,
     counter,
     direct,
@@ -110,10 +110,10 @@ def _all_gather(output_tensor: Any, input_tensor: Any, group: Any = None, async_
         ):
             return None
         return forward(output_tensor, input_tensor, group=group, async_op=async_op)
-    if lane.regions and to in lane.regions:
-        if (region := REGIONS.get(to)) is None:  # torch's own
+    if lane.regions and (region := lane.regions.get(to)) is not None:
+        if type(region) is not Region:  # torch's own
             return forward(output_tensor, input_tensor, group=group, async_op=async_op)
-        return region.collect(lane.regions[to], _c10d_all_gather, input_tensor, output_tensor, None, async_op)
+        return region.collect(_c10d_all_gather, input_tensor, output_tensor, None, async_op)
     index = lane.index
     home = _home(output_tensor.data_ptr(), input_tensor.data_ptr()) if index >= 0 else HOST
     _count()

@@ -54,7 +54,7 @@ _recording = captures.RECORDING
 _has_torch_function = _torch.has_torch_function
 _Tensor = torch.Tensor
 _modes = _torch.dispatch_modes
-_level = _torch.transform_level
+_transform = _torch.transform
 _has_plain_keys = _torch.has_plain_keys
 _profiler = _torch.profiler
 _forward_ad = _torch.forward_ad
@@ -255,7 +255,7 @@ def _found(tensors: Any, tensor: Any, group: Any, asynchronous: bool) -> WorkLan
         or ((arena := IN_USE.get(index)) is not None and arena.symmetric)
         or (lane.regions and group in lane.regions)
         or _modes()
-        or _level() is not None
+        or _transform() is not None
         or (asynchronous and _inflight())
     ):
         return None

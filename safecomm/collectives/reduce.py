@@ -15,7 +15,7 @@ from safecomm.collectives.call import (
     BUCKETS,
     DIRECT,
     ENGINES,
-    REGIONS,
+    Region,
     by_engine,
     counter,
     direct,
@@ -96,10 +96,10 @@ def all_reduce(tensor: Any, op: Any = c10d.ReduceOp.SUM, group: Any = None, asyn
         if BUCKETS and not async_op and (buckets := BUCKETS.get(to)) and buckets.put_off("all_reduce", op, tensor):
             return None
         return forward(tensor, op=op, group=group, async_op=async_op)
-    if lane.regions and to in lane.regions:
-        if (region := REGIONS.get(to)) is None:  # torch's own
+    if lane.regions and (region := lane.regions.get(to)) is not None:
+        if type(region) is not Region:  # torch's own
             return forward(tensor, op=op, group=group, async_op=async_op)
-        return region.collect(lane.regions[to], _c10d_all_reduce, tensor, None, op, async_op)
+        return region.collect(_c10d_all_reduce, tensor, None, op, async_op)
     index = lane.index
     home = _home(tensor.data_ptr()) if index >= 0 else HOST
     _count_all_reduce()
@@ -174,10 +174,10 @@ def _reduce_scatter(
         if BUCKETS and not async_op and (buckets := BUCKETS.get(to)) and buckets.put_off(_NAME, op, output, input):
             return None
         return forward(output, input, op=op, group=group, async_op=async_op)
-    if lane.regions and to in lane.regions:
-        if (region := REGIONS.get(to)) is None:  # torch's own
+    if lane.regions and (region := lane.regions.get(to)) is not None:
+        if type(region) is not Region:  # torch's own
             return forward(output, input, op=op, group=group, async_op=async_op)
-        return region.collect(lane.regions[to], _c10d_reduce_scatter, input, output, op, async_op)
+        return region.collect(_c10d_reduce_scatter, input, output, op, async_op)
     index = lane.index
     home = _home(output.data_ptr(), input.data_ptr()) if index >= 0 else HOST
     _count_reduce_scatter()
