@@ -337,15 +337,15 @@ def has_plain_keys(tensor: torch.Tensor) -> bool:
     return found
 
 
-def _no_level() -> None:
+def _no_transform() -> None:
     return None
 
 
-transform_level: Callable[[], int | None] = _private(
-    "torch._C._functorch.maybe_current_level", _no_level, "calls inside of torch.func may fail",
-    _answers(int, type(None)),
+transform: Callable[[], Any] = _private(
+    "torch._C._functorch.peek_interpreter_stack", _no_transform, "calls inside of torch.func may fail",
+    lambda found: found() is None or hasattr(found(), "level"),
 )  # fmt: skip
-"""The level of the transform of ``torch.func`` that runs, and wraps what is made of tensors; None for none."""
+"""The transform of ``torch.func`` that runs, and wraps what is made of tensors; None for none."""
 
 _without_transforms: Any = _private(
     "torch._C._DisableFuncTorch", contextlib.nullcontext, "groups that are first used inside of torch.func may fail"
@@ -366,7 +366,7 @@ _without_functions: Any = _private(
 def undisturbed() -> Iterator[None]:
     """Leave the transforms and modes that are active, for what is not part of them."""
     with contextlib.ExitStack() as stack:
-        if transform_level() is not None:
+        if transform() is not None:
             stack.enter_context(_without_transforms())
         if dispatch_modes():
             stack.enter_context(_without_modes())
@@ -650,6 +650,32 @@ StorageWeakRef: Any = _private(
 def storage_over(pointer: int, device: torch.device, nbytes: int) -> torch.UntypedStorage | None:
     """Return a storage of memory that it does not own; None if torch can't make one."""
     return None if _construct_storage is None else _construct_storage(pointer, device, nbytes)
+
+
+_SHARE = tuple(
+    name
+    for name in ("_share_fd_cpu_", "_share_filename_cpu_", "_share_cuda_")
+    if _private(
+        f"torch.UntypedStorage.{name}", None, "memory of an arena must not be shared with other processes", callable
+    ) is not None
+)  # fmt: skip
+"""The methods of a storage that all ways of sharing it with other processes come to."""
+
+
+def before_sharing(storage: Any, call: Callable[[Any], None]) -> None:
+    """Have ``call`` called with ``storage`` each time before that is shared with other processes.
+
+    Sharing moves a storage of the CPU to other memory, under the tensors that it has. One of a GPU stays, and is kept
+    until the others let go of it, if the memory is torch's own.
+    """
+    for name in _SHARE:
+        setattr(storage, name, functools.partial(_share, weakref.ref(storage), name, call))
+
+
+def _share(reference: weakref.ref[Any], name: str, call: Callable[[Any], None], *args: Any, **kwargs: Any) -> Any:
+    storage = reference()  # not the storage itself, which has this function, and would never die
+    call(storage)
+    return getattr(type(storage), name)(storage, *args, **kwargs)
 
 
 def unowned(tensor: torch.Tensor) -> torch.Tensor:

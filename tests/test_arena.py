@@ -11,8 +11,10 @@ import random
 import sys
 import threading
 
+import numpy
 import pytest
 import torch
+import torch.multiprocessing
 from ranks import on, until
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -522,6 +524,8 @@ def test_a_device_that_is_not_there_is_refused():
         ((-1,), None, ValueError, "negative size"),
         (((2, -3),), None, ValueError, "negative size"),
         ((1.5,), None, TypeError, "shape of integers"),
+        ((True,), None, TypeError, "shape of integers"),
+        ((numpy.float64(2),), None, TypeError, "shape of integers"),
         (("4",), None, TypeError, "shape of integers"),
         ((4,), "float32", TypeError, "torch.dtype"),
         ((4,), float, TypeError, "torch.dtype"),
@@ -943,3 +947,112 @@ def test_an_exception_while_a_slot_is_furnished_costs_no_memory_s4(monkeypatch):
         assert arena.stats().in_use == 0
         assert arena.stats().buckets[0].largest_free == 4096
     arena.close()
+
+
+# --- what takes a buffer out of the arena --------------------------------------------------------------------
+
+
+def _read_twice(queue, answers, go_on):
+    tensor = queue.get()
+    answers.put(tensor.tolist())
+    go_on.wait(60)
+    answers.put(tensor.tolist())
+
+
+@pytest.mark.parametrize("strategy", ["file_descriptor", "file_system"])
+def test_what_another_process_reads_is_not_handed_out_again_s1(arena, strategy, monkeypatch):
+    monkeypatch.setattr(torch.multiprocessing, "_sharing_strategy", strategy)
+    context = torch.multiprocessing.get_context("spawn")
+    queue, answers, go_on = context.SimpleQueue(), context.SimpleQueue(), context.Event()
+    process = context.Process(target=_read_twice, args=(queue, answers, go_on))
+    process.start()
+    sent = arena.empty(4).fill_(7.0)
+    queue.put(sent)
+    assert answers.get() == [7.0] * 4
+    del sent
+    others = [arena.empty(4).fill_(99.0) for _ in range(3)]
+    go_on.set()
+    assert answers.get() == [7.0] * 4
+    process.join()
+    assert all(map(arena.owns, others))
+
+
+def test_a_buffer_that_is_shared_leaves_the_arena_and_its_slot_is_used_again(arena):
+    place = arena.empty(4).data_ptr()
+    shared = arena.empty(4).fill_(7.0)
+    assert shared.data_ptr() == place
+    view = shared[1:]
+    shared.share_memory_()
+    shared.share_memory_()  # a second time it stays
+    assert shared.is_shared()
+    assert not arena.owns(shared)
+    assert _torch.only_holder(shared.untyped_storage()) is False
+    # While anything has the storage, a call may still be writing to where it was.
+    assert arena.stats().in_use == 512
+    other = arena.empty(4).fill_(99.0)
+    assert other.data_ptr() != place
+    assert view.tolist() == [7.0] * 3
+    del shared
+    assert arena.stats().in_use == 1024
+    del view, other
+    assert arena.stats().in_use == 0
+    assert arena.empty(4).data_ptr() == place
+
+
+def test_memory_of_a_gpu_is_not_shared_with_other_processes_s1(arena, monkeypatch):
+    buffer = arena.empty(4)
+    monkeypatch.setattr(arena, "index", 0)
+    for share in (buffer.share_memory_, buffer.untyped_storage()._share_cuda_):
+        with pytest.raises(ArenaError, match=r"can't be shared with other processes(?s:.*)clone\(\)"):
+            share()
+    assert arena.owns(buffer)
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.functionalize])
+def test_a_transform_of_torch_func_gets_ordinary_memory_and_leaves_nothing_behind_s8(arena, transform):
+    for _ in range(2):  # with a slot of that kind, and without
+
+        def function(x):
+            buffer = arena.empty(4)
+            buffer.copy_(x)
+            return buffer.sum()
+
+        transform(function)(torch.ones(4))
+        after = arena.empty(4)
+        assert arena.owns(after)
+        assert after.fill_(2.0).numpy().tolist() == [2.0] * 4
+        del after
+
+
+# --- the ends of an arena ------------------------------------------------------------------------------------
+
+
+@on(2)
+def test_an_arena_that_nobody_uses_any_more_can_be_closed_while_gloo_lets_go():
+    """Its threads drop their tensors a moment after they have said that the work is over."""
+    from safecomm import functional
+
+    for _ in range(300):
+        with use_arena("64KiB", device="cpu"):
+            functional.all_reduce(torch.ones(16))
+
+
+def test_an_arena_is_closed_by_whoever_leaves_it_last():
+    outer = use_arena("64KiB", "cpu")
+    arena = outer.__enter__()
+    with use_arena(arena), outer:
+        outer.__exit__(None, None, None)
+        assert arena.owns(safecomm.empty(4))
+    assert arena.nbytes
+    with pytest.raises(ArenaError, match="was closed"):
+        arena.empty(4)
+    with pytest.raises(ArenaError, match=r"use_arena\(\): <Arena of 65536 bytes on cpu> was closed"):
+        outer.__enter__()
+    with pytest.raises(RuntimeError, match="had not been entered"):
+        outer.__exit__(None, None, None)
+    assert not use.IN_USE
+
+
+def test_integers_of_numpy_are_sizes(arena):
+    assert arena.empty(numpy.int64(3), 2).shape == (3, 2)
+    assert arena.empty((numpy.int32(3),)).shape == (3,)

@@ -377,12 +377,12 @@ def test_without_the_dispatch_keys_no_tensor_is_known_to_be_plain(monkeypatch):
     tensor = torch.ones(2)
     assert _torch.has_plain_keys(tensor)
     assert not _torch.has_plain_keys(tensor.to_sparse())
-    assert _torch.transform_level() is None
+    assert _torch.transform() is None
     monkeypatch.delattr(torch._C, "_dispatch_keys")
-    monkeypatch.delattr(torch._C._functorch, "maybe_current_level")
+    monkeypatch.delattr(torch._C._functorch, "peek_interpreter_stack")
     copy = a_fresh_copy()
     assert not copy.has_plain_keys(tensor)
-    assert copy.transform_level() is None
+    assert copy.transform() is None
 
 
 def test_without_the_level_of_forward_ad_there_may_be_tangents(monkeypatch):

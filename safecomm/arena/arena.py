@@ -5,17 +5,21 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import functools
 import hashlib
 import logging
 import math
+import operator
 import os
 import re
+import time
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed
 
 from safecomm import _torch, captures
 from safecomm.arena.layout import Layout, Shelf, Slot, rounded
@@ -32,9 +36,13 @@ log = logging.getLogger("safecomm")
 
 POLICIES = ("fallback", "raise")
 
+PATIENCE = 5.0
+"""Seconds for which :meth:`Arena.close` waits for slots in use, while there are groups."""
+
 # Bound once: each of these is read on every call.
 _compiling = torch.compiler.is_dynamo_compiling
 _modes = _torch.dispatch_modes
+_transform = _torch.transform
 _use_count = _torch.storage_use_count
 _default_dtype = torch.get_default_dtype
 
@@ -74,18 +82,17 @@ def call_site() -> str:
 
 def shape_of(size: tuple[Any, ...], dtype: Any, operation: str) -> tuple[int, ...]:
     """Return the shape that ``empty(*size, dtype=dtype)`` asks for, or raise as its documentation says."""
-    shape = size[0] if len(size) == 1 and isinstance(size[0], (tuple, list)) else size
-    if not all(isinstance(n, int) and not isinstance(n, bool) for n in shape):
+    given = size[0] if len(size) == 1 and isinstance(size[0], (tuple, list)) else size
+    if any(isinstance(n, bool) or not hasattr(n, "__index__") for n in given):
         raise TypeError(f"{operation}: expected a shape of integers, got {size}")
+    shape = tuple(map(operator.index, given))
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{operation}: expected a torch.dtype, got dtype={dtype!r}")
     if min(shape, default=1) < 0:
-        raise ValueError(f"{operation}: negative size in the shape {tuple(shape)}")
+        raise ValueError(f"{operation}: negative size in the shape {shape}")
     if 0 in shape:
-        raise ValueError(
-            f"{operation}: the shape {tuple(shape)} has no elements, and so no memory to take from an arena"
-        )
-    return tuple(shape)
+        raise ValueError(f"{operation}: the shape {shape} has no elements, and so no memory to take from an arena")
+    return shape
 
 
 @dataclass(frozen=True)
@@ -298,8 +305,8 @@ class Arena:
         It belongs to the current stream: what is done to it there needs no further order, and its memory is reused in
         the order of that stream. It keeps its memory, and the arena keeps the block.
 
-        ``bucket`` names the part of the arena that it comes from. Under ``torch.compile`` and in a
-        ``TorchDispatchMode`` it is ordinary memory.
+        ``bucket`` names the part of the arena that it comes from. It is ordinary memory under ``torch.compile``, in a
+        ``TorchDispatchMode``, and in a transform of ``torch.func``.
 
         Raises
         ------
@@ -318,7 +325,7 @@ class Arena:
         """
         if dtype is None:
             dtype = _default_dtype()
-        if _compiling() or _modes():
+        if _compiling() or _modes() or _transform() is not None:
             return torch.empty(*size, dtype=dtype, device=self._device)
         index = self.index
         stream = self._current(index) if index >= 0 else index
@@ -429,16 +436,23 @@ class Arena:
                 self._fast[size, dtype, stream, bucket] = slot.shelf
         return tensor
 
-    def _furnish(self, slot: Slot, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def _furnish(
+        self, slot: Slot, shape: tuple[int, ...], dtype: torch.dtype, behind: torch.UntypedStorage | None = None
+    ) -> torch.Tensor:
         """Give ``slot`` a storage, and return a tensor of it to copy. Both are for good where references are counted.
 
-        Elsewhere the slot only refers to the storage weakly, and so knows when that has died.
+        Elsewhere the slot only refers to the storage weakly, and so knows when that has died. ``behind``: the storage
+        that it had; while that lives, the slot is in use.
         """
         pointer = self._base + slot.start
         storage: Any = _torch.storage_over(pointer, self._device, slot.asked)
-        with torch.inference_mode(False):  # what is made inside of it can never be saved for a backward pass
+        # What is made inside of a transform is dead outside of it. What is made in inference mode can never be saved
+        # for a backward pass.
+        with _torch.undisturbed(), torch.inference_mode(False):
             template = torch.empty(0, dtype=dtype, device=self._device)
             template.set_(storage, 0, shape)  # type: ignore[call-overload]
+        if COUNTED or self.index != HOST:
+            _torch.before_sharing(storage, functools.partial(_share, weakref.ref(self), slot.start))
         cdata = _torch.cdata_of(storage)
         if not COUNTED:
             slot.pointer = pointer
@@ -446,12 +460,31 @@ class Arena:
             return template
         weakref.finalize(storage, _torch.KEPT.pop, cdata, None).atexit = False
         _torch.KEPT[cdata] = [None] * KEEPING
+        if behind is not None:
+            behind._behind = storage  # type: ignore[attr-defined]
+            _torch.KEPT.pop(_torch.cdata_of(behind), None)
         # All at once, and the storage last: an exception of a signal handler leaves a slot that has none.
         slot.pointer = pointer
         slot.template = template
         slot.cdata = cdata
         slot.storage = storage
         return template
+
+    def _share(self, start: int, storage: torch.UntypedStorage) -> None:
+        """Let go of ``storage`` of the slot at ``start``, which is about to be moved out of the block.
+
+        Raises ArenaError on a GPU, where it would stay.
+        """
+        if self.index != HOST:
+            raise ArenaError(
+                f"{self!r}: its memory can't be shared with other processes, which nobody asks whether it may be "
+                "reused. Send a copy: tensor.clone()"
+            )
+        with self._layout.lock:
+            slot = self._layout.cut.get(start)
+            if slot is not None and slot.storage is storage:
+                shape, dtype = slot.identity
+                self._furnish(slot, shape, dtype, storage)
 
     def before_capture(self) -> None:
         """Block the host until nothing runs that uses what is free, so that a graph can be given it without any order.
@@ -616,8 +649,7 @@ class Arena:
         self._refuse_ended("Arena.check()")
         if self._group is None:
             raise ArenaError("Arena.check(): nothing was written down; make the arena with check=group")
-        import torch.distributed as dist
-
+        dist = torch.distributed
         mine, self._log = self._log, []
         digest = hashlib.blake2b(repr([(nbytes, place) for _, nbytes, place in mine]).encode()).hexdigest()
         digests: list[Any] = [None] * dist.get_world_size(self._group)
@@ -646,15 +678,29 @@ class Arena:
     def close(self) -> None:
         """Give the block back to the ordinary allocator, in the order of all streams that its slots were used on.
 
-        Does nothing if it was called before.
+        Does nothing if it was called before. While there are groups, it waits for slots in use for a moment: the
+        threads of gloo let go of tensors a little later than they say that a work is over (torch 2.13).
 
         Raises
         ------
         ArenaError
             If slots are in use. The message says by whom. Nothing was done.
         """
+        deadline = time.monotonic() + (PATIENCE if torch.distributed.is_initialized() else 0)
+        pause = 1e-5
+        while not self._closed():
+            if time.monotonic() >= deadline:
+                layout = self._layout
+                with layout.lock:
+                    count = len(layout.in_use()) or len(layout.cut)
+                    raise ArenaError(f"Arena.close(): {count} slots are in use. Nothing was done.\n{self.map()}")
+            time.sleep(pause)
+            pause = min(2 * pause, 1e-2)
+
+    def _closed(self) -> bool:
+        """Close the arena if no slot is in use; return whether it is closed."""
         if self._ended:
-            return
+            return True
         LEDGER.sweep(thorough=True)
         layout = self._layout
         with layout.lock:
@@ -666,12 +712,10 @@ class Arena:
             layout.changing = True
             fast, self._fast = self._fast, {}  # other threads now need the lock
             try:
-                used = layout.in_use()
-                if not used:
+                if not layout.in_use():
                     layout.gather()
                 if layout.cut:  # also by a thread that is about to hand one out
-                    count = len(used) or len(layout.cut)
-                    raise ArenaError(f"Arena.close(): {count} slots are in use. Nothing was done.\n{self.map()}")
+                    return False
                 if self.index != HOST:
                     ranges = [one for space in layout.spaces.values() for one in space.ranges]
                     for other in {one for _, _, after in ranges for one in after}:
@@ -694,6 +738,13 @@ class Arena:
         self._pool = None
         if OPEN.get(self.index) is self:
             del OPEN[self.index]
+        return True
+
+
+def _share(arena: weakref.ref[Arena], start: int, storage: torch.UntypedStorage) -> None:
+    there = arena()
+    if there is not None:
+        there._share(start, storage)
 
 
 def _idle(slot: Slot, but_for_graph: bool) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Mapping
@@ -19,6 +20,7 @@ IN_USE: dict[int, Any] = {}
 """The arena in use on each device, by the device's index. For all threads, because backward runs in others."""
 
 _order: list[Any] = []  # those in use, the innermost last
+_made: list[Any] = []  # those that are to be closed when they are no longer in use
 
 VARIABLE = "SAFECOMM_ARENA"
 _wanted: list[int] = []  # bytes that the variable asks for, until it is known that they can be had
@@ -62,14 +64,14 @@ class use_arena:  # noqa: N801
     """Inside of it, safecomm's buffers on one device come from an arena: :func:`empty`, ``functional``, list forms.
 
     Given an :class:`Arena`, it uses that. Given a size, with the arguments that ``Arena`` takes, it makes one, and
-    closes it at the end. For all threads, because backward runs in others. Nests, the innermost of a device counts.
-    Entering gives the arena.
+    closes it when nobody uses it any more. For all threads, because backward runs in others. Nests, the innermost of a
+    device counts. Entering gives the arena.
 
     Raises
     ------
     ArenaError
         On leaving, if it made the arena and slots of it are in use. It stays open then: let go of them and ``close()``.
-        Also as ``Arena`` does.
+        On entering, if the arena that it made was closed. Also as ``Arena`` does.
 
     Examples
     --------
@@ -97,6 +99,9 @@ class use_arena:  # noqa: N801
         self._inside = 0
 
     def __enter__(self) -> Any:
+        if self._made:
+            self.arena._refuse_ended("use_arena()")
+            _made.append(self.arena)
         index = self.arena.index
         self._inside += 1
         IN_USE[index] = self.arena
@@ -104,22 +109,25 @@ class use_arena:  # noqa: N801
         return self.arena
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        index = self.arena.index
-        # The last of them and not the first, and what is then the last in use: others may have entered in between.
-        place = len(_order) - 1 - _order[::-1].index(self.arena)
-        del _order[place]
-        others = [arena for arena in _order if arena.index == index]
-        if others:
-            IN_USE[index] = others[-1]
-        else:
-            IN_USE.pop(index, None)
+        if not self._inside:
+            raise RuntimeError("use_arena(): it was left, and had not been entered")
         self._inside -= 1
-        if self._made and not self._inside:
-            try:
-                self.arena.close()
-            except SafecommError:
-                if kind is None:
-                    raise
+        arena = self.arena
+        # The last of them and not the first, and what is then the last in use: others may have entered in between.
+        place = len(_order) - 1 - _order[::-1].index(arena)
+        del _order[place]
+        others = [one for one in _order if one.index == arena.index]
+        if others:
+            IN_USE[arena.index] = others[-1]
+        else:
+            IN_USE.pop(arena.index, None)
+        if arena in _made and arena not in _order:  # whoever leaves it last closes it
+            _made[:] = [one for one in _made if one is not arena]
+            if kind is None:
+                arena.close()
+            else:  # the traceback may have tensors of it, so it is not waited for
+                with contextlib.suppress(SafecommError):
+                    arena._closed()
 
 
 class record_plan:  # noqa: N801
@@ -178,6 +186,7 @@ def _none_in_child() -> None:
     # The arenas are the parent's; the child has ordinary memory, until it makes its own.
     IN_USE.clear()
     _order.clear()
+    _made.clear()
     _wanted.clear()
 
 
