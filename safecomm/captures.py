@@ -38,7 +38,7 @@ _live: dict[int, CapturedGraph] = {}
 _watchers = 0
 _own_begin: Any = None  # what stands in torch's place while there are watchers, and what did before
 _lock = threading.Lock()
-_reset_instead = False
+_unedited = False
 
 
 @dataclass(frozen=True)
@@ -371,19 +371,24 @@ def check_group(op: str, group: Any, tensors: list[Any]) -> None:
         )
 
 
-def reset_instead(on: bool) -> None:
-    """Say whether graphs are reset when their group is destroyed, for programs that can't be edited to do it."""
-    global _reset_instead
-    _reset_instead = on
+def set_unedited(on: bool) -> None:
+    """Say whether the program is one that can't be edited to leave nothing behind at the end of a group."""
+    global _unedited
+    _unedited = on
+
+
+def unedited() -> bool:
+    """Return whether :func:`set_unedited` has said so."""
+    return _unedited
 
 
 def refuse_live(group: Any) -> None:
     """Raise LiveGraphError if graphs are alive that run collectives of ``group``; None: of any group.
 
-    After ``reset_instead(True)``, reset them.
+    In a program that can't be edited, reset them.
     """
     alive = tuple(captured for captured in tuple(_live.values()) if captured.uses(group))
-    if _reset_instead:
+    if _unedited:
         for captured in alive:
             log.warning("the graph captured at %s was reset, because its group is being destroyed", captured.site)
             captured.reset()

@@ -616,10 +616,11 @@ class Ledger:
             time.sleep(pause)
             pause = min(pause * 2, 1e-2)
 
-    def await_works(self, timeout: timedelta | None, group: Any) -> None:
+    def await_works(self, timeout: timedelta | None, group: Any, *, blind: bool = True) -> None:
         """Block the host until all works of ``group`` (None: of all groups) are over, and release them.
 
-        Those that fail go to the quarantine. Raises PendingWorkError if others are not over in time.
+        Those that fail go to the quarantine. Not ``blind``: but for those of which the backend does not tell, which may
+        never be. Raises PendingWorkError if others are not over in time.
         """
         if self._capturing():
             raise CaptureBoundaryError(
@@ -627,17 +628,18 @@ class Ledger:
                 "Nothing was done, and the capture is unharmed."
             )
         deadline = None if timeout is None else time.monotonic() + timeout.total_seconds()
-        for entry in [entry for entry in self._entries(group) if entry.lane.blind]:
-            self._wait_blind(entry, deadline)
+        if blind:
+            for entry in [entry for entry in self._entries(group) if entry.lane.blind]:
+                self._wait_blind(entry, deadline)
+        self._await_all(group, deadline, blind=blind)
 
-        self._await_all(group, deadline)
-
-    def _await_all(self, group: Any, deadline: float | None) -> None:
+    def _await_all(self, group: Any, deadline: float | None, *, blind: bool = True) -> None:
         def gone(entry: Entry) -> bool:
             self.sweep(thorough=True)
             return entry not in entry.lane.entries
 
-        while entries := self._unsettled(group):  # a work can leave a trail
+        # Again and again, because a work can leave a trail.
+        while entries := [entry for entry in self._unsettled(group) if blind or not entry.lane.blind]:
             self._await(entries, gone, deadline)
 
     def _entries(self, group: Any = None) -> list[Entry]:

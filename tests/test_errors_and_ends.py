@@ -91,6 +91,56 @@ def test_destroying_a_group_with_a_work_that_cannot_end_is_a_clear_error():
     check(2, _destroy_with_a_work_that_cannot_end, timeout=SOON)
 
 
+def _destroy_in_a_patched_program(rank):
+    import logging
+
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("safecomm").addHandler(handler)
+    dist.patch()
+    stock.all_reduce(torch.ones(4))
+    tensor = torch.ones(1000)
+    memory = StorageWeakRef(tensor.untyped_storage())
+    stop = stock.irecv(tensor, 1 - rank)  # as for a message that tells this rank to stop, and never comes
+    del tensor
+    stock.destroy_process_group()
+    assert not stock.is_initialized()
+    (warning,) = said
+    assert "irecv of 4000 bytes on cpu, quarantined" in warning
+    assert "in _destroy_in_a_patched_program" in warning
+    assert "its group was destroyed before it was over" in warning
+    assert [one.state for one in dist.pending()] == ["quarantined"]
+    del stop
+    assert not memory.expired()
+    assert dist.drain(wait=True) == 0
+    assert memory.expired()
+
+
+def test_a_patched_program_ends_with_a_receive_posted_s7():
+    """As with torch, at once: well before the group's limit, which is that of the test."""
+    check(2, _destroy_in_a_patched_program)
+
+
+def _destroy_in_a_patched_program_with_a_work_that_cannot_end(rank):
+    dist.patch()
+    if rank == 1:
+        wait_for_signal("destroyed")
+    else:
+        tensor = torch.ones(1000)
+        stock.all_reduce(tensor, async_op=True)
+        del tensor
+    stock.destroy_process_group()
+    assert not stock.is_initialized()
+    assert all(one.state == "quarantined" for one in dist.pending())
+    if rank == 0:
+        signal_to_peers("destroyed")
+
+
+def test_a_patched_program_ends_with_a_work_that_cannot_end_s7():
+    check(2, _destroy_in_a_patched_program_with_a_work_that_cannot_end, timeout=SOON)
+
+
 def _abort_with_works_pending(rank):
     if rank == 1:
         wait_for_signal("aborted")

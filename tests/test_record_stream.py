@@ -719,7 +719,7 @@ def test_a_live_graph_of_a_group_is_refused_or_reset_s7(device, ledger, capturin
         graph.capture_end()
         device.switch(0)
         captures.refuse_live(Anything())
-        captures.reset_instead(reset)
+        captures.set_unedited(reset)
         try:
             if reset:
                 captures.refuse_live(group)
@@ -730,7 +730,7 @@ def test_a_live_graph_of_a_group_is_refused_or_reset_s7(device, ledger, capturin
                 (one,) = error.value.graphs
                 one.reset()
         finally:
-            captures.reset_instead(False)
+            captures.set_unedited(False)
         assert graph.events == ["ended", "reset"]
         captures.refuse_live(None)
     device.finish()

@@ -52,8 +52,9 @@ def patch(*, strict: bool | None = None, avoid_record_streams: bool | None = Non
     as long as the patch is on. None: the environment variables ``SAFECOMM_STRICT`` and
     ``SAFECOMM_AVOID_RECORD_STREAMS`` decide (1 is yes).
 
-    Megatron's global buffers come from the arena in use, while there is one. Where :func:`destroy_process_group` would
-    raise LiveGraphError, the graphs are reset: a program that was not written for it can't do that.
+    Megatron's global buffers come from the arena in use, while there is one. :func:`destroy_process_group` raises
+    neither LiveGraphError nor PendingWorkError, for which a program would have to be written: graphs are reset, and the
+    memory of works that are not over is kept, with a warning.
 
     A second call does nothing, or adds what the first did not ask for.
 
@@ -209,7 +210,7 @@ def _apply() -> None:
         if ORIGINALS[name] in remaps:
             remaps[replacement] = remaps[ORIGINALS[name]]
     _state.on = True
-    captures.reset_instead(True)
+    captures.set_unedited(True)
     _state.buffers = Buffers()
     found = aliases.sweep({ORIGINALS[name]: replacement for name, replacement in REPLACEMENTS.items()}, _KEEP)
     log.info(
@@ -228,7 +229,7 @@ def _remove() -> None:
             if vars(module).get(name) is replacement:
                 setattr(module, name, ORIGINALS[name])
     _state.on = False
-    captures.reset_instead(False)
+    captures.set_unedited(False)
     aliases.sweep({replacement: ORIGINALS[name] for name, replacement in REPLACEMENTS.items()}, _KEEP)
     drain()
     left = pending()
