@@ -151,6 +151,9 @@ class Work(Launched, _Base):
         """Return the backend's handle as a TorchScript object, which the compiler's operators pass around."""
         return self.inner.boxed()
 
+    def __reduce_ex__(self, _: object) -> Any:
+        raise TypeError("a safecomm.Work can't be copied or pickled: it holds the memory of one running collective")
+
     def __repr__(self) -> str:
         return f"<safecomm.Work of {self.inner!r}>"
 

@@ -143,8 +143,18 @@ class Buckets:
         """As put_off(), of a call that is not like those of the last run."""
         tensors = (output,) if COLLECTIVE_OF[name] == REDUCE else (output, given)
         for tensor in tensors:
-            if type(tensor) not in PLAIN or tensor.dtype in COMPLEX or tensor.layout is not torch.strided:
+            if (
+                type(tensor) not in PLAIN
+                or tensor.dtype in COMPLEX
+                or tensor.layout is not torch.strided
+                or tensor.is_nested
+            ):
                 return False
+        if len(tensors) == 2 and (
+            any(tensor.requires_grad for tensor in tensors)
+            or (output.is_inference() and not torch.is_inference_mode_enabled())
+        ):  # gloo records what it does to them, or refuses
+            return False
         if _torch.transform() is not None:  # what it wraps is gone when it ends
             return False
         index = output.get_device()

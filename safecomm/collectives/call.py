@@ -15,6 +15,7 @@ import itertools
 import logging
 import threading
 import types
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -47,8 +48,7 @@ class Region(list[Any]):
 
     __slots__ = ("aliases", "p2p", "plain", "staged", "tensors", "works")
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self) -> None:  # a list's own has nothing to do
         self.tensors: list[Any] = []
         self.aliases: list[torch.Tensor] = []
         self.works: list[MemberWork] = []
@@ -63,7 +63,7 @@ class Region(list[Any]):
         on another work than the one that is waited for (pytorch #187565). The alias is left without memory at the
         release.
         """
-        if type(tensor) not in PLAIN or tensor.requires_grad or not _torch.has_plain_keys(tensor):
+        if type(tensor) not in PLAIN or not _torch.has_plain_keys(tensor):
             return tensor  # what c10d would refuse, it is to refuse
         if tensor.is_inference() != torch.is_inference_mode_enabled() or _torch.transform() is not None:
             return tensor
@@ -274,7 +274,7 @@ def host_alias(argument: Any) -> Any:
     have them use other memory, and gather then takes the process down (torch 2.13). NCCL gets addresses at the launch.
 
     The threads copy into most outputs, and autograd is to be told of that: an alias shares the tensor's version
-    counter. A tensor that requires a gradient is given itself, because there the copy is recorded, or raises.
+    counter. Not for calls of which any tensor requires a gradient: there what they do is recorded, or raises.
     """
     if isinstance(argument, list):
         return [host_alias(one) for one in argument]
@@ -284,7 +284,6 @@ def host_alias(argument: Any) -> Any:
         type(argument) not in PLAIN
         or not argument.is_cpu
         or argument.layout is not torch.strided
-        or argument.requires_grad
         or _torch.transform() is not None  # in a transform of torch.func, an alias would be without memory
     ):
         return argument
@@ -292,6 +291,14 @@ def host_alias(argument: Any) -> Any:
         if argument.is_inference() and not torch.is_inference_mode_enabled():
             return argument.view_as(argument)  # what is detached there could be written to, which torch refuses
         return argument.detach()
+
+
+def _as_they_are(tensors: list[Any]) -> bool:
+    """Return whether an asynchronous call is to be given ``tensors`` themselves; see :func:`host_alias`."""
+    for tensor in tensors:  # noqa: SIM110 (a generator takes longer than the question)
+        if tensor.is_cuda or tensor.requires_grad:
+            return True
+    return False
 
 
 def holds_itself(group: Any) -> bool:
@@ -393,6 +400,14 @@ def _hold_future(op: str, future: Any, group: Any, index: int, tensors: list[Any
         LEDGER.trail(op, group, index, storages, frame)
 
 
+def _is_true(flag: Any) -> bool:
+    """Return whether c10d takes ``flag`` for true; what it refuses, it is to refuse."""
+    try:
+        return bool(flag)
+    except (RuntimeError, TypeError, ValueError):  # such as an array of several
+        return False
+
+
 class _Span(threading.local):
     open = False
 
@@ -444,22 +459,27 @@ def forwarded(
     recording = captures.RECORDING
     count = counter(name)
     profiler = _torch.profiler
+    deprecated = getattr(original, "__deprecated__", None)
     # A deprecated function's warning is its own.
-    takeable = asks and (coalesced or name in LISTS) and not hasattr(original, "__deprecated__")
-    known = set(names)
+    takeable = asks and (coalesced or name in LISTS) and deprecated is None
+    after = [frozenset(names[count:]) for count in range(len(names) + 1)]
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if compiling() or (p2p and inside.batch):
             return original(*args, **kwargs)
         group, tensors = _arguments(args, kwargs)
         asynchronous = async_place is not None and (
-            args[async_place] if async_place < len(args) else kwargs.get("async_op")
+            args[async_place] if async_place < len(args) else kwargs.get("async_op", False)
         )
+        if asynchronous is not False and asynchronous is not True:
+            asynchronous = _is_true(asynchronous)
         if BUCKETS:  # before anything that can differ between ranks, such as a profiler
             buckets = BUCKETS.get(group)
             if buckets is not None:
                 op, given = _operation(args, kwargs)
-                if not asynchronous and coalesced and buckets.put_off(name, op, *given):
+                if not asynchronous and coalesced and _binds(args, kwargs) and buckets.put_off(name, op, *given):
+                    if deprecated is not None:
+                        warnings.warn(deprecated, FutureWarning, stacklevel=2)
                     return None
                 with buckets.closed():
                     return call(*args, **kwargs)
@@ -471,7 +491,7 @@ def forwarded(
         if busy:
             LEDGER.sweep()
         positional, named = args, kwargs
-        if asynchronous and not collected and not (tensors and tensors[0].is_cuda):
+        if asynchronous and not collected and not _as_they_are(tensors):
             positional, named = _mapped(host_alias, args, kwargs)
         if p2p and holds_itself(group):
             positional, named = _mapped(device_alias, positional, named)
@@ -479,7 +499,7 @@ def forwarded(
             captures.check_group(name, group, tensors)
         try:
             result = NOT_TAKEN
-            if ENGINES and takeable and group not in REGIONS and set(kwargs) <= known:
+            if ENGINES and takeable and group not in REGIONS and _binds(args, kwargs):
                 engine = ENGINES.get(group) or ENGINES.get(None)
                 if engine is not None:
                     op, given = _operation(args, kwargs)
@@ -494,6 +514,10 @@ def forwarded(
         if result is None and not coalesced and not REGIONS and all_at_home(tensors):
             return None  # the ordinary program: nothing to hold
         return finish(name, result, group, tensors, caller(), staged=staged, p2p=p2p, unpolled=unpolled)
+
+    def _binds(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Return whether there is none of the arguments too many; c10d is to say so where there is."""
+        return len(args) < len(after) and after[len(args)].issuperset(kwargs)
 
     def _operation(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Any]]:
         """Return the reduce operation, if there is one, and what is given as the tensors."""

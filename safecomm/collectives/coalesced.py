@@ -150,10 +150,15 @@ class _Manager(Block):
                 return
             calls = REGIONS[group] = taken
         for call in calls:
-            call.tensor = region.alias(call.tensor)
-            if call.dst_tensor is not None:
-                call.dst_tensor = region.alias(call.dst_tensor)
-            region.tensors += [tensor for tensor in (call.tensor, call.dst_tensor) if tensor is not None]
+            tensor, other = call.tensor, call.dst_tensor
+            # Else what is done to them is recorded, or raises.
+            if not (tensor.requires_grad or (other is not None and other.requires_grad)):
+                tensor = call.tensor = region.alias(tensor)
+                if other is not None:
+                    other = call.dst_tensor = region.alias(other)
+            region.tensors.append(tensor)
+            if other is not None:
+                region.tensors.append(other)
             # c10d tells calls apart by the function that its module has under the name, which a patch may have changed.
             call.op = getattr(c10d, call.op.__name__, call.op)
         theirs = cm

@@ -74,7 +74,7 @@ def _all_gather(output_tensor: Any, input_tensor: Any, group: Any = None, async_
     to = _groups[_DEFAULT] if group is None else group
     forward = _forward_all_gather
     if ENGINES and (to in ENGINES or None in ENGINES):
-        if async_op:
+        if async_op is not False:
             return _forward_all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
         taken = by_engine(_NAME, to, [output_tensor, input_tensor], None)
         if taken:
@@ -97,14 +97,14 @@ def _all_gather(output_tensor: Any, input_tensor: Any, group: Any = None, async_
             )
             and not _modes()
             and not _profiler._is_profiler_enabled
-            and not (async_op and _inflight())
+            and (async_op is False or (async_op is True and not _inflight()))
         )
     except (AttributeError, RuntimeError, TypeError):  # not a tensor, or one with attributes of its own
         ordinary = False
     if not ordinary:
         if (
             BUCKETS
-            and not async_op
+            and async_op is False
             and (buckets := BUCKETS.get(to))
             and buckets.put_off(_NAME, None, output_tensor, input_tensor)
         ):
@@ -122,8 +122,9 @@ def _all_gather(output_tensor: Any, input_tensor: Any, group: Any = None, async_
             storages = (output_tensor.untyped_storage(), input_tensor.untyped_storage())
             inner = _launch(lane.backend, output_tensor, input_tensor, _async_options)
         else:  # see call.host_alias; what comes after the launch takes no time, because gloo runs in threads of its own
-            to_write = output_tensor if output_tensor.requires_grad else output_tensor.detach()
-            to_read = input_tensor if input_tensor.requires_grad else input_tensor.data
+            to_write, to_read = output_tensor, input_tensor
+            if not (to_write.requires_grad or to_read.requires_grad):
+                to_write, to_read = to_write.detach(), to_read.data
             inner = _launch(lane.backend, to_write, to_read, _async_options)
             storages = (output_tensor.untyped_storage(), input_tensor.untyped_storage())
         frame = _caller(_getframe(1)) if _RENAMED else _getframe(1)

@@ -349,16 +349,16 @@ def all_gather(tensor_list: Any, tensor: Any, group: Any = None, async_op: bool 
     if ENGINES and (to in ENGINES or None in ENGINES):
         if _busy:
             LEDGER.sweep()
-        taken = None if async_op else by_engine("all_gather", to, [tensor_list, tensor], None)
+        taken = None if async_op is not False else by_engine("all_gather", to, [tensor_list, tensor], None)
         if taken:
             _count_all_gather()
             return None
         if taken is None:
             return _forward_all_gather(tensor_list, tensor, group=group, async_op=async_op)
         forward = _after_engine_all_gather
-    if not may_be_used() or (lane := _found(tensor_list, tensor, to, async_op)) is None:
+    if not may_be_used() or type(async_op) is not bool or (lane := _found(tensor_list, tensor, to, async_op)) is None:
         return forward(tensor_list, tensor, group=group, async_op=async_op)
-    options = _gather_options[bool(async_op)]
+    options = _gather_options[async_op]
     whole = whole_of(tensor_list, tensor, lane.backend)
     if whole is None:
         if not async_op and _staged(
@@ -386,7 +386,7 @@ def reduce_scatter(
     if ENGINES and (to in ENGINES or None in ENGINES):
         if _busy:
             LEDGER.sweep()
-        taken = None if async_op else by_engine("reduce_scatter", to, [output, input_list], op)
+        taken = None if async_op is not False else by_engine("reduce_scatter", to, [output, input_list], op)
         if taken:
             _count_reduce_scatter()
             return None
@@ -395,7 +395,8 @@ def reduce_scatter(
         forward = _after_engine_reduce_scatter
     if (
         not may_be_used()
-        or (options := _scatter_options[bool(async_op)].get(id(op))) is None
+        or type(async_op) is not bool
+        or (options := _scatter_options[async_op].get(id(op))) is None
         or (lane := _found(input_list, output, to, async_op)) is None
     ):
         return forward(output, input_list, op=op, group=group, async_op=async_op)

@@ -69,7 +69,7 @@ def all_reduce(tensor: Any, op: Any = c10d.ReduceOp.SUM, group: Any = None, asyn
     to = _groups[_DEFAULT] if group is None else group
     forward = _forward_all_reduce
     if ENGINES and (to in ENGINES or None in ENGINES):
-        if async_op:
+        if async_op is not False:
             return _forward_all_reduce(tensor, op=op, group=group, async_op=async_op)
         taken = by_engine("all_reduce", to, [tensor], op)
         if taken:
@@ -87,13 +87,13 @@ def all_reduce(tensor: Any, op: Any = c10d.ReduceOp.SUM, group: Any = None, asyn
             and (lane.like_one(tensor) or plain(lane, tensor))
             and not _modes()
             and not _profiler._is_profiler_enabled
-            and not (async_op and _inflight())
+            and (async_op is False or (async_op is True and not _inflight()))
         )
     except (AttributeError, RuntimeError, TypeError):  # not a tensor, or one with attributes of its own
         ordinary = False
     if not ordinary or (options := (_async_all_reduce if async_op else _sync_all_reduce).get(id(op))) is None:
         # Asked here, because there are no lanes while there are buckets.
-        if BUCKETS and not async_op and (buckets := BUCKETS.get(to)) and buckets.put_off("all_reduce", op, tensor):
+        if BUCKETS and async_op is False and (buckets := BUCKETS.get(to)) and buckets.put_off("all_reduce", op, tensor):
             return None
         return forward(tensor, op=op, group=group, async_op=async_op)
     if lane.regions and (region := lane.regions.get(to)) is not None:
@@ -147,7 +147,7 @@ def _reduce_scatter(
     to = _groups[_DEFAULT] if group is None else group
     forward = _forward_reduce_scatter
     if ENGINES and (to in ENGINES or None in ENGINES):
-        if async_op:
+        if async_op is not False:
             return _forward_reduce_scatter(output, input, op=op, group=group, async_op=async_op)
         taken = by_engine(_NAME, to, [output, input], op)
         if taken:
@@ -166,12 +166,12 @@ def _reduce_scatter(
             and (lane.like_two(output, input) or lane.like_two_before(output, input) or plain(lane, output, input))
             and not _modes()
             and not _profiler._is_profiler_enabled
-            and not (async_op and _inflight())
+            and (async_op is False or (async_op is True and not _inflight()))
         )
     except (AttributeError, RuntimeError, TypeError):  # not a tensor, or one with attributes of its own
         ordinary = False
     if not ordinary or (options := (_async_reduce_scatter if async_op else _sync_reduce_scatter).get(id(op))) is None:
-        if BUCKETS and not async_op and (buckets := BUCKETS.get(to)) and buckets.put_off(_NAME, op, output, input):
+        if BUCKETS and async_op is False and (buckets := BUCKETS.get(to)) and buckets.put_off(_NAME, op, output, input):
             return None
         return forward(output, input, op=op, group=group, async_op=async_op)
     if lane.regions and (region := lane.regions.get(to)) is not None:
@@ -188,8 +188,10 @@ def _reduce_scatter(
             frame = _caller(_getframe(1)) if _RENAMED else _getframe(1)
             return inner and lane.hold(Work(), _NAME, inner, storages, home, frame)
         # gloo's; see call.host_alias. It can't be polled, as point-to-point calls can't.
-        to_write = output if output.requires_grad else output.detach()
-        inner = _launch_reduce_scatter(lane.backend, to_write, input if input.requires_grad else input.data, options)
+        to_write, to_read = output, input
+        if not (output.requires_grad or input.requires_grad):
+            to_write, to_read = output.detach(), input.data
+        inner = _launch_reduce_scatter(lane.backend, to_write, to_read, options)
         frame = _caller(_getframe(1)) if _RENAMED else _getframe(1)
         return inner and LEDGER.hold(handle(once=True), _NAME, inner, to, index, storages, frame, p2p=True)
     inner = _launch_reduce_scatter(lane.backend, output, input, options)
