@@ -21,6 +21,7 @@ import graphs  # noqa: F401
 import low_latency  # noqa: F401
 import torch
 import torch.distributed as stock
+import version_counters  # noqa: F401
 from harness import CASES, rank, settle
 
 import safecomm
