@@ -179,6 +179,10 @@ KNOWN = [
         lambda case, label: label == "held" and case["_raises"] and case["call"] in POINT_TO_POINT,
     ),
     (
+        "bucketed(): the copies out of a bucket are made also where autograd would have a word to say of the outputs",
+        lambda case, _: "bucketed" in case["context"] and case["kind"] in (*_GRADIENTS, "inference"),
+    ),
+    (
         "bucketed(): the copies out of a bucket count as changes in place, also where the collective's own do not",
         lambda case, label: "bucketed" in case["context"] and label.startswith(("version", "backward")),
     ),

@@ -150,11 +150,6 @@ class Buckets:
                 or tensor.is_nested
             ):
                 return False
-        if len(tensors) == 2 and (
-            any(tensor.requires_grad for tensor in tensors)
-            or (output.is_inference() and not torch.is_inference_mode_enabled())
-        ):  # gloo records what it does to them, or refuses
-            return False
         if _torch.transform() is not None:  # what it wraps is gone when it ends
             return False
         index = output.get_device()
@@ -269,8 +264,9 @@ def bucketed(
     same on all ranks. ``group``: by default the default group.
 
     Runs on the stream where the calls were made. While a block is open, other calls of the process take some
-    microseconds more. The copies count as changes in place for autograd. Sums of floating-point numbers over more than
-    two ranks may be added in another order than one by one, because NCCL chooses by the size.
+    microseconds more. The copies count as changes in place for autograd. They are made whatever autograd has to say of
+    the outputs, in which ranks may differ: what gloo would refuse one by one is not refused. Sums of floating-point
+    numbers over more than two ranks may be added in another order than one by one, because NCCL chooses by the size.
 
     Raises
     ------
