@@ -134,7 +134,7 @@ def make(seed: int, number: int) -> Case:
 
 # --- known differences ----------------------------------------------------------------------------------------
 
-_OUTSIDE = ("one", "last", "own", "pair", "non-member")
+_OUTSIDE = ("one", "last", "own", "pair", "non-member", "string", "number")
 _GRADIENTS = ("leaf", "nonleaf", "parameter", "view of leaf")
 
 
@@ -153,7 +153,7 @@ KNOWN = [
         ),
     ),
     (
-        _LIMITS + "of two things that are wrong the other is told: an argument, on a rank outside of the group",
+        _LIMITS + "of two things that are wrong the other is told: an argument, and the group or the rank",
         lambda case, label: (
             label.endswith("call") and case["wrong"] in ("missing", "extra") and case["group"] in _OUTSIDE
         ),
