@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -89,6 +90,11 @@ class Block:
         self.touched: Counter[int] = Counter()  # by capture, 0 for what runs: the operations since it was handed out
 
 
+class _Thread(threading.local):
+    current = 0  # the stream
+    lenient = False
+
+
 class SimulatedDevice:
     """Streams, events, captures and a caching allocator.
 
@@ -104,12 +110,19 @@ class SimulatedDevice:
         self.done = 0
         self.blocks: list[Block] = []
         self._origin = 0
-        self._current = 0
-        self._lenient = False
+        self._thread = _Thread()
         self._next_bit = (1 << n for n in itertools.count()).__next__
         self._next_capture = itertools.count(7).__next__
         self._live: dict[int, tuple[StorageWeakRef, Block]] = {}
         self._free: list[Block] = []
+
+    @property
+    def _current(self) -> int:
+        return self._thread.current
+
+    @_current.setter
+    def _current(self, stream: int) -> None:
+        self._thread.current = stream
 
     # --- what the ledger asks -----------------------------------------------------------------------------
 
@@ -173,11 +186,11 @@ class SimulatedDevice:
 
     @contextmanager
     def lenient(self) -> Iterator[None]:
-        before, self._lenient = self._lenient, True
+        before, self._thread.lenient = self._thread.lenient, True
         try:
             yield
         finally:
-            self._lenient = before
+            self._thread.lenient = before
 
     def synchronize(self, index: int) -> None:
         self.calls["synchronize"] += 1
@@ -217,7 +230,7 @@ class SimulatedDevice:
         self.calls["query"] += 1
         if capture:
             self._fault("a captured event is queried")
-        if self.capturing and (self.here().capture or not self._lenient):
+        if self.capturing and (self.here().capture or not self._thread.lenient):
             self._fault("an event is queried during a capture")
         return not past & ~self.done
 
@@ -279,14 +292,18 @@ class SimulatedDevice:
 
         ``None``: memory that no stream orders, and that is anybody's once it is free.
         """
-        self.settle()
         # Real memory, because the ledger reads the address and counts the references of real storages.
         tensor = torch.empty(nbytes, dtype=torch.uint8)
         if nbytes:
-            block = self._hand_out(stream, nbytes)
-            storage = tensor.untyped_storage()
-            self._live[storage.data_ptr()] = StorageWeakRef(storage), block
+            self.adopt(tensor, stream)
         return tensor
+
+    def adopt(self, tensor: torch.Tensor, stream: int | None) -> None:
+        """Take ``tensor``, which was allocated just now, for memory of ``stream``."""
+        self.settle()  # what has died may have had the same address
+        storage = tensor.untyped_storage()
+        block = self._hand_out(stream, storage.nbytes())
+        self._live[storage.data_ptr()] = StorageWeakRef(storage), block
 
     def _hand_out(self, stream: int | None, nbytes: int) -> Block:
         capture = 0 if stream is None else self.streams[stream].capture
@@ -367,6 +384,82 @@ class FakeGraph:
 
     def reset(self) -> None:
         self.touches.clear()
+
+
+class Tenant(Block):
+    """A range of the arena from when it was handed out."""
+
+    def __init__(self, start: int, end: int, home: int, capture: int) -> None:
+        super().__init__(home, capture, end - start)
+        self.start = start
+        self.end = end
+        self.gone = False  # somebody else has it, who is not of the same capture
+
+
+class ArenaDevice(SimulatedDevice):
+    """A device whose memory is an arena's."""
+
+    def __init__(self) -> None:
+        super().__init__(streams=3)
+        self.tenants: dict[int, Tenant] = {}  # the last at each address
+        self.history: list[Tenant] = []
+        self._home_of: Any = None
+
+    def claim(self, start: int, end: int, home: Any) -> None:
+        self._home_of = home
+
+    def unclaim(self, start: int) -> None:
+        self._home_of = None
+
+    def home(self, pointer: int, other: int | None = None) -> int | None:
+        if other is not None:
+            return home if (home := self.home(pointer)) == self.home(other) else None
+        tenant = self.tenants.get(pointer)
+        if tenant is None:
+            return super().home(pointer)
+        told = self._home_of(pointer)
+        if told != tenant.home:
+            raise Violation(f"memory of stream {tenant.home} is said to be of {told}")
+        return tenant.home
+
+    def pool(self, pointer: int) -> object:
+        return None if pointer in self.tenants else super().pool(pointer)
+
+    def block(self, tensor: torch.Tensor) -> Block | None:
+        return self.tenants.get(tensor.untyped_storage().data_ptr()) or super().block(tensor)
+
+    def hand_out(self, tensor: torch.Tensor, stream: int) -> None:
+        """Note that ``tensor`` was handed out on ``stream``, and check that it could be (S1, S5, S6)."""
+        start = tensor.untyped_storage().data_ptr()
+        at = self.streams[stream]
+        tenant = Tenant(start, start + tensor.untyped_storage().nbytes(), stream, at.capture)
+        for other in tuple(self.history):
+            if other.start < tenant.end and tenant.start < other.end:
+                unsafe = other.touched[0] & ~self.done
+                if at.capture:
+                    unsafe |= other.touched[at.capture] & ~at.captured
+                else:
+                    unsafe &= ~at.eager
+                if unsafe:
+                    raise Violation(f"memory is handed out on stream {stream} while operations {unsafe:b} may touch it")
+                other.gone |= other.capture != at.capture or not at.capture
+                if tenant.start <= other.start and other.end <= tenant.end and not other.capture:
+                    self.history.remove(other)
+        self.history.append(tenant)
+        self.tenants[start] = tenant
+
+
+class ArenaGraph(FakeGraph):
+    """A graph that owns all that its collectives touch, wherever it comes from."""
+
+    def touch(self, blocks: list[Block]) -> None:
+        self.touches += [(block, block.tenancy) for block in blocks]
+
+    def replay(self) -> None:
+        for block, _ in self.touches:
+            if isinstance(block, Tenant) and block.gone:
+                raise Violation("a replay touches memory that is somebody else's (S6)")
+        self.device.launch(self.device.here(), [block for block, _ in self.touches])
 
 
 class FakeGroup:

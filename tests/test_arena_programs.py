@@ -20,7 +20,7 @@ from hypothesis import Phase
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 from programs import Running, programs
-from simulated import INDEX, Block, FakeGraph, FakeGroup, Launched, SimulatedDevice, Violation, call, call_sync
+from simulated import INDEX, ArenaDevice, ArenaGraph, FakeGroup, Launched, Violation, call, call_sync
 
 from safecomm import _torch, captures
 from safecomm.arena import Arena, layout
@@ -44,82 +44,6 @@ def _quiet() -> Iterator[None]:
     log.setLevel(logging.ERROR)
     yield
     log.setLevel(before)
-
-
-class Tenant(Block):
-    """A range of the arena from when it was handed out."""
-
-    def __init__(self, start: int, end: int, home: int, capture: int) -> None:
-        super().__init__(home, capture, end - start)
-        self.start = start
-        self.end = end
-        self.gone = False  # somebody else has it, who is not of the same capture
-
-
-class ArenaDevice(SimulatedDevice):
-    """A device whose memory is an arena's."""
-
-    def __init__(self) -> None:
-        super().__init__(streams=3)
-        self.tenants: dict[int, Tenant] = {}  # the last at each address
-        self.history: list[Tenant] = []
-        self._home_of: Any = None
-
-    def claim(self, start: int, end: int, home: Any) -> None:
-        self._home_of = home
-
-    def unclaim(self, start: int) -> None:
-        self._home_of = None
-
-    def home(self, pointer: int, other: int | None = None) -> int | None:
-        if other is not None:
-            return home if (home := self.home(pointer)) == self.home(other) else None
-        tenant = self.tenants.get(pointer)
-        if tenant is None:
-            return super().home(pointer)
-        told = self._home_of(pointer)
-        if told != tenant.home:
-            raise Violation(f"memory of stream {tenant.home} is said to be of {told}")
-        return tenant.home
-
-    def pool(self, pointer: int) -> object:
-        return None if pointer in self.tenants else super().pool(pointer)
-
-    def block(self, tensor: torch.Tensor) -> Block | None:
-        return self.tenants.get(tensor.untyped_storage().data_ptr()) or super().block(tensor)
-
-    def hand_out(self, tensor: torch.Tensor, stream: int) -> None:
-        """Note that ``tensor`` was handed out on ``stream``, and check that it could be (S1, S5, S6)."""
-        start = tensor.untyped_storage().data_ptr()
-        at = self.streams[stream]
-        tenant = Tenant(start, start + tensor.untyped_storage().nbytes(), stream, at.capture)
-        for other in tuple(self.history):
-            if other.start < tenant.end and tenant.start < other.end:
-                unsafe = other.touched[0] & ~self.done
-                if at.capture:
-                    unsafe |= other.touched[at.capture] & ~at.captured
-                else:
-                    unsafe &= ~at.eager
-                if unsafe:
-                    raise Violation(f"memory is handed out on stream {stream} while operations {unsafe:b} may touch it")
-                other.gone |= other.capture != at.capture or not at.capture
-                if tenant.start <= other.start and other.end <= tenant.end and not other.capture:
-                    self.history.remove(other)
-        self.history.append(tenant)
-        self.tenants[start] = tenant
-
-
-class ArenaGraph(FakeGraph):
-    """A graph that owns all that its collectives touch, wherever it comes from."""
-
-    def touch(self, blocks: list[Block]) -> None:
-        self.touches += [(block, block.tenancy) for block in blocks]
-
-    def replay(self) -> None:
-        for block, _ in self.touches:
-            if isinstance(block, Tenant) and block.gone:
-                raise Violation("a replay touches memory that is somebody else's (S6)")
-        self.device.launch(self.device.here(), [block for block, _ in self.touches])
 
 
 class ArenaPrograms(RuleBasedStateMachine):
