@@ -1,9 +1,9 @@
 """Where a signal handler can raise, and where another thread can go on: points in the functions of safecomm.
 
 CPython looks for signals, and gives the interpreter to another thread, where a function begins, where a call returns,
-and where a loop goes back. :func:`instrumented` compiles functions of safecomm anew with a call of :func:`point` at each
-of these. A tracer would see them too, but until Python 3.13 it refers to the locals of each frame that it sees, and
-safecomm counts references. Simulated devices are not compiled anew, so that a call of one is as one into C.
+and where a loop goes back. :func:`instrumented` compiles functions of safecomm anew with a call of :func:`point` at
+each of these. A tracer would see them too, but until Python 3.13 it refers to the locals of each frame that it sees,
+and safecomm counts references. Simulated devices are not compiled anew, so that a call of one is as one into C.
 """
 
 from __future__ import annotations
@@ -115,7 +115,9 @@ def _functions(owner: Any, module: types.ModuleType) -> Iterator[types.FunctionT
             continue
         parts = [found.fget, found.fset] if isinstance(found, property) else [found]
         for part in parts:
-            function = inspect.unwrap(getattr(part, "__func__", part)) if callable(getattr(part, "__func__", part)) else part
+            function = (
+                inspect.unwrap(getattr(part, "__func__", part)) if callable(getattr(part, "__func__", part)) else part
+            )
             if isinstance(function, types.FunctionType) and function.__globals__ is vars(module):
                 yield function
 
