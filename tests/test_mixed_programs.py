@@ -1,0 +1,213 @@
+"""Random programs that mix the arena, graphs, record_stream, threads and interrupts break no promise (S1, S3, S5, S6).
+
+And the proof that they could tell: with one rule of safecomm broken, some program fails.
+"""
+
+import contextlib
+from unittest import mock
+
+import mixed_programs
+import pytest
+from mixed_programs import run_many
+from points import TurnLock
+
+from safecomm import captures, refcounts
+from safecomm.arena import arena as arena_module
+from safecomm.arena import layout as layout_module
+from safecomm.arena.arena import Arena
+from safecomm.arena.layout import NOBODY, Layout
+from safecomm.captures import CapturedGraph
+from safecomm.ledger import Ledger
+from safecomm.trails import Trails
+
+pytestmark = pytest.mark.skipif(not refcounts.COUNTED, reason="the programs are about the ways that count references")
+
+GATE = {11: 500, 12: 500}
+"""Programs of each seed. Many more have run: benchmarks/results/mixed_programs.json."""
+
+BOUND = 3000
+"""Programs within which each mutant is to be found."""
+
+
+@pytest.mark.parametrize("seed", GATE)
+def test_mixed_programs_s1_s3_s5_s6(seed):
+    ended = run_many(seed, range(GATE[seed]))
+    assert ended["failures"] == []
+    assert min(ended["counts"][kind] for kind in mixed_programs.KINDS) > 0
+
+
+def test_a_program_is_the_same_when_it_runs_alone():
+    with mixed_programs.World() as world:
+        steps = {number: mixed_programs.run_one(world, 13, number)[0].steps for number in range(40)}
+        for number in (39, 7, 20):
+            assert mixed_programs.run_one(world, 13, number)[0].steps == steps[number]
+
+
+def test_a_failure_says_how_to_run_it_again(capsys):
+    with takes_any_wait_for_one_at_home(), mock.patch("sys.argv", ["", "--programs", "150", "--seed", "14"]):
+        assert mixed_programs.main() == 1
+    said = capsys.readouterr().out.splitlines()[0].split(":")
+    assert said[0] == "unsafe_reuse"
+    with takes_any_wait_for_one_at_home(), mock.patch("sys.argv", ["", *said[1].split()]):
+        assert mixed_programs.main() == 1
+    assert "first " in capsys.readouterr().out
+
+
+# --- safecomm with one rule broken --------------------------------------------------------------------------------
+
+
+def takes_any_wait_for_one_at_home():
+    """Releases a work whichever stream has waited for it."""
+
+    def settle(ledger, entry):
+        ledger._release(entry)
+
+    return mock.patch.object(Ledger, "_settle", settle)
+
+
+def forgets_leases():
+    """Takes a slot for idle that a graph writes at each replay."""
+
+    def idle(slot, but_for_graph):
+        return original(slot, True)
+
+    original = arena_module._idle
+    return mock.patch.object(arena_module, "_idle", idle)
+
+
+def releases_trails_before_their_event():
+    """Takes each trail for over."""
+
+    def sweep(trails, lane):
+        trails.release(lane.entries)
+
+    return mock.patch.object(Trails, "_sweep_eager", sweep)
+
+
+def ends_leases_with_the_capture():
+    """Gives back what a graph uses when it has been captured."""
+
+    def seal(captured):
+        original(captured)
+        captured._leave_slots()
+        for one in captured._arguments:
+            one.storage = None
+
+    original = CapturedGraph.seal
+    return mock.patch.object(CapturedGraph, "seal", seal)
+
+
+def gives_slots_to_other_streams_as_they_are():
+    """Orders no stream after those that used the memory before."""
+
+    def take(layout, *arguments, **how):
+        found = original(layout, *arguments, **how)
+        return None if found is None else (found[0], NOBODY)
+
+    original = Layout.take
+    return mock.patch.object(Layout, "take", take)
+
+
+def converts_nothing():
+    """Says of each call of record_stream that it holds the memory."""
+
+    def record(trails, *arguments, **how):
+        return True
+
+    return mock.patch.object(Trails, "record", record)
+
+
+def forgets_the_last_replay():
+    """Lets go of what a graph has used as soon as it has ended."""
+
+    def orphan(trails, *what):
+        pass
+
+    return mock.patch.object(Trails, "orphan", orphan)
+
+
+def gives_captures_what_runs():
+    """Does not wait for the device before a capture."""
+
+    def before_capture(arena):
+        arena._layout.harvest(lambda: None)
+
+    return mock.patch.object(Arena, "before_capture", before_capture)
+
+
+def keeps_what_is_over():
+    """Lets no trail and no record go."""
+
+    def release(trails, entry):
+        kept.append(entry.storages)
+
+    kept = []
+    return mock.patch.object(Trails, "_release", release)
+
+
+def goes_on_watching():
+    """Leaves what sees captures where it is."""
+    return mock.patch.object(captures, "unwatch", return_value=None)
+
+
+def closes_without_order():
+    """Gives the block back whatever runs on it."""
+
+    def close(arena):
+        with mock.patch.object(type(arena._streams), "order"):
+            original(arena)
+
+    original = Arena.close
+    return mock.patch.object(Arena, "close", close)
+
+
+def releases_what_has_failed():
+    """Takes a wait that raises for one that has come back."""
+
+    def quarantine(ledger, entry, error):
+        ledger._release(entry)
+
+    return mock.patch.object(Ledger, "_quarantine", quarantine)
+
+
+def loses_strays():
+    """Does not find again what an interrupt has left on no shelf."""
+
+    return mock.patch.object(layout_module, "HELD_ONCE", -9)
+
+
+def lets_two_threads_into_the_layout():
+    """Takes no lock."""
+
+    @contextlib.contextmanager
+    def unlocked():
+        with mock.patch.object(TurnLock, "acquire", return_value=True), mock.patch.object(TurnLock, "release"):
+            yield
+
+    return unlocked()
+
+
+MUTANTS = [
+    takes_any_wait_for_one_at_home,
+    forgets_leases,
+    releases_trails_before_their_event,
+    ends_leases_with_the_capture,
+    gives_slots_to_other_streams_as_they_are,
+    converts_nothing,
+    forgets_the_last_replay,
+    gives_captures_what_runs,
+    keeps_what_is_over,
+    goes_on_watching,
+    closes_without_order,
+    releases_what_has_failed,
+    loses_strays,
+    lets_two_threads_into_the_layout,
+]
+
+
+@pytest.mark.parametrize("broken", MUTANTS)
+def test_programs_find_a_safecomm_that(broken):
+    """The promises are really tested: safecomm with one rule broken does not get through."""
+    with broken():
+        ended = run_many(15, range(BOUND), stop=1)
+    assert ended["failures"] != []
