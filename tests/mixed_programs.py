@@ -91,11 +91,13 @@ KNOWN: dict[str, tuple[str, str]] = {
 None raises there, nor in what they call from there.
 """
 
-KNOWN_TURNS: dict[str, str] = {
-    "ledger.Ledger.sweep": "what another thread leaves meanwhile is taken for what is not part of a capture",
-    "ledger.Ledger._capturing": "the same",
+KNOWN_TURNS: dict[str, tuple[bool, str]] = {
+    "ledger.Ledger.sweep": (True, "what another thread leaves meanwhile is taken for what is not part of a capture"),
+    "ledger.Ledger._capturing": (True, "the same"),
+    "arena.use.use_arena.__enter__": (False, "the list of arenas in use is looked through, and then changed"),
+    "arena.use.use_arena.__exit__": (False, "the same"),
 }
-"""Functions in a capture that another thread is known to break a promise in: it is given no turn there."""
+"""Functions that another thread is known to break a promise in (True: in a capture): it is given no turn there."""
 
 Known = Mapping[str, tuple[str, str]]
 
@@ -291,6 +293,9 @@ class World:
         class Over:
             def __init__(self, storage: Any) -> None:
                 self.tensor = torch.empty(0, dtype=torch.uint8).set_(storage)
+
+            def untyped_storage(self) -> torch.UntypedStorage:
+                return self.tensor.untyped_storage()
 
             def record_stream(self, stream: Stream) -> None:
                 world.device.record_stream(self.tensor, _raw(stream))
@@ -497,7 +502,7 @@ class Program:
         """It is time for what was drawn, at some point of a call of safecomm."""
         frame = sys._getframe(2)
         switches = self.turns.second or self.events[-1] == "switch"
-        if switches and self.known and self.device.here().capture and _is_known_turn(frame):
+        if switches and self.known and _is_known_turn(frame, self.device.here().capture):
             HOOK.left = self.soon()
             self.counts["spared"] += 1
             return
@@ -1156,8 +1161,9 @@ def _chain(frame: Any) -> str:
     return f"{chain[0]}:{line} < {' < '.join(chain[1:])}" if chain[1:] else f"{chain[0]}:{line}"
 
 
-def _is_known_turn(frame: Any) -> bool:
-    return not KNOWN_TURNS.keys().isdisjoint({_place(frame), _place(frame.f_back)})
+def _is_known_turn(frame: Any, capture: int) -> bool:
+    found = [KNOWN_TURNS.get(_place(one)) for one in (frame, frame.f_back)]
+    return any(one is not None and (capture or not one[0]) for one in found)
 
 
 def _where(frame: Any) -> str:
@@ -1252,7 +1258,8 @@ def write(path: Path, part: dict[str, Any]) -> None:
     commit = _commit()
     results = json.loads(path.read_text()) if path.exists() else {}
     if results.get("commit") != commit:
-        spares = {name: why for name, (_, why) in KNOWN.items()} | KNOWN_TURNS
+        spares = {"interrupts": {name: why for name, (_, why) in KNOWN.items()},
+                  "turns": {name: why for name, (_, why) in KNOWN_TURNS.items()}}  # fmt: skip
         results = {"commit": commit, "torch": torch.__version__, "spares": spares, "parts": []}
     results["parts"] = [one for one in results["parts"] if one["seed"] != part["seed"]] + [part]
     results["total"] = {
