@@ -23,9 +23,7 @@ from safecomm.trails import Trails
 
 pytestmark = [
     pytest.mark.skipif(not refcounts.COUNTED, reason="the programs are about the ways that count references"),
-    pytest.mark.skipif(
-        sys.version_info < (3, 11), reason="functions that are spared are told by their qualified names"
-    ),
+    pytest.mark.skipif(sys.version_info < (3, 11), reason="what is spared is told by qualified names"),
 ]
 
 GATE = {11: 500, 12: 500}
