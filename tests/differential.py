@@ -145,7 +145,10 @@ def _is_asynchronous(case: Case) -> bool:
 _LIMITS = "README, Limits: "
 
 KNOWN = [
-    (_LIMITS + "gloo is given aliases, and its results are those", lambda _, label: "whose" in label),
+    (
+        _LIMITS + "gloo is given aliases, and its results are those, which are no parameters",
+        lambda case, label: "whose" in label or (case["kind"] == "parameter" and "result" in label),
+    ),
     (
         _LIMITS + "of two things that are wrong the other is told: a group that is none, given by position",
         lambda case, label: (
@@ -159,8 +162,8 @@ KNOWN = [
         ),
     ),
     (
-        _LIMITS + "of two things that are wrong the other is told: a keyword, of a deprecated function",
-        lambda case, label: label == "warnings" and case["wrong"] == "extra",
+        _LIMITS + "of two things that are wrong the other is told: the arguments, of a deprecated function",
+        lambda case, label: label == "warnings" and case["wrong"] in ("missing", "extra"),
     ),
     (
         _LIMITS + "gloo's reduce_scatter copies its result at each wait, and safecomm waits for it once",

@@ -1056,3 +1056,45 @@ def test_an_arena_is_closed_by_whoever_leaves_it_last():
 def test_integers_of_numpy_are_sizes(arena):
     assert arena.empty(numpy.int64(3), 2).shape == (3, 2)
     assert arena.empty((numpy.int32(3),)).shape == (3,)
+
+
+def test_threads_enter_and_leave_at_the_same_time():
+    arena = Arena("64KiB", "cpu")
+    dice = random.Random(1)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    failed = []
+
+    def program():
+        try:
+            for _ in range(dice.randrange(300, 400)):
+                with use_arena(arena), use_arena(arena):
+                    assert use.IN_USE[-1] is arena
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=program) for _ in range(4)]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert failed == []
+    assert not use.IN_USE
+    assert not use._order
+    arena.close()
+
+
+@pytest.mark.parametrize("step", ["_let_go", "forget"])
+def test_a_close_that_an_exception_has_ended_can_be_made_again(monkeypatch, step):
+    arena = Arena(4096, "cpu")
+    owner = Arena if step == "_let_go" else Layout
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, step, lambda *_: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            arena.close()
+    arena.close()
+    assert -1 not in module.OPEN
+    Arena(4096, "cpu").close()

@@ -700,6 +700,8 @@ class Arena:
     def _closed(self) -> bool:
         """Close the arena if no slot is in use; return whether it is closed."""
         if self._ended:
+            if OPEN.get(self.index) is self:  # an exception of a signal handler came in the middle
+                self._let_go()
             return True
         LEDGER.sweep(thorough=True)
         layout = self._layout
@@ -724,21 +726,25 @@ class Arena:
                             self._streams.order(self.index, self._home, event)
                             self._streams.recycle(self.index, event)
                 self._ended = f"{self!r} was closed"
-                if self.index != HOST:
-                    self._streams.unclaim(self._base)
-                layout.forget()
             finally:
                 layout.changing = False
                 if not self._ended:
                     self._fast = fast
-        if self._backing is not None:
-            self._backing.close()
-            self._backing = None
+        self._let_go()
+        return True
+
+    def _let_go(self) -> None:
+        """Give the block back. May begin again, where an exception has ended it."""
+        if self.index != HOST:
+            self._streams.unclaim(self._base)
+        self._layout.forget()
+        backing, self._backing = self._backing, None
+        if backing is not None:  # never twice: the other ranks take part
+            backing.close()
         self._block = torch.empty(0)
         self._pool = None
         if OPEN.get(self.index) is self:
             del OPEN[self.index]
-        return True
 
 
 def _share(arena: weakref.ref[Arena], start: int, storage: torch.UntypedStorage) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,6 +22,7 @@ IN_USE: dict[int, Any] = {}
 
 _order: list[Any] = []  # those in use, the innermost last
 _made: list[Any] = []  # those that are to be closed when they are no longer in use
+_lock = threading.RLock()  # around these, which threads may change at the same time
 
 VARIABLE = "SAFECOMM_ARENA"
 _wanted: list[int] = []  # bytes that the variable asks for, until it is known that they can be had
@@ -99,35 +101,43 @@ class use_arena:  # noqa: N801
         self._inside = 0
 
     def __enter__(self) -> Any:
+        arena = self.arena
         if self._made:
-            self.arena._refuse_ended("use_arena()")
-            _made.append(self.arena)
-        index = self.arena.index
-        self._inside += 1
-        IN_USE[index] = self.arena
-        _order.append(self.arena)
-        return self.arena
+            arena._refuse_ended("use_arena()")
+        with _lock:
+            if self._made:
+                _made.append(arena)
+            self._inside += 1
+            _order.append(arena)
+            _choose(arena.index)
+        return arena
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if not self._inside:
-            raise RuntimeError("use_arena(): it was left, and had not been entered")
-        self._inside -= 1
         arena = self.arena
-        # The last of them and not the first, and what is then the last in use: others may have entered in between.
-        place = len(_order) - 1 - _order[::-1].index(arena)
-        del _order[place]
-        others = [one for one in _order if one.index == arena.index]
-        if others:
-            IN_USE[arena.index] = others[-1]
-        else:
-            IN_USE.pop(arena.index, None)
-        if arena in _made and arena not in _order:  # whoever leaves it last closes it
-            _made[:] = [one for one in _made if one is not arena]
-            if kind is None:
-                arena.close()
-            else:  # the traceback may have tensors of it, so it is not waited for
-                with contextlib.suppress(SafecommError):
-                    arena._closed()
+        with _lock:
+            if not self._inside:
+                raise RuntimeError("use_arena(): it was left, and had not been entered")
+            self._inside -= 1
+            # The last of them and not the first: others may have entered in between.
+            del _order[len(_order) - 1 - _order[::-1].index(arena)]
+            _choose(arena.index)
+            last = arena in _made and arena not in _order
+            if last:
+                _made[:] = [one for one in _made if one is not arena]
+        if last and kind is None:  # whoever leaves it last closes it
+            arena.close()
+        elif last:  # the traceback may have tensors of it, so it is not waited for
+            with contextlib.suppress(SafecommError):
+                arena._closed()
+
+
+def _choose(index: int) -> None:
+    """Use the innermost arena of a device, or none."""
+    others = [arena for arena in _order if arena.index == index]
+    if others:
+        IN_USE[index] = others[-1]
+    else:
+        IN_USE.pop(index, None)
 
 
 class record_plan:  # noqa: N801
@@ -184,7 +194,9 @@ def empty(*size: Any, dtype: torch.dtype | None = None, device: Any = None, buck
 
 def _none_in_child() -> None:
     # The arenas are the parent's; the child has ordinary memory, until it makes its own.
+    global _lock
     IN_USE.clear()
+    _lock = threading.RLock()  # another thread of the parent may have had it
     _order.clear()
     _made.clear()
     _wanted.clear()
