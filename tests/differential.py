@@ -163,7 +163,7 @@ KNOWN = [
     ),
     (
         _LIMITS + "of two things that are wrong the other is told: the arguments, of a deprecated function",
-        lambda case, label: label == "warnings" and case["wrong"] in ("missing", "extra"),
+        lambda case, label: label == "warnings" and case["wrong"] != "nothing",
     ),
     (
         _LIMITS + "gloo's reduce_scatter copies its result at each wait, and safecomm waits for it once",
@@ -193,7 +193,10 @@ KNOWN = [
         "bucketed(): calls are launched at the end, where wrong ones raise, and others of the block have not run then",
         lambda case, label: (
             "bucketed" in case["context"] and case["_raises"]
-            and (re.search(r"call \d+: kind", label) or (case["times"] > 1 and label.startswith(("call", "bits"))))
+            and (
+                re.search(r"call \d+: kind", label)
+                or (case["times"] > 1 and label.startswith(("call", "bits", "warnings")))
+            )
         ),
     ),
 ]  # fmt: skip
