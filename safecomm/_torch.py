@@ -221,19 +221,26 @@ _NOT_DIRECT = "calls go through c10d's own function, which takes the host longer
 Backend: Any = _private(f"{_C_C10D}.Backend", _Never, _NOT_DIRECT, _is_class)
 """The C++ side of one backend of a group. Calling its collectives skips the dispatcher, 1 to 2.5 us of each call."""
 
+HOOKS = hasattr(c10d.ProcessGroup, "register_pre_hook")
+"""Whether groups have hooks (torch 2.14 and later): they see the calls of a group, and not those of its backend."""
+
 
 class Launch(NamedTuple):
-    """A collective of a :data:`Backend`, and the class of its options."""
+    """A collective of a group where groups have :data:`HOOKS`, else of a :data:`Backend`; the class of its options."""
 
     function: Any
     options: Any
 
 
-def _launch(method: str, tensors: int, options: str) -> Launch | None:
+def _launch(method: str, tensors: int, options: str, newer: str = "") -> Launch | None:
+    if HOOKS and hasattr(c10d.ProcessGroup, newer):
+        method = newer  # what c10d's own function calls
+    owner = "ProcessGroup" if HOOKS else "Backend"
     # What pybind writes down of a method's arguments: so many of tensors, or of lists of them, and the options.
-    signature = re.compile(rf"\(self: \S+\.Backend(, \w+: \S*Tensor\]?){{{tensors}}}, opts: \S+\.{options} = ")
+    given = rf"(, \w+: \S*Tensor\]?){{{tensors}}}, opts: \S+\.{options} = "
+    signature = re.compile(rf"\(self: \S+\.{owner}{given}")
     function = _private(
-        f"{_C_C10D}.Backend.{method}", None, _NOT_DIRECT,
+        f"{_C_C10D}.{owner}.{method}", None, _NOT_DIRECT,
         lambda found: callable(found) and signature.search(found.__doc__) is not None,
     )  # fmt: skip
     kind = _private(f"{_C10D}.{options}", None, _NOT_DIRECT, _takes_what_it_took)
@@ -252,10 +259,10 @@ def _takes_what_it_took(kind: Any) -> bool:
 
 
 all_reduce: Launch | None = _launch("allreduce", 1, "AllreduceOptions")
-all_gather: Launch | None = _launch("_allgather_base", 2, "AllgatherOptions")
-reduce_scatter: Launch | None = _launch("_reduce_scatter_base", 2, "ReduceScatterOptions")
+all_gather: Launch | None = _launch("_allgather_base", 2, "AllgatherOptions", "all_gather_single")
+reduce_scatter: Launch | None = _launch("_reduce_scatter_base", 2, "ReduceScatterOptions", "reduce_scatter_single")
 all_to_all: Launch | None = _launch("alltoall", 2, "AllToAllOptions")
-"""How collectives are launched past the dispatcher; None where torch does not have what that takes."""
+"""How collectives are launched directly; None where torch does not have what that takes."""
 
 
 def _perhaps() -> bool:

@@ -619,7 +619,8 @@ def prepared(launch: _torch.Launch | None) -> tuple[Any, dict[int, Any], dict[in
 DIRECT: dict[str, tuple[Callable[..., Any], dict[int, Any], dict[int, Any]]] = {}
 """How the calls that have a direct way are launched, by the names of c10d's functions.
 
-What to call with the backend, the tensors and options; and the two tables of :func:`prepared`.
+What to call with the group, or its backend where groups have no hooks, the tensors and options; and the two tables of
+:func:`prepared`.
 """
 
 

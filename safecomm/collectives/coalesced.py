@@ -145,7 +145,7 @@ class _Manager(Block):
             if len(taken) == 1:  # a signal handler may have made another call since
                 # c10d's manager, if there is one, is left where it is: it would launch the call again.
                 launch, lane, options, tensors = ready
-                inner = launch(lane.backend, *tensors, options)
+                inner = launch(group if _torch.HOOKS else lane.backend, *tensors, options)
                 cm.append(hold_launched("_coalescing_manager", inner, lane, group, tensors, async_ops, frame))
                 return
             calls = REGIONS[group] = taken

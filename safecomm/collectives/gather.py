@@ -45,6 +45,7 @@ _direct = LEDGER.direct
 _modes = _torch.dispatch_modes
 _profiler = _torch.profiler
 _inflight = _torch.inflight_as_graph_input
+_HOOKS = _torch.HOOKS
 
 # --- all_gather_into_tensor, which torch 2.13 calls all_gather_single -----------------------------------------
 
@@ -114,22 +115,23 @@ def _all_gather(output_tensor: Any, input_tensor: Any, group: Any = None, async_
         if type(region) is not Region:  # torch's own
             return forward(output_tensor, input_tensor, group=group, async_op=async_op)
         return region.collect(_c10d_all_gather, input_tensor, output_tensor, None, async_op)
+    launcher = to if _HOOKS else lane.backend
     index = lane.index
     home = _home(output_tensor.data_ptr(), input_tensor.data_ptr()) if index >= 0 else HOST
     _count()
     if async_op:
         if lane.streamed:
             storages = (output_tensor.untyped_storage(), input_tensor.untyped_storage())
-            inner = _launch(lane.backend, output_tensor, input_tensor, _async_options)
+            inner = _launch(launcher, output_tensor, input_tensor, _async_options)
         else:  # see call.host_alias; what comes after the launch takes no time, because gloo runs in threads of its own
             to_write, to_read = output_tensor, input_tensor
             if not (to_write.requires_grad or to_read.requires_grad):
                 to_write, to_read = to_write.detach(), to_read.data
-            inner = _launch(lane.backend, to_write, to_read, _async_options)
+            inner = _launch(launcher, to_write, to_read, _async_options)
             storages = (output_tensor.untyped_storage(), input_tensor.untyped_storage())
         frame = _caller(_getframe(1)) if _RENAMED else _getframe(1)
         return inner and lane.hold(Work(), _NAME, inner, storages, home, frame)
-    inner = _launch(lane.backend, output_tensor, input_tensor, _sync_options)
+    inner = _launch(launcher, output_tensor, input_tensor, _sync_options)
     if inner is not None:
         inner.wait()
     if index >= 0 and home != _current(index):

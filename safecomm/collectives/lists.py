@@ -61,6 +61,7 @@ _forward_ad = _torch.forward_ad
 _inflight = _torch.inflight_as_graph_input
 _inference = torch.is_inference_mode_enabled
 _NCCL = _torch.NCCL
+_HOOKS = _torch.HOOKS
 
 _SUM = id(c10d.ReduceOp.SUM)
 _launch_all_gather, *_tables = prepared(_torch.all_gather)
@@ -278,11 +279,12 @@ def _run(
         LEDGER.sweep()
     if _recording:
         captures.check_group(op, group, arguments)
+    launcher = group if _HOOKS else lane.backend
     if _profiler._is_profiler_enabled:
         with span(op):
-            inner = launch(lane.backend, output, source, options)
+            inner = launch(launcher, output, source, options)
     else:
-        inner = launch(lane.backend, output, source, options)
+        inner = launch(launcher, output, source, options)
     if _recording:
         # Not the buffer, which is gone in a moment: a replay looks whether the caller's own tensors have moved.
         captures.note(op, group, arguments, _getframe(2))
@@ -310,12 +312,13 @@ def _staged(
     if slot is None:
         return False
     count()
+    launcher = group if _HOOKS else lane.backend
     try:
         if _profiler._is_profiler_enabled:
             with span(op):
-                run(lane.backend, slot, pieces, tensor, options)
+                run(launcher, slot, pieces, tensor, options)
         else:
-            run(lane.backend, slot, pieces, tensor, options)
+            run(launcher, slot, pieces, tensor, options)
         if _recording:
             captures.note(op, group, arguments, _getframe(2))  # the slot is the graph's already
     finally:  # what has failed may still be running
@@ -324,8 +327,8 @@ def _staged(
     return True
 
 
-def _gather(backend: Any, slot: torch.Tensor, pieces: list[Any], tensor: torch.Tensor, options: Any) -> None:
-    inner = _launch_all_gather(backend, slot, tensor, options)
+def _gather(launcher: Any, slot: torch.Tensor, pieces: list[Any], tensor: torch.Tensor, options: Any) -> None:
+    inner = _launch_all_gather(launcher, slot, tensor, options)
     if inner is not None:
         inner.wait()
     if tensor.nbytes > _LARGE:
@@ -334,9 +337,9 @@ def _gather(backend: Any, slot: torch.Tensor, pieces: list[Any], tensor: torch.T
         _torch.copy_all(pieces, slot.unbind())
 
 
-def _scatter(backend: Any, slot: torch.Tensor, pieces: list[Any], tensor: torch.Tensor, options: Any) -> None:
+def _scatter(launcher: Any, slot: torch.Tensor, pieces: list[Any], tensor: torch.Tensor, options: Any) -> None:
     torch.cat(pieces, out=slot)
-    inner = _launch_reduce_scatter(backend, tensor, slot, options)
+    inner = _launch_reduce_scatter(launcher, tensor, slot, options)
     if inner is not None:
         inner.wait()
 

@@ -45,13 +45,14 @@ _direct = LEDGER.direct
 _modes = _torch.dispatch_modes
 _profiler = _torch.profiler
 _inflight = _torch.inflight_as_graph_input
+_HOOKS = _torch.HOOKS
 
 # --- all_reduce ------------------------------------------------------------------------------------------
 
 _launch_all_reduce, _sync_all_reduce, _async_all_reduce = prepared(_torch.all_reduce)
 if _launch_all_reduce is not None:
     DIRECT["all_reduce"] = (
-        lambda backend, tensor, options: _launch_all_reduce(backend, [tensor], options),
+        lambda launcher, tensor, options: _launch_all_reduce(launcher, [tensor], options),
         _sync_all_reduce,
         _async_all_reduce,
     )
@@ -100,6 +101,7 @@ def all_reduce(tensor: Any, op: Any = c10d.ReduceOp.SUM, group: Any = None, asyn
         if type(region) is not Region:  # torch's own
             return forward(tensor, op=op, group=group, async_op=async_op)
         return region.collect(_c10d_all_reduce, tensor, None, op, async_op)
+    launcher = to if _HOOKS else lane.backend
     index = lane.index
     home = _home(tensor.data_ptr()) if index >= 0 else HOST
     _count_all_reduce()
@@ -107,9 +109,9 @@ def all_reduce(tensor: Any, op: Any = c10d.ReduceOp.SUM, group: Any = None, asyn
         storages = (tensor.untyped_storage(),)
         # gloo's goes past torch, so no version counter is to be shared: see call.host_alias.
         one = tensor if lane.streamed or tensor.requires_grad else tensor.data
-        inner = _launch_all_reduce(lane.backend, [one], options)
+        inner = _launch_all_reduce(launcher, [one], options)
         return inner and lane.hold(Work(), "all_reduce", inner, storages, home, _getframe(1))
-    inner = _launch_all_reduce(lane.backend, [tensor], options)
+    inner = _launch_all_reduce(launcher, [tensor], options)
     if inner is not None:  # None where the backend ran it on the current stream (NCCL since torch 2.8)
         inner.wait()
     if index >= 0 and home != _current(index):
@@ -178,23 +180,24 @@ def _reduce_scatter(
         if type(region) is not Region:  # torch's own
             return forward(output, input, op=op, group=group, async_op=async_op)
         return region.collect(_c10d_reduce_scatter, input, output, op, async_op)
+    launcher = to if _HOOKS else lane.backend
     index = lane.index
     home = _home(output.data_ptr(), input.data_ptr()) if index >= 0 else HOST
     _count_reduce_scatter()
     if async_op:
         storages = (output.untyped_storage(), input.untyped_storage())
         if lane.streamed:
-            inner = _launch_reduce_scatter(lane.backend, output, input, options)
+            inner = _launch_reduce_scatter(launcher, output, input, options)
             frame = _caller(_getframe(1)) if _RENAMED else _getframe(1)
             return inner and lane.hold(Work(), _NAME, inner, storages, home, frame)
         # gloo's; see call.host_alias. It can't be polled, as point-to-point calls can't.
         to_write, to_read = output, input
         if not (output.requires_grad or input.requires_grad):
             to_write, to_read = output.detach(), input.data
-        inner = _launch_reduce_scatter(lane.backend, to_write, to_read, options)
+        inner = _launch_reduce_scatter(launcher, to_write, to_read, options)
         frame = _caller(_getframe(1)) if _RENAMED else _getframe(1)
         return inner and LEDGER.hold(handle(once=True), _NAME, inner, to, index, storages, frame, p2p=True)
-    inner = _launch_reduce_scatter(lane.backend, output, input, options)
+    inner = _launch_reduce_scatter(launcher, output, input, options)
     if inner is not None:
         inner.wait()
     if index >= 0 and home != _current(index):
