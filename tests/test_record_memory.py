@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import os
+import subprocess
+import sys
 import tempfile
 import threading
 import weakref
@@ -274,3 +276,57 @@ def test_a_full_disk_ends_the_recording_and_not_the_program(tmp_path, caplog):
         recording._thread.join()
         recording._write = write
     assert "can't be written to any more" in caplog.text
+
+
+FORKS = """
+import os, sys, threading
+import safecomm
+from safecomm.diagnostics import record
+from safecomm.entries import Entry
+from safecomm.work import Work
+
+slot = vars(Work)["storages"]
+recording = safecomm.record_memory("run.jsonl", interval=1e-4)
+locked, over = threading.Event(), threading.Event()
+
+
+def hold():
+    with record._lock, recording._counters.lock, recording._stopping._cond:
+        locked.set()
+        over.wait()
+
+
+with recording:
+    parent = os.getpid()
+    for number in range(3):
+        if number == 2:  # locks that nobody in the child will ever give back
+            over.clear()
+            threading.Thread(target=hold).start()
+            locked.wait()
+        child = os.fork()
+        if not child:
+            assert vars(Work)["storages"] is slot and "storages" not in vars(Entry)
+            recording.stop()
+            try:
+                recording.start()
+            except safecomm.SafecommError as error:
+                assert "was forked from" in str(error)
+            else:
+                raise AssertionError("it has replaced the file of its parent")
+            with safecomm.record_memory("own.jsonl") as own:
+                pass
+            own.start()
+            sys.exit(0)  # and atexit ends it
+        status = os.waitpid(child, 0)[1]
+        over.set()
+        assert status == 0
+"""
+
+
+def test_the_child_of_a_fork_has_no_recording_and_its_parent_goes_on(tmp_path):
+    """However the locks and the thread that writes were at the fork; it hung, or wrote the end of the parent's file."""
+    environment = {**os.environ, "RANK": "0"}
+    subprocess.run([sys.executable, "-c", FORKS], cwd=tmp_path, env=environment, timeout=100, check=True)
+    assert [sorted(line)[0] for line in lines(tmp_path / "run.rank0.jsonl")].count("end") == 1
+    assert read_recording(tmp_path / "run.rank0.jsonl").left == []
+    assert "end" in lines(tmp_path / "own.rank0.jsonl")[-1]

@@ -18,8 +18,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 import torch.distributed
@@ -121,7 +122,7 @@ def _nbytes(storages: tuple[Any, ...]) -> int:
     return sum(found.values())
 
 
-_installed: list[Callable[[], None]] = []
+_SLOT = vars(Work)["storages"]  # by which a work holds its memory while nobody records
 
 
 def _install(counters: _Counters) -> None:
@@ -129,7 +130,6 @@ def _install(counters: _Counters) -> None:
 
     The attribute by which entries hold memory is made to tell. Nothing is looked at while nobody records.
     """
-    slot = vars(Work)["storages"]
 
     def watched(read: Callable[[Any], Any], write: Callable[[Any, Any], None]) -> property:
         def storages(entry: Entry, value: tuple[Any, ...]) -> None:
@@ -147,17 +147,18 @@ def _install(counters: _Counters) -> None:
     def write(entry: Entry, value: Any) -> None:
         vars(entry)["storages"] = value
 
-    Work.storages = watched(slot.__get__, slot.__set__)  # type: ignore[assignment]
+    Work.storages = watched(_SLOT.__get__, _SLOT.__set__)  # type: ignore[assignment]
     Entry.storages = watched(read, write)  # type: ignore[assignment]
-
-    def remove() -> None:
-        Work.storages = slot
-        del Entry.storages
-
-    _installed.append(remove)
     for entry in LEDGER.entries:
         if "recorded" not in vars(entry) or vars(entry)["recorded"][0] is not counters:
             counters.taken(entry, entry.nbytes)
+
+
+def _remove() -> None:
+    """Undo what ``_install`` has done, or as much of it as it has got to."""
+    Work.storages = _SLOT
+    if "storages" in vars(Entry):
+        del Entry.storages
 
 
 class record_memory(contextlib.ContextDecorator):  # noqa: N801
@@ -173,7 +174,8 @@ class record_memory(contextlib.ContextDecorator):  # noqa: N801
     holds something. Memory and the rate of writing are bounded: about 1 KiB a line, and a line each ``interval``.
 
     A context manager, a decorator, or :meth:`start` and :meth:`stop`. The environment variable ``SAFECOMM_RECORD=PATH``
-    does the same for a whole process. One at a time.
+    does the same for a whole process. One at a time. The child of a fork is not recorded, and may begin a recording of
+    its own, into another file.
 
     Parameters
     ----------
@@ -195,7 +197,7 @@ class record_memory(contextlib.ContextDecorator):  # noqa: N801
     OSError
         At the start, if the file can't be written.
     SafecommError
-        At the start, if another recording is on.
+        At the start, if another recording is on, or the file is that of the process that this one was forked from.
 
     Examples
     --------
@@ -227,17 +229,23 @@ class record_memory(contextlib.ContextDecorator):  # noqa: N801
     def start(self) -> None:
         """Begin to record, into a new file."""
         with _lock:
-            if _installed:
+            if _on:
                 raise SafecommError("record_memory(): a recording is on already. Stop it first.")
             rank, world = _rank()
             self.path = _path_of(self._base, rank)
-            self._file = self.path.open("w")
+            if self.path.resolve() in _of_parents:
+                raise SafecommError(
+                    f"record_memory(): {self.path} is the file of the process that this one was forked from. "
+                    "Give another one."
+                )
+            # Without a buffer: what is in one at a fork would be written by the child, too.
+            self._file = self.path.open("wb", buffering=0)
             self._counters = _Counters()
             self._allocator = _Allocator()
             self._sent = 0
             self._rank: int | None = None
             self._begin = time.perf_counter()
-            self._stopping.clear()
+            self._stopping = threading.Event()  # not the one before, which a fork may have left locked
             versions = {"torch": torch.__version__, "python": sys.version.split()[0]}
             header = {
                 "safecomm_record": VERSION,
@@ -247,6 +255,7 @@ class record_memory(contextlib.ContextDecorator):  # noqa: N801
             }
             self._write({**header, "rank": rank, "world": world, "versions": versions})
             self._rank = rank
+            _on.append(self)
             _install(self._counters)
             self._thread = threading.Thread(target=self._run, name="safecomm-record", daemon=True)
             self._thread.start()
@@ -261,7 +270,8 @@ class record_memory(contextlib.ContextDecorator):  # noqa: N801
         self._stopping.set()
         thread.join()
         with _lock:
-            _installed.pop()()
+            _remove()
+            _on.remove(self)
         atexit.unregister(self.stop)
         with self._file:
             self._sample()
@@ -317,13 +327,37 @@ class record_memory(contextlib.ContextDecorator):  # noqa: N801
         self._write(sample)
 
     def _write(self, line: dict[str, Any]) -> None:
-        self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
-        self._file.flush()
+        data = json.dumps(line, separators=(",", ":")).encode() + b"\n"
+        while data:
+            data = data[self._file.write(data) :]
 
-    _file: IO[str]
+    def _end_in_child(self) -> None:
+        """Forget the recording, which is the parent's and goes on there."""
+        self._thread = None
+        atexit.unregister(self.stop)
+        self._counters.lock = threading.RLock()
+        self._file.close()
+        _of_parents.add(self.path.resolve())
+
+    _file: FileIO
 
 
 _lock = threading.Lock()
+_on: list[record_memory] = []  # the recording that is on, if one is
+_of_parents: set[Path] = set()  # files that processes write, or wrote, which this one was forked from
+
+
+def _none_in_child() -> None:
+    global _lock
+    _lock = threading.Lock()  # another thread of the parent may have had it
+    _remove()
+    for recording in _on:
+        recording._end_in_child()
+    _on.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_none_in_child)
 
 
 class _Allocator:
