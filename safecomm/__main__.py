@@ -12,22 +12,39 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import safecomm
+from safecomm.diagnostics.checked import printable
 
 DONE, WRONG, USAGE, INTERRUPTED = 0, 1, 2, 130
 
 
 def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    try:
+        print(printable(line), file=sys.stderr, flush=True)
+    except BrokenPipeError:  # nobody reads it any more; what was asked for is still to be done
+        _silence(sys.stderr)
+
+
+def _print(text: str) -> None:
+    """Print what the terminal, or what stands for it, may have no letters for."""
+    encoding = sys.stdout.encoding or "utf-8"
+    print(text.encode(encoding, "backslashreplace").decode(encoding))
+
+
+def _silence(stream: TextIO) -> None:
+    """Let what is printed to ``stream``, whose reader has gone, go nowhere, now and when the process ends."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
 
 
 def _write_page(path: Path, reports: Sequence[Any]) -> None:
     from safecomm.diagnostics.page import make_page
 
     try:
-        path.write_text(make_page(reports), encoding="utf-8")
+        path.write_text(make_page(reports), encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise ValueError(f"--html: {path} can't be written: {error.strerror}") from None
 
@@ -140,11 +157,11 @@ def _report(options: argparse.Namespace) -> int:
     from safecomm.diagnostics.report import make_reports
 
     reports = make_reports(options.files, progress=_say)
-    print("\n\n\n".join(map(str, reports)))
-    if options.html is not None:
+    if options.html is not None:  # before what is printed, whose reader may go away
         _write_page(options.html, reports)
     if options.png is not None:
         plot(reports, options.png)
+    _print("\n\n\n".join(map(str, reports)))
     return DONE
 
 
@@ -249,6 +266,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         outcome = COMMANDS[options.command][1](options)
+        if not callable(outcome):
+            sys.stdout.flush()
+    except BrokenPipeError:  # as of "| head"
+        _silence(sys.stdout)
+        return DONE
     except ValueError as error:
         status, text = USAGE, str(error)
     except (safecomm.SafecommError, OSError) as error:
@@ -257,7 +279,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status, text = INTERRUPTED, "interrupted"
     else:
         return int(outcome() if callable(outcome) else outcome)
-    print(f"{parser.prog} {options.command}: {text}", file=sys.stderr)
+    lines = text.split("\n") if status == WRONG else [text]  # a stack of a rank that failed, or the name of a file
+    for number, line in enumerate(lines):
+        _say(line if number else f"{parser.prog} {options.command}: {line}")
     return status
 
 

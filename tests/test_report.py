@@ -296,6 +296,67 @@ def test_what_can_not_be_read_or_written(tmp_path, pair, capsys):
         assert said in capsys.readouterr().err
 
 
+ESCAPES = "\x1b]0;owned\x07\x1b[2J\u202egnp.exe\x9b31m\nadvice\u2028"
+
+
+def harmless(text):
+    return all(one == "\n" or one.isprintable() for one in text)
+
+
+def test_nothing_in_a_file_steers_the_terminal(tmp_path, capsys):
+    """Neither its words nor its name, in the report and in what there is to say against it."""
+    snapshot = Allocator()
+    snapshot.free(snapshot.alloc(2 * MIB, stack((1, ESCAPES), program=ESCAPES)), stack((2, ESCAPES)), recorded=True)
+    evil = write(tmp_path / f"{ESCAPES}.pickle", snapshot.snapshot())
+    lines = [json.loads(line) for line in recording(tmp_path / "x.jsonl", 0, 1, left=[LEFT]).read_text().splitlines()]
+    lines[1].update(op=ESCAPES, at=ESCAPES, group=ESCAPES)
+    lines[-1]["left"][0].update(op=ESCAPES, at=ESCAPES)
+    evil_recording = tmp_path / f"{ESCAPES}.jsonl"
+    evil_recording.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page, plot = tmp_path / "x.html", tmp_path / "x.png"
+    assert main(["report", str(evil), str(evil_recording), "--html", str(page), "--png", str(plot)]) == 0
+    out, err = capsys.readouterr()
+    assert harmless(out)
+    assert harmless(err)
+    assert out.count("\\x1b[2J") > 4
+    assert harmless(page.read_text())
+    evil.write_bytes(b"\x80nothing")
+    assert main(["report", str(evil)]) == 2
+    err = capsys.readouterr().err
+    assert harmless(err)
+    assert len(err.splitlines()) == 1
+
+
+def test_names_that_are_no_text_can_be_printed_and_drawn(tmp_path, capsysbinary):
+    path = recording(tmp_path / os.fsdecode(b"$\xff$\frac"), 0, 1)
+    page, plot = tmp_path / "x.html", tmp_path / "x.png"
+    assert main(["report", str(path), "--html", str(page), "--png", str(plot)]) == 0
+    assert b"$\\udcff$\\x0crac" in capsysbinary.readouterr().out
+
+
+def test_a_reader_that_goes_away_ends_it_quietly_and_the_page_is_there(pair, tmp_path):
+    for streams in ({"stdout": "x"}, {"stdout": "x", "stderr": "x"}):
+        here, there = os.pipe()
+        os.close(here)
+        page = tmp_path / f"{len(streams)}.html"
+        command = [sys.executable, "-m", "safecomm", "report", str(pair[0]), "--html", str(page)]
+        with open(tmp_path / "err", "w+") as err:
+            to = {"stdout": there, "stderr": err} | dict.fromkeys(streams, there)
+            done = subprocess.run(command, timeout=100, check=False, **to)
+            assert done.returncode == 0
+            assert "Error" not in Path(err.name).read_text()
+        os.close(there)
+        assert page.read_text().endswith("</html>\n")
+
+
+def test_what_is_no_ordinary_file_is_not_waited_for(tmp_path, capsys):
+    os.mkfifo(tmp_path / "pipe")
+    assert main(["report", str(tmp_path / "pipe")]) == 2
+    assert "not an ordinary file" in capsys.readouterr().err
+    assert main(["report", str(tmp_path / ("x" * 300))]) == 2
+    assert "no such file" in capsys.readouterr().err
+
+
 def test_without_matplotlib_it_says_what_to_install(pair, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert main(["report", str(pair[0]), "--png", str(tmp_path / "x.png")]) == 2
@@ -333,6 +394,20 @@ def recording(path, rank, world, *, left=(), unusable=0):
     lines.append({"end": 2.0, "left": [{**one, "at": at} for one in left]})
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
+
+
+LEFT = {"op": "all_reduce", "group": "0", "state": "in flight", "nbytes": 4 * MIB, "seconds": 1.5}
+
+
+def test_the_band_of_a_call_site_tells_its_peaks_and_what_is_held_between_them(tmp_path):
+    path = tmp_path / "run.rank0.jsonl"
+    head = {"safecomm_record": 1, "started": 1, "rank": 0, "world": 1}
+    times = [{"t": number, "held": 0, "peak": 9, "sites": []} for number in range(6)]
+    times[1]["sites"] = [[0, 3, 9, 1, 1, 9, 0.5]]
+    times[4]["sites"] = [[0, 0, 3, 1, 1, 9, 0.5]]
+    path.write_text("".join(json.dumps(line) + "\n" for line in [head, *times]))
+    (report,) = make_reports([path])
+    assert list(report.timelines[0].bands.values()) == [[(0.0, 0), (1, 9), (2, 3), (4, 3), (5, 0)]]
 
 
 def test_a_recording_names_what_holds_and_what_was_never_waited_for(tmp_path):
@@ -413,7 +488,7 @@ def test_the_page_needs_no_other_file_and_runs_nothing_of_the_data(tmp_path):
     assert page.count("<script") == 2
     assert page.count("</script>") == 2
     data = json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])
-    assert any("onerror" in line for line in data[0]["stacks"][-1])
+    assert any("onerror" in data[0]["frames"][line] for line in data[0]["stacks"][-1])
 
 
 PROBE = """

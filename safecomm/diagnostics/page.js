@@ -110,14 +110,15 @@
     }
 
     describe(t, value) {
-      const { blocks, stacks, lines } = this.timeline;
+      const { blocks, frames, stacks, lines } = this.timeline;
+      const shown = (number) => stacks[number].map((line) => `  ${frames[line]}`);
       const found = blocks.find((b) => b[0] <= t && t < b[2] && b[3] <= value && value < b[3] + b[4]);
       if (found) {
         const [start, freed, end, , size, made, freedBy] = found;
         const said = [`${bytes(size)}, held for ${time((freed ?? end) - start)}`];
         if (freed != null && end > freed) said.push(`freed, and unusable for ${time(end - freed)} more`);
-        said.push("", "allocated at", ...stacks[made].map((line) => `  ${line}`));
-        if (freed != null && end > freed) said.push("freed at", ...stacks[freedBy].map((line) => `  ${line}`));
+        said.push("", "allocated at", ...shown(made));
+        if (freed != null && end > freed) said.push("freed at", ...shown(freedBy));
         return said.join("\n");
       }
       for (const band of this.bands) {
@@ -126,11 +127,11 @@
           return `${bytes(band.tops[place] - band.bottoms[place])} held by\n${band.name}`;
         }
       }
-      const shown = Object.entries(lines).map(([name, points]) => {
+      const figures = Object.entries(lines).map(([name, points]) => {
         const place = after(points.map((p) => p[0]), t) - 1;
         return place < 0 ? "" : `${name} ${bytes(points[place][1])}`;
       });
-      return [time(t), ...shown.filter(Boolean)].join("\n");
+      return [time(t), ...figures.filter(Boolean)].join("\n");
     }
 
     draw() {

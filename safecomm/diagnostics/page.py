@@ -30,7 +30,7 @@ def make_page(reports: Sequence[Report]) -> str:
     """Return the page of ``reports``: the timelines of all of them side by side, and then the words of each."""
     timelines = [_plain(timeline) for report in reports for timeline in report.timelines]
     # "<" can't end the script element, or begin a comment, when it is not there.
-    data = json.dumps(timelines, separators=(",", ":")).replace("<", "\\u003c")
+    data = json.dumps(timelines, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     figures = "".join(
         f'<figure><figcaption>{html.escape(one["title"])}</figcaption><canvas tabindex="0"></canvas></figure>'
         for one in timelines
@@ -68,13 +68,17 @@ def _plain(timeline: Timeline) -> dict[str, Any]:
         [microseconds(b.start), microseconds(b.freed), microseconds(b.end), b.bottom, b.nbytes, b.stack, b.freed_by]
         for b in timeline.blocks
     ]
+    numbers: dict[str, int] = {}
+    stacks = [[numbers.setdefault(text, len(numbers)) for text in stack] for stack in timeline.stacks]
     return {
         "title": timeline.title + (f" ({timeline.hidden} small or short blocks not drawn)" if timeline.hidden else ""),
         "duration": microseconds(timeline.duration),
         "lines": {name: points(series) for name, series in timeline.lines.items()},
         "bands": {name: points(series) for name, series in timeline.bands.items()},
         "blocks": blocks,
-        "stacks": timeline.stacks,
+        # Each line once: a snapshot may have thousands of stacks that differ in one.
+        "frames": list(numbers),
+        "stacks": stacks,
     }
 
 

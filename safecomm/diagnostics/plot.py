@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -32,13 +33,17 @@ def plot(reports: Sequence[Report], path: Path) -> None:
     for number, timeline in enumerate(timelines, 1):
         axes = figure.add_subplot(rows, columns, number)
         _draw(axes, timeline)
-        axes.set(title=timeline.title, xlabel="ms", ylabel="MiB", xlim=(0, timeline.duration * 1e3 or 1))
+        axes.set_title(timeline.title, parse_math=False)  # a "$" in a name is one
+        axes.set(xlabel="ms", ylabel="MiB", xlim=(0, timeline.duration * 1e3 or 1))
         if highest:
             axes.set_ylim(0, highest / MIB * 1.05)
         if axes.get_legend_handles_labels()[0]:
-            axes.legend(loc="upper left", fontsize="small")
+            for text in axes.legend(loc="upper left", fontsize="small").get_texts():
+                text.set_parse_math(False)
     try:
-        figure.savefig(path, dpi=120)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of letters that the font has not
+            figure.savefig(path, dpi=120)
     except (OSError, ValueError) as error:
         raise ValueError(f"--png: {path} can't be written: {error}") from None
 

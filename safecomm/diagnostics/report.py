@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+import os
 import re
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from safecomm.diagnostics.checked import printable
 from safecomm.diagnostics.record import Recording, mib, read_recording
 from safecomm.diagnostics.snapshot import UNKNOWN, Block, Snapshot, Stacks, Trace, read_snapshot
 
@@ -116,7 +120,7 @@ def make_reports(paths: Sequence[Path], progress: Callable[[str], None] = lambda
 
 
 def _ranks_of(path: Path) -> list[Path]:
-    if path.exists():
+    if os.path.exists(path):  # Path's own raises for a name that is too long, and in a directory that is not readable
         return [path]
     pattern = re.compile(re.escape(path.stem) + r"\.(rank(\d+)|pid\d+)" + re.escape(path.suffix))
     try:
@@ -131,6 +135,8 @@ def _ranks_of(path: Path) -> list[Path]:
 
 def _read(path: Path, progress: Callable[[str], None]) -> Recording | Snapshot:
     try:
+        if not (path.is_file() or path.is_dir()):
+            raise ValueError(f"{path} is not an ordinary file")  # a pipe can be read only once, and can wait for ever
         with path.open("rb") as file:
             first = file.read(1)
         if first == b"\x80":
@@ -158,11 +164,12 @@ def _check_ranks(recordings: list[Recording]) -> None:
             base = re.sub(r"\.(rank|pid)\d+", "", one.path.name)
             runs.setdefault((one.path.parent, base, one.world), set()).add(one.rank)
     for (_, base, world), ranks in runs.items():
-        missing = sorted(set(range(world or 0)) - ranks)
-        if len(ranks) > 1 and missing:
-            listed = ", ".join(map(str, missing[:10]))
+        missing = (world or 0) - len(ranks)  # a rank is less than its world, or the file is refused
+        if len(ranks) > 1 and missing > 0:
+            first = itertools.islice((rank for rank in range(world or 0) if rank not in ranks), 10)
             raise ValueError(
-                f"{base}: of {world} ranks, {len(missing)} are missing ({listed}). Give the files of all, or of one."
+                f"{base}: of {world} ranks, {missing} are missing ({', '.join(map(str, first))}). "
+                "Give the files of all, or of one."
             )
 
 
@@ -180,25 +187,27 @@ def _of_recording(recording: Recording) -> Report:
     last: dict[int, list[Any]] = {}
     most: dict[int, int] = {}
     bands: dict[int, Series] = {}
+    changed: set[int] = set()  # since when the last point of a band may tell a peak, and no longer what is held
     for sample in samples:
         for site in sample["sites"]:
-            number = int(site[0])
+            number = site[0]
             last[number] = site
             most[number] = max(most.get(number, 0), site[2])
             bands.setdefault(number, [(0.0, 0)]).append((sample["t"], site[2]))
-        for number, points in bands.items():
-            # Where nothing was written it is as it was, of which the peak no longer tells.
-            if points[-1][0] != sample["t"] and points[-1][1] != last[number][1]:
-                points.append((sample["t"], last[number][1]))
+            changed.add(number)
+        for number in [number for number in changed if bands[number][-1][0] != sample["t"]]:
+            if bands[number][-1][1] != last[number][1]:
+                bands[number].append((sample["t"], last[number][1]))
+            changed.discard(number)
     rows = []
     for number in sorted(last, key=lambda number: -most[number])[:ROWS]:
-        site = recording.sites.get(number, {"op": "?", "group": "", "at": "?"})
+        named = recording.sites.get(number, {"op": "?", "group": "", "at": "?"})
         _, nbytes, _, _, count, total, longest = last[number]
         figures = (mib(most[number]), mib(nbytes), str(count), mib(total), _time(longest))
-        rows.append((site["op"], *figures, site["group"], site["at"]))
+        rows.append((named["op"], *figures, named["group"], named["at"]))
     columns = ("call", "most", "at the end", "calls", "in all", "held longest", "group", "call site")
     names = ("active", "reserved", "unusable", "arena")
-    lines = {name: [(float(one["t"]), int(one[name])) for one in samples if name in one] for name in names}
+    lines = {name: [(one["t"], one[name]) for one in samples if name in one] for name in names}
     lines = {name: points for name, points in lines.items() if points}
     peak = max((one["peak"] for one in samples), default=0)
     summary = [f"{len(samples)} samples in {duration:.1f} s; collectives held {mib(peak)} at the most"]
@@ -208,17 +217,19 @@ def _of_recording(recording: Recording) -> Report:
         )
     tables = [Table("held by collectives, by call site", columns, rows)]
     advice = []
-    left = [one for one in recording.left or [] if one.get("state") == "in flight"]
     by_site: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for one in left:
-        by_site.setdefault((str(one.get("op")), str(one.get("at"))), []).append(one)
-    for (op, at), ones in sorted(by_site.items(), key=lambda item: -sum(int(one["nbytes"]) for one in item[1])):
-        nbytes = sum(int(one["nbytes"]) for one in ones)
-        longest = max(float(one["seconds"]) for one in ones)
+    for one in recording.left or []:
+        if one["state"] == "in flight":
+            by_site.setdefault((one["op"], one["at"]), []).append(one)
+    by_bytes = sorted(by_site.items(), key=lambda item: -sum(one["nbytes"] for one in item[1]))
+    for (op, at), ones in by_bytes[:ROWS]:
+        nbytes, longest = sum(one["nbytes"] for one in ones), max(one["seconds"] for one in ones)
         advice.append(
             f"{len(ones)} {op} launched at {at} were never waited for: at the end {mib(nbytes)} were still held for "
             f"them, the first for {_time(longest)}. Call wait() on their handles."
         )
+    if len(by_bytes) > ROWS:
+        advice.append(f"The same goes for {len(by_bytes) - ROWS} other lines.")
     unusable = max((value for _, value in lines.get("unusable", [])), default=0)
     if unusable >= WORTH:
         active = max(value for _, value in lines["active"])
@@ -227,12 +238,12 @@ def _of_recording(recording: Recording) -> Report:
             "for them: use safecomm.avoid_record_streams(). A memory snapshot of torch tells the lines."
         )
     timeline = Timeline(
-        f"{recording.path.name}{rank}",
+        printable(f"{recording.path.name}{rank}"),
         duration,
         {name: _thinned(points) for name, points in lines.items()},
         {_label(recording, number): _thinned(bands[number]) for number in sorted(bands, key=lambda n: -most[n])[:ROWS]},
     )
-    return Report(f"{recording.path}{rank}", summary, tables, advice, [timeline])
+    return Report(printable(f"{recording.path}{rank}"), summary, tables, advice, [timeline])
 
 
 def _label(recording: Recording, number: int) -> str:
@@ -268,7 +279,7 @@ def _of_snapshot(snapshot: Snapshot) -> Report:
         )
     tables.append(_fragmentation(snapshot))
     advice += _advice_on_fragmentation(snapshot)
-    return Report(str(snapshot.path), summary, tables, advice, timelines)
+    return Report(printable(str(snapshot.path)), summary, tables, advice, timelines)
 
 
 def _titled(title: str, where: str) -> str:
@@ -380,11 +391,8 @@ def _advice_on_stripes(trace: Trace, stacks: Stacks) -> list[str]:
 def _advice_on_gathers(snapshot: Snapshot, trace: Trace, stacks: Stacks) -> list[str]:
     """Communication buffers of many sizes that lie in segments which are split."""
     numbers = [stacks.number(block.made_at) for block in trace.blocks]
-    gathers = {
-        number
-        for number, stack in enumerate(stacks.stacks)
-        if any(_GATHERS.search(text.rsplit(" in ", 1)[-1]) for text in stack)
-    }
+    named = functools.cache(lambda text: bool(_GATHERS.search(text.rsplit(" in ", 1)[-1])))
+    gathers = {number for number, stack in enumerate(stacks.stacks) if any(map(named, stack))}
     buffers = [block for block, number in zip(trace.blocks, numbers, strict=True) if number in gathers]
     sizes = {block.size for block in buffers}
     changes: list[tuple[float, int, _Line]] = []
@@ -394,12 +402,13 @@ def _advice_on_gathers(snapshot: Snapshot, trace: Trace, stacks: Stacks) -> list
         if block.completed is not None:
             changes.append((block.completed, -block.size, all_of_them))
     _in_order(changes)
+    addresses = sorted(block.address for block in buffers)
     split = [
         segment
         for segment in snapshot.segments
         if segment.blocks > 1
         and segment.free
-        and any(segment.address <= block.address < segment.address + segment.size for block in buffers)
+        and bisect_left(addresses, segment.address) < bisect_left(addresses, segment.address + segment.size)
     ]
     lost = sum(segment.free for segment in split)
     if len(sizes) < 4 or not split or lost < WORTH:
@@ -473,7 +482,7 @@ def _timeline(snapshot: Snapshot, trace: Trace, stacks: Stacks, where: str) -> T
         one.stack, one.freed_by = renumbered[one.stack], renumbered[one.freed_by]
     shown = [stacks.stacks[number] or (UNKNOWN,) for number in used]
     hidden = len(trace.blocks) - len(drawn)
-    return Timeline(_titled(snapshot.path.name, where), trace.duration, lines, {}, drawn, shown, hidden)
+    return Timeline(printable(_titled(snapshot.path.name, where)), trace.duration, lines, {}, drawn, shown, hidden)
 
 
 def _placed(blocks: list[Block], trace: Trace, stacks: Stacks) -> list[Drawn]:

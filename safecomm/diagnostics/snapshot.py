@@ -1,7 +1,8 @@
 """Memory snapshots of torch (``torch.cuda.memory._dump_snapshot``), of any program: read safely, and told as lives.
 
 A snapshot is a pickle, and a pickle can run any code when it is read. One of these consists of dictionaries, lists,
-strings and numbers, so everything else is refused.
+strings and numbers, so everything else is refused. A pickle can also ask for more memory or time than there is: its
+opcodes are looked through before it is read, and what they refer to again and again is counted each time.
 """
 
 from __future__ import annotations
@@ -9,12 +10,16 @@ from __future__ import annotations
 import contextlib
 import gc
 import io
+import mmap
 import pickle
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from safecomm.diagnostics import checked
+from safecomm.diagnostics.checked import LETTERS
 
 ROUND = 512
 """The caching allocator's blocks are multiples of so many bytes; a trace has the bytes that were asked for."""
@@ -22,7 +27,12 @@ ROUND = 512
 AT_ONCE = 1e-4
 """Seconds within which a block that waits for nothing is freed, and noted as free: two entries of one call."""
 
-_LIMIT = 1 << 62
+DEVICES = 128
+"""Torch has no more."""
+
+FRAMES = 1000
+"""Of a stack that are looked at, from the innermost on."""
+
 _AWAITING = ("active_awaiting_free", "active_pending_free")  # what versions of torch call it
 _PACKAGE = Path(__file__).parents[1]
 _OURS = "|".join(re.escape(one.stem) for one in _PACKAGE.iterdir() if one.suffix == ".py" or one.is_dir())
@@ -100,6 +110,52 @@ class _Unpickler(pickle.Unpickler):
         raise pickle.UnpicklingError("it refers to an object outside of the file, which no snapshot does")
 
 
+# Numbers of up to 64 bits: longer ones can be chosen so that a dictionary of them takes for ever.
+_NUMBER = (
+    rb"(?:K.|M..|J.{4}|N|[\x88\x89]|G.{8}|\x8a(?:"
+    + b"|".join(b"\\x%02x.{%d}" % (length, length) for length in range(9))
+    + rb"|\x09.{8}\x00))"
+)
+# A tuple of numbers, or a number that is not in one, or what makes or fills containers, or refers to what there is. A
+# tuple of tuples, each of them twice the one before, would take for ever as a key of a dictionary.
+_HARMLESS = re.compile(
+    rb"(?:[hq].|[\x94(}\])aesu]|j.{4}|(?=[KMJNG\x88-\x8a])(?:"
+    + (_NUMBER + rb"\x85|" + _NUMBER * 2 + rb"\x86|" + _NUMBER * 3 + rb"\x87|" + _NUMBER + rb"(?![\x85-\x87])")
+    + rb")){1,1000}",
+    re.DOTALL,
+)
+_ARGUMENT = {0x80: 1, 0x95: 8, 0x8C: 1, 0x58: 4, 0x72: 4}  # PROTO, FRAME, SHORT_BINUNICODE, BINUNICODE, LONG_BINPUT
+_TRUNCATED = {
+    0x4B: 2, 0x4D: 3, 0x4A: 5, 0x47: 9, 0x8A: 10, 0x68: 2, 0x71: 2, 0x6A: 5,
+}  # fmt: skip
+"""The most bytes of those that are harmless when they are whole."""
+
+
+def _look_through(data: Any) -> None:
+    """Raise if the opcodes of a pickle are not those of a snapshot: EOFError if they end too early, or ValueError."""
+    place, size = 0, len(data)
+    while place < size:
+        run = _HARMLESS.match(data, place)
+        if run is not None:
+            place = run.end()
+            continue
+        opcode = data[place]
+        if opcode == 0x2E:  # STOP
+            return
+        length = _ARGUMENT.get(opcode)
+        if length is None:
+            if place + _TRUNCATED.get(opcode, 0) > size:
+                raise EOFError
+            raise ValueError(f"it has the opcode {opcode:#04x} at byte {place}, which no snapshot has; nothing was run")
+        argument = int.from_bytes(data[place + 1 : place + 1 + length], "little")
+        place += 1 + length
+        if opcode in (0x8C, 0x58):
+            place += argument
+        elif opcode == 0x72 and argument > place:  # room is made for all that would come before
+            raise ValueError(f"it keeps object {argument} at byte {place}, which no snapshot does")
+    raise EOFError
+
+
 class _Progress(io.BufferedReader):
     def __init__(self, path: Path, progress: Callable[[int, int], None]) -> None:
         super().__init__(io.FileIO(path), 1 << 20)
@@ -157,6 +213,8 @@ def read_snapshot(path: Path, progress: Callable[[int, int], None] = lambda done
     """
     with _without_collection():
         try:
+            with path.open("rb") as plain, mmap.mmap(plain.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                _look_through(data)
             with _Progress(path, progress) as file:
                 found = _Unpickler(file).load()
         except EOFError:
@@ -172,127 +230,203 @@ def read_snapshot(path: Path, progress: Callable[[int, int], None] = lambda done
                 ) from None
             raise ValueError(f"{path}: not a memory snapshot: {error}") from None
         try:
-            return _told(path, found)
-        except (KeyError, TypeError, AttributeError, IndexError, ValueError, OverflowError, RecursionError) as error:
-            raise ValueError(f"{path}: not a memory snapshot of torch: {error!r} is not as it should be") from None
+            return _Reader(path, path.stat().st_size).told(found)
+        except ValueError as error:
+            raise ValueError(f"{path}: not a memory snapshot of torch: {error}") from None
 
 
-def _told(path: Path, found: Any) -> Snapshot:
-    if not isinstance(found, dict) or "segments" not in found:
-        raise ValueError("segments")
-    segments = []
-    by_device: dict[int, list[Any]] = {}
-    for one in found["segments"]:
-        by_device.setdefault(int(one.get("device", 0)), []).append(one)
-        free = [_bytes(block["size"]) for block in one["blocks"] if block["state"] == "inactive"]
-        awaiting = sum(_bytes(block["size"]) for block in one["blocks"] if block["state"] in _AWAITING)
-        size = _bytes(one["total_size"])
-        segments.append(
-            Segment(
-                address=int(one["address"]),
-                size=size,
-                stream=int(one["stream"]),
-                active=size - sum(free),
-                awaiting=awaiting,
-                free=sum(free),
-                largest_free=max(free, default=0),
-                blocks=len(one["blocks"]),
-                expandable=bool(one.get("is_expandable")),
-            )
+class _Reader:
+    """Checks what a pickle has made, and turns it into a snapshot.
+
+    Of what a file has once and refers to a million times, each is looked at: there are no more such looks than a file
+    of its size has entries.
+    """
+
+    def __init__(self, path: Path, nbytes: int) -> None:
+        self._path = path
+        self._looks = nbytes // 8
+
+    def _list(self, value: Any) -> list[Any]:
+        if type(value) is not list:
+            raise ValueError(f"{type(value).__name__} instead of a list")
+        self._looks -= len(value)
+        if self._looks < 0:
+            raise ValueError("it has more entries than a file of its size can have")
+        return value
+
+    def _field(self, one: Any, name: str) -> Any:
+        if type(one) is not dict:
+            raise ValueError(f"{type(one).__name__} instead of an entry with {name!r}")
+        if name not in one:
+            raise ValueError(f"an entry without {name!r}")
+        return one[name]
+
+    def told(self, found: Any) -> Snapshot:
+        """Return the snapshot that ``found`` is."""
+        segments = []
+        by_device: dict[int, list[_Found]] = {}
+        for one in self._list(self._field(found, "segments")):
+            segment, blocks = self._segment(one)
+            segments.append(segment)
+            by_device.setdefault(checked.whole(one.get("device", 0), 0, DEVICES - 1), []).append((segment, blocks))
+        histories = self._list(found.get("device_traces", []))
+        if len(histories) > DEVICES:
+            raise ValueError(f"histories of {len(histories)} devices")
+        traces = []
+        for device in range(max(len(histories), max(by_device, default=-1) + 1)):
+            history = self._list(histories[device]) if device < len(histories) else []
+            if history or device in by_device:
+                traces.append(_trace(device, self._events(history), by_device.get(device, [])))
+        return Snapshot(self._path, segments, traces)
+
+    def _segment(self, one: Any) -> tuple[Segment, list[_Part]]:
+        address, size = _address(self._field(one, "address")), checked.whole(self._field(one, "total_size"))
+        blocks = []
+        place = address
+        for block in self._list(self._field(one, "blocks")):
+            state = self._field(block, "state")
+            if type(state) is not str:
+                raise ValueError(f"{type(state).__name__} instead of a state")
+            place = _address(block.get("address", place))
+            blocks.append(_Part(place, checked.whole(self._field(block, "size")), state, self._frames(block)))
+            place += blocks[-1].size
+        free = [block.size for block in blocks if block.state == "inactive"]
+        segment = Segment(
+            address=address,
+            size=size,
+            stream=_stream(self._field(one, "stream")),
+            active=size - sum(free),
+            awaiting=sum(block.size for block in blocks if block.state in _AWAITING),
+            free=sum(free),
+            largest_free=max(free, default=0),
+            blocks=len(blocks),
+            expandable=one.get("is_expandable") is True,
         )
-    histories = found.get("device_traces", [])
-    traces = []
-    for device in range(max(len(histories), max(by_device, default=-1) + 1)):
-        history = histories[device] if device < len(histories) else []
-        if history or device in by_device:
-            traces.append(_trace(device, history, by_device.get(device, [])))
-    return Snapshot(path, segments, traces)
+        return segment, blocks
+
+    def _events(self, history: list[Any]) -> Iterator[_Event]:
+        """Yield the events of a device that tell of memory, with their times, which never go back."""
+        start = 0
+        now = 0.0
+        for number, one in enumerate(history):
+            action = self._field(one, "action")
+            # Before torch 2.1 entries have no time: then the number of the entry stands for it.
+            time = checked.whole(one["time_us"], 0, 1 << 53) if "time_us" in one else number
+            if not number:
+                start = time if "time_us" in one else 0
+            now = checked.seconds(max(now, (time - start) / 1e6))
+            if type(action) is str and action in _ACTIONS:
+                address, size = _address(self._field(one, "addr")), checked.whole(self._field(one, "size"))
+                yield _Event(action, address, size, _stream(one.get("stream", 0)), now, self._frames(one))
+
+    def _frames(self, one: dict[str, Any]) -> Any:
+        frames = one.get("frames")
+        if frames is not None and type(frames) is not list:
+            raise ValueError(f"{type(frames).__name__} instead of a stack")
+        return frames
 
 
-def _bytes(size: Any) -> int:
-    if not 0 <= size < _LIMIT:
-        raise ValueError(f"size {size!r}")
-    return int(size)
+class _Part(NamedTuple):
+    """A block of a segment, at the moment of the snapshot."""
+
+    address: int
+    size: int
+    state: str
+    frames: Any
+
+
+class _Event(NamedTuple):
+    """An entry of a history."""
+
+    action: str
+    address: int
+    size: int
+    stream: int
+    time: float
+    frames: Any
+
+
+_Found = tuple[Segment, list[_Part]]
+
+_ACTIONS = {
+    *("alloc", "free_requested", "free", "free_completed"),
+    *("segment_alloc", "segment_map", "segment_free", "segment_unmap"),
+}
+"""Of a history; others, such as "oom" and "snapshot", change nothing."""
+
+
+def _address(value: Any) -> int:
+    return checked.whole(value, 0, 1 << 64)
+
+
+def _stream(value: Any) -> int:
+    return checked.whole(value, -(1 << 63), 1 << 64)
 
 
 def _rounded(size: int) -> int:
     return -(-size // ROUND) * ROUND
 
 
-def _trace(device: int, history: list[Any], segments: list[Any]) -> Trace:
-    start = history[0]["time_us"] if history and "time_us" in history[0] else 0
+def _trace(device: int, events: Iterator[_Event], segments: list[_Found]) -> Trace:
     blocks: list[Block] = []
     live: dict[int, Block] = {}
     allocated = unusable = reserved = 0  # relative to the start, which is known only at the end
     changes: list[tuple[float, int, int, int]] = []
     base_allocated = base_unusable = 0
     now = 0.0
-    for number, event in enumerate(history):
-        action = event["action"]
-        # Before torch 2.1 entries have no time: then the number of the entry stands for it.
-        now = (event["time_us"] - start) / 1e6 if "time_us" in event else number / 1e6
+    before: _Event | None = None
+    for event in events:
+        action, address, now = event.action, event.address, event.time
+        last, before = before, event
         if action == "alloc":
-            size = _rounded(_bytes(event["size"]))
-            block = Block(event["addr"], size, event["stream"], now, event.get("frames"))
-            live[event["addr"]] = block
+            block = live[address] = Block(address, _rounded(event.size), event.stream, now, event.frames)
             blocks.append(block)
-            allocated += size
+            allocated += block.size
         elif action in ("free_requested", "free"):
-            known = live.get(event["addr"])
+            known = live.get(address)
             if known is None:  # allocated before the trace begins
-                size = _rounded(_bytes(event["size"]))
-                known = live[event["addr"]] = Block(event["addr"], size, event["stream"], 0.0, None)
+                known = live[address] = Block(address, _rounded(event.size), event.stream, 0.0, None)
                 blocks.append(known)
-                base_allocated += size
+                base_allocated += known.size
             known.requested = now
-            known.freed_at = event.get("frames")
+            known.freed_at = event.frames
             allocated -= known.size
             unusable += known.size
         elif action == "free_completed":
-            known = live.pop(event["addr"], None)
+            known = live.pop(address, None)
             if known is None:  # freed before the trace begins
-                size = _rounded(_bytes(event["size"]))
-                known = Block(event["addr"], size, event["stream"], 0.0, None)
+                known = Block(address, _rounded(event.size), event.stream, 0.0, None)
                 known.requested = 0.0
                 blocks.append(known)
-                base_unusable += size
+                base_unusable += known.size
             elif known.requested is None:
                 known.requested = now
                 allocated -= known.size
                 unusable += known.size
             known.completed = now
             unusable -= known.size
-            last = history[number - 1] if number else {}
-            follows = last.get("action") == "free_requested" and last["addr"] == event["addr"]
+            follows = last is not None and (last.action, last.address) == ("free_requested", address)
             if follows and now - (known.requested or 0.0) < AT_ONCE:
                 known.completed = known.requested  # it waited for nothing
                 changes[-1] = (changes[-1][0], allocated, unusable, reserved)
                 continue
         elif action in ("segment_alloc", "segment_map"):
-            reserved += _bytes(event["size"])
-        elif action in ("segment_free", "segment_unmap"):
-            reserved -= _bytes(event["size"])
+            reserved += event.size
         else:
-            continue  # such as "oom" and "snapshot"
+            reserved -= event.size
         changes.append((now, allocated, unusable, reserved))
     end = now
-    for segment in segments:
-        address = int(segment["address"])
-        for one in segment["blocks"]:
-            address = int(one.get("address", address))
-            state = one["state"]
-            if state != "inactive":
-                known = live.get(address)
-                if known is None:  # there from the beginning to the end
-                    known = Block(address, _bytes(one["size"]), segment["stream"], 0.0, one.get("frames") or None)
-                    blocks.append(known)
-                    if state in _AWAITING:
-                        known.requested = 0.0
-                        base_unusable += known.size
-                    else:
-                        base_allocated += known.size
-            address += _bytes(one["size"])
-    base_reserved = sum(_bytes(one["total_size"]) for one in segments) - reserved
+    for segment, parts in segments:
+        for part in parts:
+            if part.state != "inactive" and part.address not in live:  # there from the beginning to the end
+                known = Block(part.address, part.size, segment.stream, 0.0, part.frames or None)
+                blocks.append(known)
+                if part.state in _AWAITING:
+                    known.requested = 0.0
+                    base_unusable += known.size
+                else:
+                    base_allocated += known.size
+    base_reserved = sum(segment.size for segment, _ in segments) - reserved
     trace = Trace(device, end, blocks)
     trace.times = [0.0, *(change[0] for change in changes)]
     trace.allocated = [base_allocated, *(base_allocated + change[1] for change in changes)]
@@ -307,45 +441,45 @@ UNKNOWN = "before the recording began"
 """Stands for the place of an allocation that the history does not have."""
 
 
-def stack_of(frames: Any) -> tuple[str, ...]:
-    """Return the lines of ``frames`` that are Python's, innermost first; of C++ if there are no others."""
-    if not frames:
-        return ()
-    try:
-        shown = [f"{frame['filename']}:{frame['line']} in {frame['name']}" for frame in frames]
-        python = [text for text, frame in zip(shown, frames, strict=True) if not _CXX.search(str(frame["filename"]))]
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"not a memory snapshot of torch: a stack is not as it should be ({error!r})") from None
-    return tuple(python or shown)
-
-
-def site_of(stack: tuple[str, ...]) -> str:
-    """Return the innermost line of ``stack`` that is the program's: neither torch's nor safecomm's."""
-    for text in stack:
-        if not _LIBRARY.search(text.split(":")[0]):
-            return text
-    return stack[0] if stack else UNKNOWN
-
-
 class Stacks:
-    """Stacks by number, each kept once. The frames that a pickle shares are looked at once."""
+    """Stacks by number, each kept once. What a pickle shares, a stack or a frame, is looked at once."""
 
     def __init__(self) -> None:
         self.stacks: list[tuple[str, ...]] = [()]
+        """The lines of each that are Python's, innermost first; of C++ if there are no others."""
         self.sites: list[str] = [UNKNOWN]
+        """Of each the innermost line that is the program's: neither torch's nor safecomm's."""
         self._numbers: dict[tuple[str, ...], int] = {(): 0}
         self._seen: dict[int, tuple[Any, int]] = {}
+        self._frames: dict[int, tuple[Any, str, bool]] = {}
+        self._texts: dict[str, str] = {}
+        self._ours: dict[str, bool] = {}
 
     def number(self, frames: Any) -> int:
         """Return the number of the stack that ``frames`` are."""
         seen = self._seen.get(id(frames))
         if seen is not None:
             return seen[1]
-        stack = stack_of(frames)
+        lines = [self._line(frame) for frame in (frames or ())[:FRAMES]]
+        stack = tuple([text for _, text, python in lines if python]) or tuple([text for _, text, _ in lines])
         number = self._numbers.get(stack)
         if number is None:
             number = self._numbers[stack] = len(self.stacks)
             self.stacks.append(stack)
-            self.sites.append(site_of(stack))
+            self.sites.append(next((text for text in stack if not self._ours[text]), stack[0]))
         self._seen[id(frames)] = (frames, number)  # with the frames, so that the id stays theirs
         return number
+
+    def _line(self, frame: Any) -> tuple[Any, str, bool]:
+        """Return a frame with its line, and whether that is Python's."""
+        seen = self._frames.get(id(frame))
+        if seen is None:
+            try:
+                file, name, line = frame["filename"], frame["name"], frame["line"]
+                text = f"{checked.text(file)}:{checked.whole(line, -1, 1 << 32)} in {checked.text(name)}"
+            except (KeyError, TypeError, IndexError, ValueError) as error:
+                raise ValueError(f"not a memory snapshot of torch: a stack is not as it should be ({error})") from None
+            text = self._texts.setdefault(text, text)
+            self._ours[text] = bool(_LIBRARY.search(text.split(":")[0]))
+            seen = self._frames[id(frame)] = (frame, text, not _CXX.search(file[-LETTERS:]))
+        return seen
