@@ -380,6 +380,11 @@ def test_the_owners_keep_what_is_theirs():
     with leaks.watch(model) as watched:
         train(model, 3, lambda model, out: average.add(model))
     assert watched.leaks
+    for owner in (5, "model", None, [model], {}, torch.nn.Linear):
+        with pytest.raises(TypeError, match="expected modules, or objects that keep tensors"):
+            leaks.watch(model, owner)
+    with pytest.raises(TypeError, match="expected True or False"):
+        leaks.watch(model, log_leaks="no")
     with leaks.watch(model, average) as watched:
         train(model, 3, lambda model, out: average.add(model))
     assert watched.leaks == [], str(watched)

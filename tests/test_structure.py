@@ -2,6 +2,8 @@
 
 import ast
 import inspect
+import json
+import sys
 import types
 from pathlib import Path
 
@@ -10,6 +12,9 @@ import pytest
 import safecomm
 
 ROOT = Path(safecomm.__file__).parent
+sys.path.append(str(Path(__file__).parent / "gpu"))
+from paths import ABSOLUTE, without_directories  # noqa: E402
+
 FILES = sorted(ROOT.rglob("*.py"))
 
 # Names with an underscore that are torch.distributed's vocabulary rather than its internals: collectives that safecomm
@@ -114,6 +119,48 @@ def test_private_names_of_torch_are_only_in_their_place(path):
         ):
             touched.append(f"{node.func.id}({node.args[0].id}, {node.args[1].value!r})")
     assert touched == []
+
+
+def words(value):
+    """Yield all text in the JSON ``value``."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        yield from value
+        for one in value.values():
+            yield from words(one)
+    elif isinstance(value, list):
+        for one in value:
+            yield from words(one)
+
+
+RESULTS = [
+    path for folder in ("benchmarks/results", "tests/recorded") for path in (ROOT.parent / folder).glob("*.json")
+]
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.name)
+def test_results_name_no_directory_of_a_machine(path):
+    assert [text for text in words(json.loads(path.read_text())) if ABSOLUTE.search(text)] == []
+
+
+def test_directories_are_taken_out_of_results():
+    found = without_directories(
+        json.dumps(
+            {"at": "of /work/main/tests/a.py:3, from /work/main", "ratio": "us/call 3 / 4 1/2", "/tmp/x.json": "./a/b"}
+        )
+    )
+    assert found == '{"at": "of a.py:3, from main", "ratio": "us/call 3 / 4 1/2", "x.json": "./a/b"}'
+    for text in (
+        "/root/x",
+        "in '/home/me'",
+        "(/usr/lib/python3/site-packages/torch/_tensor.py)",
+        "file:/tmp",
+        "a=/opt/x",
+    ):
+        assert not ABSOLUTE.search(without_directories(text))
+    for text in ("/root/x", "in '/home/me'", "(/usr/lib/python3/site-packages/torch/_tensor.py)", "a=/opt/x"):
+        assert ABSOLUTE.search(text)
 
 
 def documented():

@@ -96,6 +96,8 @@ class watch:  # noqa: N801
 
     Raises
     ------
+    TypeError
+        If an owner can't keep anything, as a number or a class.
     SafecommError
         If this torch can't be watched.
 
@@ -113,6 +115,12 @@ class watch:  # noqa: N801
             raise SafecommError(
                 f"leaks.watch() needs TorchDispatchMode, which torch {torch.__version__} does not have."
             )
+        for owner in owners:
+            if isinstance(owner, type) or not hasattr(owner, "__dict__"):
+                kind = "a class" if isinstance(owner, type) else type(owner).__name__
+                raise TypeError(f"leaks.watch(): expected modules, or objects that keep tensors as attributes, not {kind}")
+        if not isinstance(log_leaks, bool):
+            raise TypeError(f"leaks.watch(log_leaks={log_leaks!r}): expected True or False")
         self.leaks: list[Leak] = []
         self.owners = owners
         self.steps = 0

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as stock
 import version_counters  # noqa: F401
 from harness import CASES, rank, settle
+from paths import without_directories
 
 import safecomm
 
@@ -73,7 +74,7 @@ def main():
         if rank() == 0:
             print("passed" if outcome["passed"] else "FAILED", name, json.dumps(outcome), flush=True)
             with open(arguments.out, "w") as file:
-                file.write(json.dumps(results, indent=1).replace(ROOT, "") + "\n")
+                file.write(without_directories(json.dumps(results, indent=1).replace(ROOT, "")) + "\n")
     safecomm.destroy_process_group()
     if local == 0:
         print(f"{len(results['cases']) - failures} passed, {failures} failed", flush=True)
