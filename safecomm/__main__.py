@@ -124,7 +124,14 @@ def _run(options: argparse.Namespace) -> Callable[[], int]:
     from safecomm.patching.runner import check, run
 
     try:
-        check(options.target[0], module=options.module, arena=options.arena, record=options.record)
+        check(
+            options.target[0],
+            module=options.module,
+            strict=options.strict,
+            avoid_record_streams=options.avoid_record_streams,
+            arena=options.arena,
+            record=options.record,
+        )
     except (OSError, ImportError) as error:
         raise ValueError(str(error)) from None
 
@@ -180,13 +187,20 @@ def _tune_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _tune(options: argparse.Namespace) -> Callable[[], int]:
     from safecomm import tune
+    from safecomm.peers.tuning import kept
 
     sizes = options.mib or tune.SIZES
-    if not all(size > 0 for size in sizes) or options.rounds < 1 or (options.world or 1) < 1:
-        raise ValueError("sizes, rounds and ranks have to be larger than 0")
+    if not all(0 < size <= tune.LARGEST for size in sizes):
+        raise ValueError(f"sizes have to be larger than 0, and at most {tune.LARGEST:g} MiB")
+    if options.rounds < 1 or (options.world is not None and options.world < 1):
+        raise ValueError("rounds and ranks have to be larger than 0")
     for path in (options.out, options.png):
-        if path is not None and not path.absolute().parent.is_dir():
+        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
             raise ValueError(f"{path} can't be written to")
+    if options.low_latency:
+        kept(options.out)  # not after all has been measured
+    if not os.environ.get("LOCAL_RANK", "0").isascii() or not os.environ.get("LOCAL_RANK", "0").isdigit():
+        raise ValueError(f"LOCAL_RANK={os.environ['LOCAL_RANK']!r}: expected a number, as torchrun sets it")
 
     def begin() -> int:
         under_torchrun = "LOCAL_RANK" in os.environ

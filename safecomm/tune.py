@@ -33,6 +33,9 @@ from safecomm.peers import tuning
 SIZES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
 """MiB of a bucket that are tried."""
 
+LARGEST = float(1 << 20)
+"""MiB of a bucket that may be tried."""
+
 ONE_BY_ONE, MANAGER = "one by one", "torch's _coalescing_manager"
 NEAR = 1.03
 """A smaller bucket is better than a larger one that is not faster by more than this: it takes less memory."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import json
 import logging
 import os
 import random
@@ -25,6 +26,7 @@ from safecomm.arena import layout as layout_module
 from safecomm.arena import use
 from safecomm.arena.arena import bytes_of
 from safecomm.arena.layout import Layout
+from safecomm.arena.plan import Request
 from safecomm.ledger import LEDGER
 
 
@@ -378,6 +380,42 @@ def test_a_plan_says_when_it_is_none(tmp_path):
     path.write_text('{"not": "a plan"}')
     with pytest.raises(ValueError, match=r"plan\.json is not a plan"):
         Plan.load(path)
+    good = {"nbytes": 4, "bucket": "", "stream": 0, "kind": 0, "until": 1}
+    path.write_text(json.dumps([good]))
+    assert Plan.load(path).nbytes == 512
+    for name, value in (
+        *(("nbytes", wrong) for wrong in (0, -4, 1e3, "4", True, 1 << 63, 10**400, [4], None)),
+        *(("until", wrong) for wrong in (-1, 0, 2, 1.0)),
+        *((name, wrong) for name in ("stream", "kind") for wrong in (-1, 2, [0], {}, "0", True)),
+        ("bucket", 5),
+    ):
+        path.write_text(json.dumps([{**good, name: value}]))
+        with pytest.raises(ValueError, match=rf"plan\.json is not a plan of an arena: request 0.* {name}|request 0"):
+            Plan.load(path)
+    for data in (
+        b"",
+        b"\xff\xfe",
+        b"{",
+        b"[" * 10**5,
+        b"[1]",
+        b"[null]",
+        b'[{"nbytes": 1}]',
+        b"NaN",
+        b"\0",
+        b"1" * 9999,
+    ):
+        path.write_bytes(data)
+        with pytest.raises(ValueError, match=r"plan\.json is not a plan"):
+            Plan.load(path)
+    with pytest.raises(OSError, match="nowhere"):
+        Plan.load(tmp_path / "nowhere")
+
+
+def test_a_plan_of_thousands_of_requests_that_all_live_has_a_size():
+    """It took for ever: all were tried out again for each that did not fit, and each looked at all before it."""
+    count = 3000
+    plan = Plan([Request(512 * (1 + n % 7), "", 0, n % 7, count) for n in range(count)])
+    assert plan.nbytes == plan.peak == sum(512 * (1 + n % 7) for n in range(count))
 
 
 # --- in use ----------------------------------------------------------------------------------------------------

@@ -694,6 +694,36 @@ def test_the_variables_do_what_the_options_do(tmp_path):
     assert options.out == variables.out == "True True\n"
 
 
+def test_what_is_wrong_with_a_variable_is_said_before_the_script_begins(tmp_path):
+    (tmp_path / "script.py").write_text("print('ran')")
+    for name in ("SAFECOMM_STRICT", "SAFECOMM_AVOID_RECORD_STREAMS"):
+        ended = run("script.py", cwd=tmp_path, status=2, **{name: "yes"})
+        assert ended.out == ""
+        assert ended.err == f"python -m safecomm run: {name}='yes': expected 0 or 1\n"
+    everything = [
+        "--strict",
+        "--avoid-record-streams",
+        "--low-latency",
+        "--arena",
+        "2MiB",
+        "--record",
+        tmp_path / "new",
+    ]
+    (tmp_path / "new").mkdir()
+    (tmp_path / "script.py").write_text(
+        "import safecomm, safecomm.patching.patch as patch\n"
+        "from safecomm.collectives.call import ENGINES\n"
+        "print(patch.strict(), patch._state.avoided is not None, ENGINES[None]._limits, safecomm.empty(3).shape)"
+    )
+    ended = run(
+        *everything, "script.py", cwd=tmp_path, RANK="0", SAFECOMM_STRICT="no", SAFECOMM_AVOID_RECORD_STREAMS="no",
+        SAFECOMM_LOW_LATENCY="/nowhere.json", SAFECOMM_ARENA="1MiB", SAFECOMM_RECORD=str(tmp_path / "old.jsonl"),
+    )  # fmt: skip
+    assert ended.out == "True True None torch.Size([3])\n"
+    assert "of 2.00 MiB" in ended.err
+    assert [path.name for path in tmp_path.rglob("*.jsonl")] == ["run.rank0.jsonl"]
+
+
 def test_arena_and_record(tmp_path):
     (tmp_path / "script.py").write_text("import safecomm, torch\nprint(safecomm.empty(100, device='cpu').shape)\n")
     ended = run("--arena", "1MiB", "--record", tmp_path, "script.py", cwd=tmp_path, RANK="0")

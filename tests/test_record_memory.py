@@ -23,6 +23,22 @@ from safecomm.entries import Entry
 from safecomm.work import Work
 
 
+def launched_as(monkeypatch, **variables):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    return record._launched_as.__wrapped__()
+
+
+def test_only_a_number_is_a_rank(monkeypatch):
+    assert launched_as(monkeypatch, RANK="3", WORLD_SIZE="8") == (3, 8)
+    assert launched_as(monkeypatch, RANK="3", WORLD_SIZE="\u00b2") == (3, None)
+    assert launched_as(monkeypatch, RANK="3", WORLD_SIZE="2") == (3, None)
+    for rank in ("\u00b2", "\u0663", "9" * 5000, "-1", "", "1 "):
+        assert launched_as(monkeypatch, RANK=rank, WORLD_SIZE="8") == (None, None)
+
+
 def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -147,6 +163,17 @@ def test_one_at_a_time_and_stop_twice(tmp_path):
 def test_bad_arguments(tmp_path):
     with pytest.raises(ValueError, match="interval"):
         safecomm.record_memory(interval=0)
+    for interval in (float("nan"), float("inf"), -1, 1e300):
+        with pytest.raises(ValueError, match="expected seconds"):
+            safecomm.record_memory(interval=interval)
+    for interval in ("x", None, True):
+        with pytest.raises(TypeError, match="expected seconds, not"):
+            safecomm.record_memory(interval=interval)
+    for path in (".", "/", "..", "", "a\0b"):
+        with pytest.raises(ValueError, match="expected the path of a file"):
+            safecomm.record_memory(path)
+    with pytest.raises(TypeError, match="expected a path, not int"):
+        safecomm.record_memory(5)
     with pytest.raises(OSError, match="nowhere"):
         safecomm.record_memory(tmp_path / "nowhere" / "run.jsonl").start()
     with safecomm.record_memory(tmp_path / "run.jsonl"):  # nothing is on because of that
@@ -203,6 +230,18 @@ def test_the_environment_variable_records_the_whole_process(tmp_path):
     ("variables", "said"),
     [
         ({"SAFECOMM_RECORD": "/nowhere/at/all.jsonl"}, "nothing is recorded"),
+        ({"SAFECOMM_RECORD": "."}, "SAFECOMM_RECORD=.: nothing is recorded"),
+        ({"SAFECOMM_RECORD": "/"}, "SAFECOMM_RECORD=/: nothing is recorded"),
+        ({"SAFECOMM_RECORD": "/nowhere\n\x1b[2J/x"}, "SAFECOMM_RECORD=/nowhere\\n\\x1b[2J/x: nothing is recorded"),
+        ({"SAFECOMM_RECORD": "/dev/null/x", "RANK": "\u00b2"}, "nothing is recorded"),
+        ({"SAFECOMM_RECORD": "/dev/null/x", "RANK": "9" * 5000}, "nothing is recorded"),
+        ({"SAFECOMM_ARENA": "9" * 400}, "no arena is used"),
+        ({"SAFECOMM_ARENA": "10000000000GiB"}, "no arena is used"),
+        ({"SAFECOMM_ARENA": "\u00b2"}, "no arena is used"),
+        ({"SAFECOMM_ARENA": "1PiB\n"}, "no arena is used"),
+        ({"SAFECOMM_ARENA": str(1 << 50)}, "no arena is used"),
+        ({"SAFECOMM_LOW_LATENCY": "/nowhere/at/all.json"}, ""),
+        ({"SAFECOMM_LOG": "\u00b2"}, "expected one of"),
         ({"SAFECOMM_LOG": "loud"}, "SAFECOMM_LOG=LOUD: expected one of"),
         ({"SAFECOMM_LOG": "debug"}, "safecomm DEBUG hello"),
         ({"SAFECOMM_LOG": "error"}, ""),
@@ -212,10 +251,13 @@ def test_the_environment_variable_records_the_whole_process(tmp_path):
 def test_variables_that_are_wrong_do_not_end_the_program(variables, said, monkeypatch):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    ended = run_program("import safecomm, logging; logging.getLogger('safecomm').debug('hello'); print('ran')")
+    ended = run_program(
+        "import safecomm, logging; logging.getLogger('safecomm').debug('hello'); safecomm.empty(3); print('ran')"
+    )
     ended.check()
     assert ended.out == "ran\n"
     assert said in ended.err
+    assert len(ended.err.splitlines()) <= 1
     assert bool(ended.err) == bool(said)
 
 

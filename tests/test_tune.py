@@ -52,18 +52,35 @@ def test_bucketed_reads_the_file():
         assert tensor.tolist() == [2] * 3
         with pytest.raises(FileNotFoundError):
             safecomm.bucketed(Path(folder) / "none.json")
-        for text in ("{", "{}", "[1]", '{"bucket_mb": "x"}'):
-            path = Path(folder) / f"{len(text)}.json"
+        path = Path(folder) / "bad.json"
+        for text in ("{", "{}", "[1]", '{"bucket_mb": "x"}', '{"bucket_mb": "1"}', '{"bucket_mb": true}', "[" * 10**5):
             path.write_text(text)
-            with pytest.raises(ValueError, match="not a file of"):
+            with pytest.raises(ValueError, match=r"bad\.json is not a file of"):
                 safecomm.bucketed(path)
-        path = Path(folder) / "zero.json"
-        path.write_text('{"bucket_mb": 0}')
-        with pytest.raises(ValueError, match="larger than 0"):
+        path.write_bytes(b'{"bucket_mb": 1, "\xff": 1}')
+        with pytest.raises(ValueError, match=r"bad\.json is not a file of"):
             safecomm.bucketed(path)
+        for size in ("0", "-1", "NaN", "Infinity", "1e308", "1" + "0" * 400):
+            path.write_text(f'{{"bucket_mb": {size}}}')
+            with pytest.raises(ValueError, match=r"bad\.json has a bucket that is not larger than 0"):
+                safecomm.bucketed(path)
 
 
 def test_bad_input_is_refused_with_status_2(capsys, tmp_path):
-    for arguments in (["--mib", "0"], ["--rounds", "0"], ["--world", "-1"], ["--out", str(tmp_path / "no" / "x.json")]):
+    (tmp_path / "other.json").write_text("[" * 100000)
+    for arguments in (
+        *(["--mib", size] for size in ("0", "-1", "inf", "nan", "1e300")),
+        *(["--rounds", "0"], ["--world", "-1"], ["--world", "0"]),
+        *(["--out", str(tmp_path / "no" / "x.json")], ["--out", str(tmp_path)], ["--png", str(tmp_path)]),
+        ["--low-latency", "--out", str(tmp_path / "other.json")],
+    ):
         assert main(["tune", *arguments]) == 2
-        assert "python -m safecomm tune" in capsys.readouterr().err
+        err = capsys.readouterr().err
+        assert err.startswith("python -m safecomm tune: ")
+        assert len(err.splitlines()) == 1
+
+
+def test_a_rank_that_is_no_number_is_refused(capsys, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "²")
+    assert main(["tune"]) == 2
+    assert "LOCAL_RANK" in capsys.readouterr().err

@@ -49,6 +49,10 @@ _default_dtype = torch.get_default_dtype
 _UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
+LARGEST = 1 << 50
+"""Bytes of an arena: more than any machine has, and small enough that torch can say so."""
+
+
 def bytes_of(size: int | str, what: str = "size") -> int:
     """Return the bytes that ``size`` names: a number, or text such as ``"256MiB"``.
 
@@ -67,11 +71,13 @@ def bytes_of(size: int | str, what: str = "size") -> int:
         unit = match and _UNITS.get(match[2].upper())
         if match is None or unit is None:
             raise ValueError(f'{what}={size!r}: expected a number of bytes, or text such as "256MiB"')
-        size = int(float(match[1]) * unit)
+        size = int(min(float(match[1]), 1e30) * unit)  # many digits are infinite
     if isinstance(size, bool) or not isinstance(size, int):
         raise TypeError(f"{what}={size!r}: expected a number of bytes, not {type(size).__name__}")
     if size <= 0:
         raise ValueError(f"{what}={size}: expected more than 0 bytes")
+    if size > LARGEST:
+        raise ValueError(f"{what}={str(size)[:40]}: expected at most {LARGEST} bytes")
     return size
 
 

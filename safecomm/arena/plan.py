@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import json
 import math
 from dataclasses import dataclass, field
@@ -67,19 +68,12 @@ class Plan:
     @property
     def peak(self) -> int:
         """The most bytes that were in use at once. The difference to :attr:`nbytes` is what placement loses."""
-        ends: dict[int, int] = {}
-        most = now = 0
-        for number, request in enumerate(self.requests):
-            now -= ends.pop(number, 0)
-            now += rounded(request.nbytes)
-            ends[request.until] = ends.get(request.until, 0) + rounded(request.nbytes)
-            most = max(most, now)
-        return most
+        return _peak(list(enumerate(self.requests)))
 
     def _least(self, bucket: str) -> int:
         """Return the bytes in which all requests of ``bucket`` find room, by trying it out."""
         mine = [(number, request) for number, request in enumerate(self.requests) if request.bucket == bucket]
-        size = 512
+        size = max(512, _peak(mine))  # not from 512 on: for each of many requests they all would be tried out again
         while missing := self._missing(mine, size):
             size += missing
         return size
@@ -91,19 +85,22 @@ class Plan:
         that is recorded should end with nothing that the next one replaces. Two runs, because the second starts with
         the places that the first has left.
         """
-        used: dict[int, int] = {}  # by id of the slot, until when
+        used: set[int] = set()  # ids of slots
         layout = Layout(size, {}, lambda slot, _: id(slot) not in used)
         layout.exact = True
         for _ in range(2):
+            ends: list[tuple[int, int]] = []  # until when, and the id of the slot, as a heap
             for number, request in requests:
-                used = {slot: until for slot, until in used.items() if until > number}
+                while ends and ends[0][0] <= number:
+                    used.discard(heapq.heappop(ends)[1])
                 found = layout.take((request.kind,), request.nbytes, request.stream, 0, "")
                 if found is None:
                     return max(rounded(request.nbytes) - layout.largest(""), 512)
                 slot = found[0]
-                used[id(slot)] = request.until
+                used.add(id(slot))
+                heapq.heappush(ends, (request.until, id(slot)))
                 layout.put(slot)
-            used = {}
+            used.clear()
         return 0
 
     def save(self, path: str | PathLike[str]) -> None:
@@ -118,11 +115,43 @@ class Plan:
         ------
         ValueError
             If it is none.
+        OSError
+            If it can't be read.
         """
         try:
-            return cls([Request(**request) for request in json.loads(Path(path).read_text())])
-        except (TypeError, json.JSONDecodeError) as error:
+            found = json.loads(Path(path).read_text(encoding="utf-8"))
+            if not isinstance(found, list):
+                raise ValueError("expected a list of requests")
+            return cls([_checked(request, number, len(found)) for number, request in enumerate(found)])
+        except RecursionError:
+            raise ValueError(f"{path} is not a plan of an arena: it is nested too deep") from None
+        except ValueError as error:
             raise ValueError(f"{path} is not a plan of an arena: {error}") from None
+
+
+def _checked(request: Any, number: int, count: int) -> Request:
+    """Return a request of a file, of which it is the one with ``number`` of ``count``."""
+    # Memory that is longer in use than the program runs, or a stream that is not among the first, was not recorded.
+    limits = {"nbytes": (1, 1 << 62), "stream": (0, count), "kind": (0, count), "until": (number + 1, count)}
+    if not isinstance(request, dict) or request.keys() != {*limits, "bucket"}:
+        raise ValueError(f"request {number} has not the fields of one")
+    if not isinstance(request["bucket"], str):
+        raise ValueError(f"request {number}: its bucket is not text")
+    for name, (least, most) in limits.items():
+        if type(request[name]) is not int or not least <= request[name] <= most:
+            raise ValueError(f"request {number}: its {name} is not a whole number from {least} to {most}")
+    return Request(**request)
+
+
+def _peak(requests: list[tuple[int, Request]]) -> int:
+    """Return the most bytes that are in use at once of requests with their numbers."""
+    changes = [(number, 1, rounded(request.nbytes)) for number, request in requests]
+    changes += [(request.until, 0, -rounded(request.nbytes)) for _, request in requests]
+    most = now = 0
+    for _, _, nbytes in sorted(changes):  # at one moment what is given back goes first
+        now += nbytes
+        most = max(most, now)
+    return most
 
 
 class Recorder:

@@ -58,7 +58,7 @@ def in_use(index: int) -> Any:
             arena = IN_USE[index] = Arena(nbytes, "cpu" if index < 0 else index)
         except (SafecommError, RuntimeError) as error:
             _wanted.clear()
-            log.warning("%s=%d: %s; no arena is used", VARIABLE, nbytes, error)
+            log.warning("%s=%d: %s; no arena is used", VARIABLE, nbytes, str(error).partition("\n")[0])
     return arena
 
 

@@ -45,6 +45,9 @@ from safecomm.streams import HOST, capture_of
 BUCKET_MB = 32.0
 """MiB of a bucket where the caller says nothing."""
 
+LARGEST_MB = float(1 << 42)
+"""MiB that no bucket has; so many bytes are still a whole number of 63 bits."""
+
 _OPS = frozenset({id(None), *map(id, OPS)})
 _gather_into = gather.all_gather_single or gather.all_gather_into_tensor
 _scatter_into = reduce.reduce_scatter_single or reduce.reduce_scatter_tensor
@@ -292,7 +295,7 @@ def bucketed(
         size = _tuned(os.fspath(bucket_mb))
     else:
         size = BUCKET_MB if bucket_mb is None else bucket_mb
-    if not 0 < size < float("inf"):
+    if not 0 < size < LARGEST_MB:
         raise ValueError(f"bucketed(): a bucket of {size} MiB; it has to be larger than 0, and finite")
     return _Bucketed(group, int(size * 2**20))
 
@@ -300,9 +303,14 @@ def bucketed(
 def _tuned(path: str) -> float:
     with open(path, encoding="utf-8") as file:
         try:
-            return float(json.load(file)["bucket_mb"])
-        except (ValueError, KeyError, TypeError) as error:
+            size = json.load(file)["bucket_mb"]
+            if type(size) not in (int, float):
+                raise ValueError(f"{type(size).__name__} instead of MiB")
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"bucketed(): {path} is not a file of python -m safecomm tune: {error!r}") from None
+    if not 0 < size < LARGEST_MB:
+        raise ValueError(f"bucketed(): {path} has a bucket that is not larger than 0, and finite")
+    return float(size)
 
 
 class _Bucketed(Block):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 
+from safecomm.diagnostics.checked import printable
 from safecomm.diagnostics.record import record_memory
 
 log = logging.getLogger("safecomm")
@@ -26,10 +27,10 @@ def apply() -> None:
             handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
             log.addHandler(handler)
     elif level:
-        log.warning("SAFECOMM_LOG=%s: expected one of %s", level, ", ".join(LEVELS))
+        log.warning("SAFECOMM_LOG=%s: expected one of %s", printable(level), ", ".join(LEVELS))
     path = os.environ.get("SAFECOMM_RECORD")
     if path:
         try:
             record_memory(path).start()
-        except OSError as error:
-            log.warning("SAFECOMM_RECORD=%s: nothing is recorded: %s", path, error)
+        except (OSError, ValueError) as error:
+            log.warning("SAFECOMM_RECORD=%s: nothing is recorded: %s", printable(path), printable(str(error)))

@@ -13,6 +13,7 @@ import functools
 import json
 import logging
 import os
+import re
 import sys
 import threading
 import time
@@ -193,8 +194,8 @@ class record_memory(contextlib.ContextDecorator):  # noqa: N801
 
     Raises
     ------
-    ValueError
-        If ``interval`` is not positive.
+    TypeError, ValueError
+        If ``path`` names no file, or ``interval`` is not a positive number.
     OSError
         At the start, if the file can't be written.
     SafecommError
@@ -209,8 +210,14 @@ class record_memory(contextlib.ContextDecorator):  # noqa: N801
     """
 
     def __init__(self, path: str | os.PathLike[str] = "safecomm-memory.jsonl", *, interval: float = INTERVAL) -> None:
-        if not interval > 0:
-            raise ValueError(f"record_memory(interval={interval!r}): expected seconds, more than 0")
+        if isinstance(interval, bool) or not isinstance(interval, (int, float)):
+            raise TypeError(f"record_memory(interval={interval!r}): expected seconds, not {type(interval).__name__}")
+        if not 0 < interval <= threading.TIMEOUT_MAX:
+            raise ValueError(f"record_memory(interval={interval!r}): expected seconds, more than 0, and finite")
+        if not isinstance(path, (str, os.PathLike)):
+            raise TypeError(f"record_memory({path!r}): expected a path, not {type(path).__name__}")
+        if Path(path).name in ("", "..") or "\0" in os.fspath(path):
+            raise ValueError(f"record_memory({os.fspath(path)!r}): expected the path of a file")
         self.path = Path(path)
         self._base = Path(path)
         self._interval = interval
@@ -261,6 +268,13 @@ class record_memory(contextlib.ContextDecorator):  # noqa: N801
             self._thread = threading.Thread(target=self._run, name="safecomm-record", daemon=True)
             self._thread.start()
             atexit.register(self.stop)
+
+    @staticmethod
+    def give_way() -> None:
+        """End the recording that is on, if one is, and remove its file: another one takes its place from the start."""
+        for recording in tuple(_on):
+            recording.stop()
+            recording.path.unlink()
 
     def stop(self) -> None:
         """Write the last line, with what is still held, and close the file. Does nothing when it has stopped."""
@@ -400,10 +414,17 @@ def _rank() -> tuple[int | None, int | None]:
 @functools.cache
 def _launched_as() -> tuple[int | None, int | None]:
     for rank, world in _RANK_VARIABLES:
-        if os.environ.get(rank, "").isdigit():
-            size = os.environ.get(world, "")
-            return int(os.environ[rank]), int(size) if size.isdigit() else None
+        number = _number(rank)
+        if number is not None:
+            size = _number(world)
+            return number, size if size is not None and size > number else None
     return None, None
+
+
+def _number(name: str) -> int | None:
+    """Return the number that a variable is; None if it is none that a launcher would give."""
+    text = os.environ.get(name, "")
+    return int(text) if re.fullmatch("[0-9]{1,9}", text) else None
 
 
 def _path_of(path: Path, rank: int | None) -> Path:

@@ -70,8 +70,7 @@ def patch(*, strict: bool | None = None, avoid_record_streams: bool | None = Non
     True
     >>> unpatch()
     """
-    strict = _flag("SAFECOMM_STRICT") if strict is None else strict
-    avoid = _flag("SAFECOMM_AVOID_RECORD_STREAMS") if avoid_record_streams is None else avoid_record_streams
+    strict, avoid = wanted(strict, avoid_record_streams)
     with _lock:
         if not _state.on:
             _apply()
@@ -185,6 +184,14 @@ def was_strict() -> bool:
 def converted() -> int:
     """Return how many calls of ``record_stream`` the patch has seen."""
     return _state.avoided.calls if _state.avoided is not None else 0
+
+
+def wanted(strict: bool | None, avoid_record_streams: bool | None) -> tuple[bool, bool]:
+    """Return what :func:`patch` is to do, by its arguments or else by the variables; ValueError if these are wrong."""
+    return (
+        _flag("SAFECOMM_STRICT") if strict is None else strict,
+        _flag("SAFECOMM_AVOID_RECORD_STREAMS") if avoid_record_streams is None else avoid_record_streams,
+    )
 
 
 def _flag(name: str) -> bool:

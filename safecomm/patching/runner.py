@@ -21,9 +21,20 @@ from safecomm.collectives.call import counted
 from safecomm.ledger import LEDGER, pending
 from safecomm.patching import patch as patching
 
+RECORD = "SAFECOMM_RECORD"
 
-def check(name: str, *, module: bool = False, arena: str = "", record: str = "") -> None:
+
+def check(
+    name: str,
+    *,
+    module: bool = False,
+    strict: bool = False,
+    avoid_record_streams: bool = False,
+    arena: str = "",
+    record: str = "",
+) -> None:
     """Raise what there is to say against :func:`run`: FileNotFoundError, IsADirectoryError, ImportError, ValueError."""
+    patching.wanted(strict or None, avoid_record_streams or None)
     if arena:
         bytes_of(arena, "--arena")
     if record and not os.path.isdir(record):
@@ -54,7 +65,7 @@ def run(
     ends as it would without: the same exit status, and the same traceback. When the process ends, rank 0 says on
     standard error what safecomm did for it. Processes that the script spawns by itself are not patched. ``arena`` is as
     ``SAFECOMM_ARENA``; ``record`` is a directory for the files of ``record_memory()``; ``low_latency`` is as
-    ``SAFECOMM_LOW_LATENCY=1``.
+    ``SAFECOMM_LOW_LATENCY=1``. Each of them wins over its variable.
     """
     if arena:
         os.environ[ARENA] = arena
@@ -62,11 +73,13 @@ def run(
     if record:
         from safecomm.diagnostics.record import record_memory
 
+        os.environ.pop(RECORD, None)
+        record_memory.give_way()
         record_memory(os.path.join(record, "run.jsonl")).start()
     if low_latency:
         from safecomm.peers.low_latency import everywhere
 
-        everywhere()
+        everywhere(instead=True)
     patching.patch(strict=strict or None, avoid_record_streams=avoid_record_streams or None)
     atexit.register(_summary, os.getpid())
     sys.argv[:] = target

@@ -40,7 +40,7 @@ class LowLatencyLimits:
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            if not isinstance(value, int) or not 0 <= value <= LARGEST:
+            if type(value) is not int or not 0 <= value <= LARGEST:
                 raise ValueError(f"LowLatencyLimits({name}={value!r}): expected bytes, from 0 to {LARGEST}")
 
     def layout(self, world: int) -> Layout:
@@ -91,7 +91,7 @@ def read(path: str | Path, world: int) -> LowLatencyLimits | None:
     read.
     """
     try:
-        found = json.loads(Path(path).read_text())["low_latency"].get(str(world))
+        found = json.loads(Path(path).read_text(encoding="utf-8"))["low_latency"].get(str(world))
         return None if found is None else LowLatencyLimits(**found)
-    except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} has no limits of low_latency(): {error!r}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path} has no limits of low_latency(): {str(error)[:200]}") from None

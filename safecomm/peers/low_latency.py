@@ -353,7 +353,10 @@ class _Everywhere:
             return NOT_TAKEN
         ENGINES[group] = _Stays()
         if _torch.backend_name(group, "cuda") in STAGINGS and group.size() > 1:
-            low_latency(group, limits=self._limits).enable()
+            try:
+                low_latency(group, limits=self._limits).enable()
+            except LowLatencyError as error:  # on all ranks the same, and nobody has written it into the program
+                log.warning("%s; the calls of group %s stay NCCL's", error, _torch.group_name(group))
             if isinstance(ENGINES[group], Engine):
                 ENGINES[group].everywhere = True
         return ENGINES[group].run(group, name, tensors, op, asynchronous)
@@ -371,11 +374,11 @@ class _Stays:
         return lambda: None
 
 
-def everywhere(limits: str | None = None) -> None:
+def everywhere(limits: str | None = None, *, instead: bool = False) -> None:
     """Switch it on for every group at its first call, for the rest of the process, as ``SAFECOMM_LOW_LATENCY`` does.
 
     ``limits``: a file of limits. A group whose first call is inside a CUDA graph capture stays as it is until the first
-    one that is not.
+    one that is not. ``instead``: of what was asked for before.
     """
-    if None not in ENGINES:
+    if instead or None not in ENGINES:
         ENGINES[None] = _Everywhere(limits)

@@ -173,17 +173,30 @@ def tune(
         print(f"{collective:16}" + "".join(f"{engine:>12}" for engine in engines))
         for size in sizes:
             print(f"{_readable(size):>16}" + "".join(f"{engines[engine][size]:12.1f}" for engine in engines))
-    kept: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
-    kept.setdefault("low_latency", {})[str(world)] = asdict(found)
-    kept["low_latency_measured"] = {
+    written = kept(out)
+    written.setdefault("low_latency", {})[str(world)] = asdict(found)
+    written["low_latency_measured"] = {
         "us": us,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "torch": torch.__version__,
         "world": world,
         "date": datetime.date.today().isoformat(),
     }
-    out.write_text(json.dumps(kept, indent=1) + "\n")
+    out.write_text(json.dumps(written, indent=1) + "\n")
     print(f"\n{found}\nwritten to {out}: low_latency(limits={str(out)!r}) uses it, on all ranks")
+
+
+def kept(out: Path) -> dict[str, Any]:
+    """Return what the file ``out`` has, to be added to; ValueError if it is not of ``tune``."""
+    if not out.exists():
+        return {}
+    try:
+        found = json.loads(out.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{out} is there, and is not a file of python -m safecomm tune: {error}") from None
+    if not isinstance(found, dict) or not isinstance(found.get("low_latency", {}), dict):
+        raise ValueError(f"{out} is there, and is not a file of python -m safecomm tune")
+    return found
 
 
 def _readable(nbytes: int) -> str:
