@@ -118,7 +118,7 @@ class watch:  # noqa: N801
         for owner in owners:
             if isinstance(owner, type) or not hasattr(owner, "__dict__"):
                 kind = "a class" if isinstance(owner, type) else type(owner).__name__
-                raise TypeError(f"leaks.watch(): expected modules, or objects that keep tensors as attributes, not {kind}")
+                raise TypeError(f"leaks.watch(): expected modules, or objects that keep tensors, not {kind}")
         if not isinstance(log_leaks, bool):
             raise TypeError(f"leaks.watch(log_leaks={log_leaks!r}): expected True or False")
         self.leaks: list[Leak] = []

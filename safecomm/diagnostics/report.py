@@ -255,7 +255,7 @@ def _label(recording: Recording, number: int) -> str:
 
 
 def _of_snapshot(snapshot: Snapshot) -> Report:
-    stacks = Stacks()
+    stacks = snapshot.stacks
     summary: list[str] = []
     tables: list[Table] = []
     advice: list[str] = []

@@ -95,6 +95,8 @@ class Snapshot:
     segments: list[Segment]
     traces: list[Trace]
     """Those of the devices that anything is known of; empty lists if no history was recorded."""
+    stacks: Stacks
+    """Those of all its blocks."""
 
 
 # --- reading ----------------------------------------------------------------------------------------------------
@@ -245,6 +247,7 @@ class _Reader:
     def __init__(self, path: Path, nbytes: int) -> None:
         self._path = path
         self._looks = nbytes // 8
+        self._stacks = Stacks()
 
     def _list(self, value: Any) -> list[Any]:
         if type(value) is not list:
@@ -277,7 +280,7 @@ class _Reader:
             history = self._list(histories[device]) if device < len(histories) else []
             if history or device in by_device:
                 traces.append(_trace(device, self._events(history), by_device.get(device, [])))
-        return Snapshot(self._path, segments, traces)
+        return Snapshot(self._path, segments, traces, self._stacks)
 
     def _segment(self, one: Any) -> tuple[Segment, list[_Part]]:
         address, size = _address(self._field(one, "address")), checked.whole(self._field(one, "total_size"))
@@ -308,21 +311,34 @@ class _Reader:
         """Yield the events of a device that tell of memory, with their times, which never go back."""
         start = 0
         now = 0.0
+        seen = self._stacks.seen
         for number, one in enumerate(history):
             action = self._field(one, "action")
             # Before torch 2.1 entries have no time: then the number of the entry stands for it.
-            time = checked.whole(one["time_us"], 0, 1 << 53) if "time_us" in one else number
-            if not number:
-                start = time if "time_us" in one else 0
-            now = checked.seconds(max(now, (time - start) / 1e6))
+            time = checked.whole(one.get("time_us", number), 0, 1 << 53)
+            if not number and "time_us" in one:
+                start = time
+            later = (time - start) / 1e6
+            if later > now:
+                now = checked.seconds(later)
             if type(action) is str and action in _ACTIONS:
-                address, size = _address(self._field(one, "addr")), checked.whole(self._field(one, "size"))
-                yield _Event(action, address, size, _stream(one.get("stream", 0)), now, self._frames(one))
+                address, size, stream = one.get("addr"), one.get("size"), one.get("stream", 0)
+                # There are millions of them, and most are as they should be.
+                if not (
+                    type(address) is type(size) is type(stream) is int and 0 <= address | size < 1 << 62 > stream >= 0
+                ):
+                    address, size = _address(self._field(one, "addr")), checked.whole(self._field(one, "size"))
+                    stream = _stream(stream)
+                frames = one.get("frames")
+                if id(frames) not in seen:
+                    self._frames(one)
+                yield action, address, size, stream, now, frames
 
     def _frames(self, one: dict[str, Any]) -> Any:
         frames = one.get("frames")
         if frames is not None and type(frames) is not list:
             raise ValueError(f"{type(frames).__name__} instead of a stack")
+        self._stacks.number(frames)  # where it is looked at
         return frames
 
 
@@ -335,16 +351,8 @@ class _Part(NamedTuple):
     frames: Any
 
 
-class _Event(NamedTuple):
-    """An entry of a history."""
-
-    action: str
-    address: int
-    size: int
-    stream: int
-    time: float
-    frames: Any
-
+_Event = tuple[str, int, int, int, float, Any]
+"""An entry of a history: action, address, size, stream, time and frames."""
 
 _Found = tuple[Segment, list[_Part]]
 
@@ -374,28 +382,27 @@ def _trace(device: int, events: Iterator[_Event], segments: list[_Found]) -> Tra
     changes: list[tuple[float, int, int, int]] = []
     base_allocated = base_unusable = 0
     now = 0.0
-    before: _Event | None = None
-    for event in events:
-        action, address, now = event.action, event.address, event.time
-        last, before = before, event
+    before = ("", 0)
+    for action, address, size, stream, now, frames in events:
+        last, before = before, (action, address)
         if action == "alloc":
-            block = live[address] = Block(address, _rounded(event.size), event.stream, now, event.frames)
+            block = live[address] = Block(address, _rounded(size), stream, now, frames)
             blocks.append(block)
             allocated += block.size
         elif action in ("free_requested", "free"):
             known = live.get(address)
             if known is None:  # allocated before the trace begins
-                known = live[address] = Block(address, _rounded(event.size), event.stream, 0.0, None)
+                known = live[address] = Block(address, _rounded(size), stream, 0.0, None)
                 blocks.append(known)
                 base_allocated += known.size
             known.requested = now
-            known.freed_at = event.frames
+            known.freed_at = frames
             allocated -= known.size
             unusable += known.size
         elif action == "free_completed":
             known = live.pop(address, None)
             if known is None:  # freed before the trace begins
-                known = Block(address, _rounded(event.size), event.stream, 0.0, None)
+                known = Block(address, _rounded(size), stream, 0.0, None)
                 known.requested = 0.0
                 blocks.append(known)
                 base_unusable += known.size
@@ -405,15 +412,14 @@ def _trace(device: int, events: Iterator[_Event], segments: list[_Found]) -> Tra
                 unusable += known.size
             known.completed = now
             unusable -= known.size
-            follows = last is not None and (last.action, last.address) == ("free_requested", address)
-            if follows and now - (known.requested or 0.0) < AT_ONCE:
+            if last == ("free_requested", address) and now - (known.requested or 0.0) < AT_ONCE:
                 known.completed = known.requested  # it waited for nothing
                 changes[-1] = (changes[-1][0], allocated, unusable, reserved)
                 continue
         elif action in ("segment_alloc", "segment_map"):
-            reserved += event.size
+            reserved += size
         else:
-            reserved -= event.size
+            reserved -= size
         changes.append((now, allocated, unusable, reserved))
     end = now
     for segment, parts in segments:
@@ -450,14 +456,14 @@ class Stacks:
         self.sites: list[str] = [UNKNOWN]
         """Of each the innermost line that is the program's: neither torch's nor safecomm's."""
         self._numbers: dict[tuple[str, ...], int] = {(): 0}
-        self._seen: dict[int, tuple[Any, int]] = {}
+        self.seen: dict[int, tuple[Any, int]] = {}
         self._frames: dict[int, tuple[Any, str, bool]] = {}
         self._texts: dict[str, str] = {}
         self._ours: dict[str, bool] = {}
 
     def number(self, frames: Any) -> int:
         """Return the number of the stack that ``frames`` are."""
-        seen = self._seen.get(id(frames))
+        seen = self.seen.get(id(frames))
         if seen is not None:
             return seen[1]
         lines = [self._line(frame) for frame in (frames or ())[:FRAMES]]
@@ -467,18 +473,17 @@ class Stacks:
             number = self._numbers[stack] = len(self.stacks)
             self.stacks.append(stack)
             self.sites.append(next((text for text in stack if not self._ours[text]), stack[0]))
-        self._seen[id(frames)] = (frames, number)  # with the frames, so that the id stays theirs
+        self.seen[id(frames)] = (frames, number)  # with the frames, so that the id stays theirs
         return number
 
     def _line(self, frame: Any) -> tuple[Any, str, bool]:
         """Return a frame with its line, and whether that is Python's."""
         seen = self._frames.get(id(frame))
         if seen is None:
-            try:
-                file, name, line = frame["filename"], frame["name"], frame["line"]
-                text = f"{checked.text(file)}:{checked.whole(line, -1, 1 << 32)} in {checked.text(name)}"
-            except (KeyError, TypeError, IndexError, ValueError) as error:
-                raise ValueError(f"not a memory snapshot of torch: a stack is not as it should be ({error})") from None
+            if type(frame) is not dict or not {"filename", "name", "line"} <= frame.keys():
+                raise ValueError("a stack has an entry without 'filename', 'line' and 'name'")
+            file, name, line = frame["filename"], frame["name"], frame["line"]
+            text = f"{checked.text(file)}:{checked.whole(line, -1, 1 << 32)} in {checked.text(name)}"
             text = self._texts.setdefault(text, text)
             self._ours[text] = bool(_LIBRARY.search(text.split(":")[0]))
             seen = self._frames[id(frame)] = (frame, text, not _CXX.search(file[-LETTERS:]))
