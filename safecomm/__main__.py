@@ -195,8 +195,10 @@ def _tune(options: argparse.Namespace) -> Callable[[], int]:
     if options.rounds < 1 or (options.world is not None and options.world < 1):
         raise ValueError("rounds and ranks have to be larger than 0")
     for path in (options.out, options.png):
-        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+        if path is not None and (os.path.isdir(path) or not os.path.isdir(path.absolute().parent)):
             raise ValueError(f"{path} can't be written to")
+        if path is not None and len(os.fsencode(path.name)) > 255:  # of the common file systems
+            raise ValueError(f"{path.name[:40]}... is too long a name for a file")
     if options.low_latency:
         kept(options.out)  # not after all has been measured
     if not os.environ.get("LOCAL_RANK", "0").isascii() or not os.environ.get("LOCAL_RANK", "0").isdigit():

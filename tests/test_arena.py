@@ -392,6 +392,9 @@ def test_a_plan_says_when_it_is_none(tmp_path):
         path.write_text(json.dumps([{**good, name: value}]))
         with pytest.raises(ValueError, match=rf"plan\.json is not a plan of an arena: request 0.* {name}|request 0"):
             Plan.load(path)
+    path.write_text(json.dumps([{**good, "until": 2}, {**good, "until": 2, "nbytes": 1000}]))
+    with pytest.raises(ValueError, match="request 1: another one of its kind has another size"):
+        Plan.load(path)
     for data in (
         b"",
         b"\xff\xfe",

@@ -57,22 +57,27 @@ class Plan:
     @property
     def buckets(self) -> dict[str, int]:
         """Bytes of each bucket, without those that are not named: the least in which the program never falls back."""
-        return {name: self._least(name) for name in sorted({r.bucket for r in self.requests if r.bucket})}
+        return {name: self._least(mine) for name, mine in sorted(self._by_bucket().items()) if name}
 
     @property
     def nbytes(self) -> int:
         """Bytes of an arena in which the program, run again and again, never falls back."""
-        unnamed = self._least("") if any(not request.bucket for request in self.requests) else 0
-        return sum(self.buckets.values()) + unnamed
+        return sum(map(self._least, self._by_bucket().values()))
 
     @property
     def peak(self) -> int:
         """The most bytes that were in use at once. The difference to :attr:`nbytes` is what placement loses."""
         return _peak(list(enumerate(self.requests)))
 
-    def _least(self, bucket: str) -> int:
-        """Return the bytes in which all requests of ``bucket`` find room, by trying it out."""
-        mine = [(number, request) for number, request in enumerate(self.requests) if request.bucket == bucket]
+    def _by_bucket(self) -> dict[str, list[tuple[int, Request]]]:
+        """Return the requests of each bucket, with their numbers."""
+        found: dict[str, list[tuple[int, Request]]] = {}
+        for number, request in enumerate(self.requests):
+            found.setdefault(request.bucket, []).append((number, request))
+        return found
+
+    def _least(self, mine: list[tuple[int, Request]]) -> int:
+        """Return the bytes in which all requests of a bucket find room, by trying it out."""
         size = max(512, _peak(mine))  # not from 512 on: for each of many requests they all would be tried out again
         while missing := self._missing(mine, size):
             size += missing
@@ -122,14 +127,15 @@ class Plan:
             found = json.loads(Path(path).read_text(encoding="utf-8"))
             if not isinstance(found, list):
                 raise ValueError("expected a list of requests")
-            return cls([_checked(request, number, len(found)) for number, request in enumerate(found)])
+            sizes: dict[int, int] = {}  # by kind: a shape and a type have one
+            return cls([_checked(request, number, len(found), sizes) for number, request in enumerate(found)])
         except RecursionError:
             raise ValueError(f"{path} is not a plan of an arena: it is nested too deep") from None
         except ValueError as error:
             raise ValueError(f"{path} is not a plan of an arena: {error}") from None
 
 
-def _checked(request: Any, number: int, count: int) -> Request:
+def _checked(request: Any, number: int, count: int, sizes: dict[int, int]) -> Request:
     """Return a request of a file, of which it is the one with ``number`` of ``count``."""
     # Memory that is longer in use than the program runs, or a stream that is not among the first, was not recorded.
     limits = {"nbytes": (1, 1 << 62), "stream": (0, count), "kind": (0, count), "until": (number + 1, count)}
@@ -140,6 +146,8 @@ def _checked(request: Any, number: int, count: int) -> Request:
     for name, (least, most) in limits.items():
         if type(request[name]) is not int or not least <= request[name] <= most:
             raise ValueError(f"request {number}: its {name} is not a whole number from {least} to {most}")
+    if sizes.setdefault(request["kind"], request["nbytes"]) != request["nbytes"]:
+        raise ValueError(f"request {number}: another one of its kind has another size")
     return Request(**request)
 
 

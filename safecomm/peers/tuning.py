@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -188,7 +189,7 @@ def tune(
 
 def kept(out: Path) -> dict[str, Any]:
     """Return what the file ``out`` has, to be added to; ValueError if it is not of ``tune``."""
-    if not out.exists():
+    if not os.path.exists(out):
         return {}
     try:
         found = json.loads(out.read_text(encoding="utf-8"))
