@@ -77,6 +77,7 @@ def places(tree, most=4000):
 
 def mutate(dice: random.Random, tree):
     """Change ``tree`` in a few places."""
+    repeated = False  # not what is repeated again, which would be more than JSON can be written of
     for _ in range(dice.choice((1, 1, 1, 2, 3, 8))):
         there = places(tree)
         if not there:
@@ -89,7 +90,8 @@ def mutate(dice: random.Random, tree):
             inside[key] = value(dice)
         elif action < 0.65:
             del inside[key]
-        elif action < 0.75 and isinstance(inside, list):
+        elif action < 0.75 and isinstance(inside, list) and not repeated:
+            repeated = True
             inside[key:key] = [inside[key]] * dice.choice((1, 2, 50, 3000))
         elif action < 0.85:
             other, at = dice.choice(there)
