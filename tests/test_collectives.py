@@ -13,6 +13,7 @@ import weakref
 from datetime import timedelta
 from unittest import mock
 
+import numpy
 import pytest
 import torch
 import torch.distributed as stock
@@ -936,3 +937,33 @@ def test_s8_a_negative_view_is_written_out_first():
             else:
                 outcomes.append([tensor.tolist() for tensor in tensors])
         assert outcomes[0] == outcomes[1], call
+
+
+@on(2)
+def test_s8_what_is_neither_true_nor_false_is_refused_as_async_op():
+    flags = (
+        "yes",
+        [],
+        torch.ones(2),
+        numpy.array([1, 0]),
+        1,
+        0,
+        None,
+        numpy.bool_(True),
+        numpy.array(1),
+        torch.tensor(0),
+    )
+    for flag in flags:
+        for name in ("all_reduce", GATHER, SCATTER, "all_gather"):
+            outcomes = []
+            for library in (stock, safecomm):
+                whole, part = torch.zeros(4), torch.ones(2)
+                given = {"all_reduce": [part], GATHER: [whole, part], SCATTER: [part, whole]}
+                arguments = given.get(name, [list(whole.chunk(2)), part])
+                try:
+                    returned = getattr(library, name)(*arguments, async_op=flag)
+                except Exception as error:
+                    outcomes.append(type(error))
+                else:
+                    outcomes.append((finish(returned), whole.tolist(), part.tolist()))
+            assert outcomes[0] == outcomes[1], (flag, name)

@@ -3,8 +3,10 @@
 Several tests need a collective that is certainly under way: rank 0 launches it, and rank 1 joins only when told to.
 """
 
+import copy
 import gc
 import math
+import pickle
 import threading
 import weakref
 from datetime import timedelta
@@ -667,3 +669,14 @@ def test_no_reference_cycles(name):
         gc.set_debug(0)
         gc.garbage.clear()
         gc.enable()
+
+
+@on(2)
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_work_is_not_copied_or_pickled_s8(duplicate):
+    """As torch's; a copy would let go of the memory when it is waited for, and the other one would still hold it."""
+    for library in (stock, dist):
+        work = library.all_reduce(torch.ones(2), async_op=True)
+        with pytest.raises(TypeError):
+            duplicate(work)
+        work.wait()
