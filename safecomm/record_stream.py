@@ -62,7 +62,8 @@ class avoid_record_streams(contextlib.ContextDecorator):  # noqa: N801
     ``torch.cuda.memory._record_memory_history`` is on.
 
     For all threads, because backward runs in others; ``this_thread`` restricts it. Nests, the innermost counts. A
-    decorator too. Leaving restores torch exactly, and hands what is still held over to the allocator's own keeping.
+    decorator too. Leaving restores torch exactly, and hands what is still held over to the allocator's own keeping, but
+    for memory of an arena, which stays held.
 
     Attributes, after or inside: ``calls`` (number of ``record_stream`` calls), ``sites`` (a Counter of their places),
     ``unusable`` (bytes freed but unusable that came up inside, known on leaving).
@@ -196,8 +197,7 @@ class _Interception:
         self._resize_storage.remove()
         self.ledger.sweep()
         if original is not None:
-            for storage, index, stream in self.ledger.trails.hand_over():
-                _over(storage).record_stream(stream_object(index, stream))
+            self.ledger.trails.hand_over(_give)
 
     # --- record_stream ----------------------------------------------------------------------------------
 
@@ -336,6 +336,11 @@ def _intercept() -> _Interception:
 def _caller() -> types.FrameType:
     """Return the innermost frame that is neither ours nor torch's dispatcher's."""
     return outside((f"{__name__}.", "torch._ops.", "torch.library."))
+
+
+def _give(storage: torch.UntypedStorage, index: int, stream: int) -> None:
+    """Have the allocator keep ``storage`` for ``stream``, as torch's own ``record_stream`` does."""
+    _over(storage).record_stream(stream_object(index, stream))
 
 
 def _over(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -12,7 +12,7 @@ import time
 import types
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -437,13 +437,16 @@ class Trails:
         with self._of_records:
             self.release(self.recorded.get(_torch.cdata_of(storage), {}).values())
 
-    def hand_over(self) -> list[tuple[torch.UntypedStorage, int, int]]:
-        """Let go of all records but those of captures; return what they held, the device index, and the stream."""
-        handed = []
+    def hand_over(self, give: Callable[[torch.UntypedStorage, int, int], Any]) -> None:
+        """Let go of records after ``give`` was called with what each holds, the device index, and the stream.
+
+        But for those of captures, and of memory that an arena keeps, for which the allocator would do nothing. Those go
+        on as they are, at the next calls of safecomm.
+        """
         for lane in keys_of(self._busy):
             for entry in keys_of(lane.entries) if lane.records and not lane.capture else ():
                 with self._of_records:
-                    if lane.take(entry):
-                        handed.append((entry.storages[0], lane.index, lane.stream))
-                        self._release(entry)
-        return handed
+                    for storage in entry.storages:
+                        if _torch.cdata_of(storage) not in _torch.KEPT:
+                            give(storage, lane.index, lane.stream)
+                            self.release((entry,))

@@ -59,7 +59,6 @@ STREAMS = 3
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "mixed_programs.json"
 
-HANDED_OVER = "record_stream._Interception.remove"
 _CONTEXT = "torch stays diverted: nobody leaves what was entered or left by half"
 _TAKEN = "an entry was taken out, and is neither in order nor a trail yet: its memory is nobody's"
 _RECORDED = "a record was taken out, and stays in the table of records for ever"
@@ -69,10 +68,10 @@ _DIVERTED = "calls take the long way for ever"
 KNOWN: dict[str, tuple[str, str]] = {
     "record_stream.avoid_record_streams.__enter__": ("", _CONTEXT),
     "record_stream.avoid_record_streams.__exit__": ("", _CONTEXT),
-    HANDED_OVER: ("", "memory of an arena is handed to an allocator that does nothing for it, interrupt or not"),
+    "record_stream._Interception.remove": ("", _CONTEXT),
     "arena.use.use_arena.__enter__": ("", _CONTEXT),
     "arena.use.use_arena.__exit__": ("", _CONTEXT),
-    "arena.arena.Arena.close": ("self._ended = ", "the arena is closed, and counts as open on its device"),
+    "arena.arena.Arena._closed": ("self._ended = ", "the arena is closed, and counts as open on its device"),
     "entries.Lane.take": ("", _TAKEN),
     "ledger.Ledger.waited": ("", _TAKEN),
     "ledger.Ledger.fail": ("", _TAKEN),
@@ -831,8 +830,6 @@ class Program:
             raise
         if [one for _, one in self.contexts] != contexts:
             self.keep([tensor])  # the other thread has left a context, or entered one
-        if isinstance(block, Tenant) and self.world.with_kernels and HANDED_OVER in self.known:
-            self.keep([tensor])
 
     def policy(self) -> avoid_record_streams | None:
         """Return the context that counts in this thread."""

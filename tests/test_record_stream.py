@@ -16,7 +16,7 @@ import torch
 from simulated import INDEX, FakeGraph, FakeGroup, SimulatedDevice, call
 
 import safecomm
-from safecomm import captures, record_stream
+from safecomm import captures, record_stream, refcounts
 from safecomm.ledger import Ledger
 from safecomm.record_stream import avoid_record_streams
 
@@ -580,7 +580,9 @@ def test_it_warns_of_nothing_and_leaves_no_filter():
     assert warnings.filters == before
 
 
-def test_what_is_still_held_is_handed_over(device, ledger, monkeypatch):
+@pytest.mark.parametrize("kept_by_an_arena", [False, True])
+def test_what_is_still_held_is_handed_over_s1(device, ledger, monkeypatch, kept_by_an_arena):
+    """But for memory of an arena, for which the allocator would do nothing."""
     handed = []
     real = record_stream._torch.Override
 
@@ -603,7 +605,21 @@ def test_what_is_still_held_is_handed_over(device, ledger, monkeypatch):
     with avoid_record_streams():
         tensor = used_on(device, 1)
         pointer = tensor.data_ptr()
-    assert handed == [(pointer, (INDEX, 1))]
+        if kept_by_an_arena:
+            storage = tensor.untyped_storage()
+            template = torch.empty(0, dtype=torch.uint8).set_(storage)
+            monkeypatch.setitem(record_stream._torch.KEPT, storage._cdata, [None] * refcounts.KEEPING)
+    if kept_by_an_arena:
+        assert handed == []
+        assert states(ledger) == ["recorded"]
+        del tensor
+        ledger.sweep()
+        assert states(ledger) == ["trailing"], "each call goes on looking"
+        device.finish()
+        ledger.sweep()
+        del storage, template
+    else:
+        assert handed == [(pointer, (INDEX, 1))]
     assert ledger.pending() == []
     device.finish()
 
