@@ -354,7 +354,7 @@ class Ledger:
 
     def over(self, entry: Entry) -> None:
         """Release ``entry``, whose work has just been seen to be complete, if that can be relied on."""
-        if not entry.lane.blind and not self._capturing() and not self._blocked(entry):
+        if not entry.lane.blind and not self._capturing([entry.lane]) and not self._blocked(entry):
             self._take(entry)
 
     def sweep(self, *, thorough: bool = False) -> None:
@@ -364,14 +364,16 @@ class Ledger:
         """
         if not thorough and self.awaited():
             return
-        capturing = self._capturing()
-        if self.trails.orphans and not capturing:
+        if self.trails.orphans and not self._capturing(keys_of(self.busy)):
             self.trails.adopt()
+        # Not those that another thread adds from here on: a current stream of their device may be capturing.
+        lanes = keys_of(self.busy)
+        capturing = self._capturing(lanes)
         for entry in keys_of(self.quarantine):
             if self._idle(entry) and self._pardon(entry):
                 self._release(entry)
         with self.streams.lenient():
-            for lane in keys_of(self.busy):
+            for lane in lanes:
                 if not isinstance(lane, WorkLane):
                     self.trails.sweep(lane, capturing, thorough=thorough)
                 elif lane.capture:
@@ -409,9 +411,9 @@ class Ledger:
             return False
         return True
 
-    def _capturing(self) -> int:
-        """Return the capture that a current stream is part of; 0 if none is."""
-        indices = {lane.index for lane in keys_of(self.busy)}
+    def _capturing(self, lanes: list[Lane]) -> int:
+        """Return the capture that a current stream of the device of anything in ``lanes`` is part of; 0 if none is."""
+        indices = {lane.index for lane in lanes}
         if self.quarantine:
             indices.update([entry.lane.index for entry in keys_of(self.quarantine)])
         if self.trails.orphans:
@@ -622,7 +624,7 @@ class Ledger:
         Those that fail go to the quarantine. Not ``blind``: but for those of which the backend does not tell, which may
         never be. Raises PendingWorkError if others are not over in time.
         """
-        if self._capturing():
+        if self._capturing(keys_of(self.busy)):
             raise CaptureBoundaryError(
                 "the host can't wait for works inside a CUDA graph capture, where they are only recorded. "
                 "Nothing was done, and the capture is unharmed."

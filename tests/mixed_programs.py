@@ -91,8 +91,6 @@ None raises there, nor in what they call from there.
 """
 
 KNOWN_TURNS: dict[str, tuple[bool, str]] = {
-    "ledger.Ledger.sweep": (True, "what another thread leaves meanwhile is taken for what is not part of a capture"),
-    "ledger.Ledger._capturing": (True, "the same"),
     "arena.use.use_arena.__enter__": (False, "the list of arenas in use is looked through, and then changed"),
     "arena.use.use_arena.__exit__": (False, "the same"),
 }

@@ -668,7 +668,7 @@ class ForgetsStaging(Ledger):
 class QueriesInCaptures(Ledger):
     """Does not know that it is in a capture."""
 
-    def _capturing(self):
+    def _capturing(self, lanes):
         return 0
 
 
@@ -794,6 +794,26 @@ def test_calls_take_the_long_way_for_as_long_as_anybody_wants_them_to(device: Si
             assert not ledger.direct
         assert not ledger.direct
     assert ledger.direct == lanes
+
+
+def test_in_a_capture_nothing_is_asked_of_what_another_thread_has_just_launched_s5(device, group, monkeypatch) -> None:
+    ledger = Ledger(device, patience=0)
+    gloo = FakeGroup(device, "gloo")
+    call(ledger, gloo, [device.allocate(None, 64)], index=HOST)
+    before_asking = device.lenient
+
+    def launches() -> Any:
+        monkeypatch.setattr(device, "lenient", before_asking)
+        device.switch(0)
+        call(ledger, group, [device.allocate(0, 64)])
+        device.switch(1)
+        return before_asking()
+
+    device.begin_capture(1)
+    monkeypatch.setattr(device, "lenient", launches)
+    ledger.sweep()
+    assert device.faults == []
+    gloo.forget()
 
 
 @pytest.mark.parametrize("stream", [0, 2])
