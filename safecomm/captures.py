@@ -191,16 +191,16 @@ class CapturedGraph:
         stream = self._ledger.current(self.index)
         for prepare in self.before_replay:
             prepare(stream)
+        self._replayed[stream] = None  # before, because an exception can come as the replay returns
         type(graph).replay(graph)
-        self._replayed[stream] = None
 
     def reset(self) -> None:
         """Reset the graph, and give back what it holds once its last replay is over."""
         graph = self._graph()
         if graph is not None:
+            type(graph).reset(graph)  # first, because from then on no replay can go unseen
             graph.__dict__.pop("replay", None)
             graph.__dict__.pop("reset", None)
-            type(graph).reset(graph)
         self._end()
         self._ledger.sweep()
 

@@ -727,6 +727,31 @@ def test_a_lease_outlives_the_last_replay_s6(device, ledger, capturing, replayed
     assert not device.live()
 
 
+def test_a_lease_outlives_a_replay_that_an_exception_of_a_signal_handler_ends_s6(device, ledger, capturing):
+    graph, captured = capturing()
+    outside = device.allocate(0, 64)
+    graph.touch(device.blocks_of([outside]))
+    captured.add("all_reduce", object.__new__(Anything), outside, sys._getframe())
+    graph.capture_end()
+    device.switch(2)
+
+    class Interrupted(Graph):
+        def replay(self):
+            super().replay()
+            raise KeyboardInterrupt
+
+    graph.__class__ = Interrupted
+    with pytest.raises(KeyboardInterrupt):
+        graph.replay()
+    device.switch(0)
+    del outside
+    graph.reset()
+    device.settle()
+    device.finish()
+    assert ledger.drain(wait=True) == 0
+    assert not device.live()
+
+
 def test_a_live_graph_of_a_group_is_refused_or_reset_s7(device, ledger, capturing, caplog):
     group = Anything()
     for reset in (False, True):
