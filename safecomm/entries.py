@@ -335,11 +335,11 @@ class Lane:
         """See whether an entry that was taken out was the last."""
         if not self.entries:
             busy = self.busy
+            if self.capture:  # a capture comes only once
+                self.table.pop(self.key, None)
             busy.pop(self, None)
             if self.entries:  # another thread came in between
                 busy[self] = None
-            elif self.capture:  # a capture comes only once
-                self.table.pop(self.key, None)
 
     def behind(self, lag: int) -> bool:
         """Return whether more than ``lag`` entries, and more than ``budget`` bytes, have piled up.

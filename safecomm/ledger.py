@@ -16,6 +16,10 @@ again after its last use (S1):
 What fails goes to the quarantine, and leaves it only when the device is known to be idle (S4). Entries are
 dropped on the thread that called safecomm, never in a destructor or a callback: the ledger's references are
 strong, so that a dropped handle frees nothing.
+
+An exception of a signal handler can come anywhere, so an entry stays in its lane until all is done for it that it
+takes, and is looked at again if that was not the end. Of two threads that come to one work at the same time each
+orders what it needs, and whoever is first releases it.
 """
 
 from __future__ import annotations
@@ -214,17 +218,19 @@ class Ledger:
         self.trails.leave(op, group, index, storages, frame.f_code, frame.f_lasti, time.perf_counter())
 
     def _release(self, entry: Entry) -> None:
+        """Let go of a work after whose end all streams that can reuse its memory are ordered."""
         if entry.aliases:
+            entry.emptied = True
             for alias in entry.aliases:
                 leave_empty(alias)
             entry.aliases = ()
-            entry.emptied = True
         entry.storages = ()
+        self.quarantine.pop(entry, None)
+        entry.lane.take(entry)
 
-    def _take_and_release(self, entries: Iterable[Entry]) -> None:
+    def _release_all(self, entries: Iterable[Entry]) -> None:
         for entry in list(entries):
-            if entry.lane.take(entry):  # else another thread has
-                self._release(entry)
+            self._release(entry)
 
     # --- rule 1: waited ---------------------------------------------------------------------------------
 
@@ -274,14 +280,9 @@ class Ledger:
             while entry in entries and (earlier := lane.first()) is not entry and earlier is not None:
                 if earlier.staged and self._blocked(earlier, {earlier.stream}):
                     break
-                if lane.take(earlier) and self._wait_here(earlier):
+                if self._wait_here(earlier):
                     self._settle(earlier)
-        if lane.take(entry) or (self.quarantine and self._pardon(entry)):
-            self._settle(entry)
-
-    def _pardon(self, entry: Entry) -> bool:
-        """Take ``entry`` out of the quarantine; False if another thread did."""
-        return self.quarantine.pop(entry, self) is None
+        self._settle(entry)
 
     def _settle(self, entry: Entry) -> None:
         """Release a work that the current stream (or the host) has waited for; what that can't cover is a trail."""
@@ -291,10 +292,7 @@ class Ledger:
                 if home_of(self.streams, storage, stream) != stream:
                     self._leave_trail(entry)
                     break
-        if entry.aliases:
-            self._release(entry)
-        else:
-            entry.storages = ()
+        self._release(entry)
 
     def _leave_trail(self, entry: Entry) -> None:
         lane = entry.lane
@@ -311,7 +309,7 @@ class Ledger:
             self.guard_staging(entry)
             entry.inner.wait()
         except BaseException as error:
-            self._quarantine(entry, error)
+            self.fail(entry, error)
             if not isinstance(error, Exception):
                 raise
             return False
@@ -330,7 +328,7 @@ class Ledger:
 
     def fail(self, entry: Entry, error: BaseException) -> None:
         """Quarantine an entry whose work failed: a kernel may still be touching its memory (S4)."""
-        if entry.lane.take(entry):
+        if entry in entry.lane.entries:
             self._quarantine(entry, error)
 
     def _quarantine(self, entry: Entry, error: BaseException) -> None:
@@ -339,6 +337,7 @@ class Ledger:
             self._release(entry)
             return
         self.quarantine[entry] = None
+        entry.lane.take(entry)
         log.warning(
             "%s failed (%s); its memory is kept until drain(wait=True)",
             entry.describe("quarantined"),
@@ -370,11 +369,13 @@ class Ledger:
         lanes = keys_of(self.busy)
         capturing = self._capturing(lanes)
         for entry in keys_of(self.quarantine):
-            if self._idle(entry) and self._pardon(entry):
+            if self._idle(entry):
                 self._release(entry)
         with self.streams.lenient():
             for lane in lanes:
-                if not isinstance(lane, WorkLane):
+                if not lane.entries and lane is not self.trails.orphanage:
+                    lane.emptied()  # an exception has kept it from that
+                elif not isinstance(lane, WorkLane):
                     self.trails.sweep(lane, capturing, thorough=thorough)
                 elif lane.capture:
                     self._sweep_captured(lane, capturing)
@@ -417,7 +418,7 @@ class Ledger:
         if self.quarantine:
             indices.update([entry.lane.index for entry in keys_of(self.quarantine)])
         if self.trails.orphans:
-            indices.update([orphan[0] for orphan in list(self.trails.orphans)])
+            indices.update([orphan[0] for orphan in list(self.trails.orphans.values())])
         for index in indices:
             if index != HOST and (stream := self.current(index)) and (capture := self.streams.capture(stream)):
                 return capture
@@ -463,7 +464,9 @@ class Ledger:
 
     def _sweep_blind(self, lane: WorkLane) -> None:
         entry = lane.first()
-        if entry is not None and getrefcount(entry) <= QUEUED:
+        if entry is not None and not entry.storages:
+            self._release(entry)  # an exception has come as it was taken out
+        elif entry is not None and getrefcount(entry) <= QUEUED:
             self._report(entry)
 
     def _behind(self, lane: WorkLane, entry: Entry, dropped: bool) -> bool:
@@ -478,8 +481,8 @@ class Ledger:
     def _take(self, entry: Entry, *, dropped: bool = False) -> None:
         """Order the streams that can reuse the memory of a work after its end, and release it."""
         lane = entry.lane
-        if not lane.take(entry):
-            return
+        if entry not in lane.entries:
+            return  # another thread has released it
         if dropped:
             self._report(entry)
         # Also for a work that is over: it can have failed, c10d's own references must go, and one that ends on the
@@ -509,7 +512,7 @@ class Ledger:
     def _sweep_captured(self, lane: WorkLane, capturing: int) -> None:
         if lane.capture != capturing and self.streams.capture(lane.stream) != lane.capture:
             # The capture is over. Its works can't be waited for any more, and its memory is the graph's.
-            self._take_and_release(lane.entries)
+            self._release_all(lane.entries)
 
     # --- captures -------------------------------------------------------------------------------------------
 
@@ -521,7 +524,7 @@ class Ledger:
                 for entry in keys_of(lane.entries):
                     left.append(f"{entry.op} launched at {entry.site}")
                     with self.streams.using(lane.index, stream):
-                        if lane.take(entry) and self._wait_here(entry):
+                        if entry in lane.entries and self._wait_here(entry):
                             self._release(entry)
         return left
 
@@ -529,7 +532,7 @@ class Ledger:
         """Release what is held for ``capture``, which is over."""
         for lane in keys_of(self.busy):
             if lane.capture == capture:
-                release = self._take_and_release if isinstance(lane, WorkLane) else self.trails.release
+                release = self._release_all if isinstance(lane, WorkLane) else self.trails.release
                 release(lane.entries)
 
     def await_before_capture(self, timeout: timedelta | None) -> None:
@@ -595,8 +598,7 @@ class Ledger:
                     self._synchronize(entry, deadline)
                 elif not entry.lane.blind:  # the threads of a work that timed out go on
                     self._await([entry], self._idle, deadline)
-                if self._pardon(entry):
-                    self._release(entry)
+                self._release(entry)
 
     def _synchronize(self, entry: Entry, deadline: float | None) -> None:
         """Block the host until the device is idle; a kernel whose peer is gone can keep it busy, so in a thread."""

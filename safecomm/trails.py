@@ -11,7 +11,6 @@ import threading
 import time
 import types
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -57,12 +56,12 @@ class Trails:
         self._lag = lag
         self._budget = budget
         self._lanes: dict[Any, Lane] = {}
-        # Around whatever touches records: they are looked at, marked and released in several steps, and torch lets
-        # other threads run in some. No collective takes it while there are none.
-        self._of_records = threading.RLock()
+        # Around whatever looks at records or releases anything, which takes several steps: an event must not be used
+        # after another thread has given it back. No collective takes it while there is nothing here.
+        self._releasing = threading.RLock()
         # What graphs have left: the device index, the streams, the storages, and the call site.
-        self.orphans: deque[tuple[int, tuple[int, ...], tuple[Any, ...], types.CodeType, int]] = deque()
-        self._orphanage = Lane(busy, self._lanes, "orphans", HOST)  # is busy while there are any
+        self.orphans: dict[object, tuple[int, tuple[int, ...], tuple[Any, ...], types.CodeType, int]] = {}
+        self.orphanage = Lane(busy, self._lanes, "orphans", HOST)  # is busy while there are any
 
     # --- what comes ---------------------------------------------------------------------------------------
 
@@ -128,7 +127,7 @@ class Trails:
                 return False
             order = "defer"
         capture = capture_of(self._streams, stream)
-        with self._of_records:
+        with self._releasing:
             of_storage = self.recorded.setdefault(_torch.cdata_of(storage), {})
             entry = of_storage.get((stream, capture))
             if entry is not None and entry.event is None:
@@ -156,27 +155,19 @@ class Trails:
         self, index: int, streams: tuple[int, ...], storages: tuple[Any, ...], code: types.CodeType, instruction: int
     ) -> None:
         """Take over ``storages``, which only graphs have used, on ``streams``. May be called from a destructor."""
-        self.orphans.append((index, streams, storages, code, instruction))
-        self._busy[self._orphanage] = None
+        self.orphans[object()] = index, streams, storages, code, instruction
+        self._busy[self.orphanage] = None
 
     def adopt(self) -> None:
         """Make trails of the orphans, as far as the streams that they were used on are not being captured."""
-        for _ in range(len(self.orphans)):
-            try:
-                orphan = self.orphans.popleft()
-            except IndexError:  # another thread was faster
-                break
-            try:
-                adopted = self._adopt(*orphan)
-            except BaseException:
-                self.orphans.append(orphan)  # it stays held (S4)
-                raise
-            if not adopted:
-                self.orphans.append(orphan)
+        for key in keys_of(self.orphans):
+            orphan = self.orphans.get(key)
+            if orphan is not None and self._adopt(*orphan):  # two threads leave two trails
+                self.orphans.pop(key, None)
         if not self.orphans:
-            self._busy.pop(self._orphanage, None)
+            self._busy.pop(self.orphanage, None)
             if self.orphans:  # a graph died in between
-                self._busy[self._orphanage] = None
+                self._busy[self.orphanage] = None
 
     def _adopt(
         self, index: int, streams: tuple[int, ...], storages: tuple[Any, ...], code: types.CodeType, instruction: int
@@ -206,7 +197,7 @@ class Trails:
         """Return whether ``entry`` is a record of what others still use, so that it only waits for them."""
         if not entry.lane.records:
             return False
-        with self._of_records:
+        with self._releasing:
             return entry.event is None and not self._alone(entry)
 
     def _alone(self, entry: Entry) -> bool:
@@ -242,27 +233,30 @@ class Trails:
     def release(self, entries: Iterable[Entry]) -> None:
         """Release ``entries``, whose allocation stream was ordered after their last use, or whose capture is over."""
         for entry in list(entries):
-            if entry.lane.take(entry):  # else another thread has
+            with self._releasing:
                 self._release(entry)
 
     def _release(self, entry: Entry) -> None:
-        if entry.lane.records:
+        lane = entry.lane
+        if lane.records:
             self._forget_record(entry)
         entry.storages = ()
-        if entry.event is not None and not entry.lane.capture:  # an event of a capture stays the graph's
-            self._streams.recycle(entry.lane.index, entry.event)
+        # The event last, and by whoever takes the entry out: else it could be given back twice.
+        if lane.take(entry) and entry.event is not None and not lane.capture:  # one of a capture stays the graph's
+            self._streams.recycle(lane.index, entry.event)
 
     def _forget_record(self, entry: Entry) -> None:
-        with self._of_records:  # who asks whether a record is alone must find all of it, or nothing
-            if entry.storages:
-                cdata = _torch.cdata_of(entry.storages[0])
-                of_storage = self.recorded.get(cdata, {})
-                if of_storage.get((entry.stream, entry.lane.capture)) is entry:
-                    del of_storage[entry.stream, entry.lane.capture]
+        if entry.storages:
+            cdata = _torch.cdata_of(entry.storages[0])
+            of_storage = self.recorded.get(cdata, {})
+            if of_storage.get((entry.stream, entry.lane.capture)) is entry:
+                # Without a call in between, where an exception of a signal handler could come: what is counted as a
+                # record of the storage has to refer to it, or somebody's use is taken for a record.
+                entry.storages = ()
+                del of_storage[entry.stream, entry.lane.capture]
                 if not of_storage:
-                    self.recorded.pop(cdata, None)
-            entry.storages = ()
-            entry.lane.passing.pop(entry, None)
+                    del self.recorded[cdata]
+        entry.lane.passing.pop(entry, None)
 
     # --- rules 2 and 3: over, or too much behind ----------------------------------------------------------
 
@@ -322,15 +316,16 @@ class Trails:
         for _ in range(min(LOOK, len(lane.entries) + len(lane.round))):
             if in_vain == 2 * FEW or (entry := lane.next()) is None:
                 return
-            if entry.storages and entry.event is None:
+            if entry.event is None or not entry.storages:
                 self._see(lane, entry)
                 in_vain += entry.event is None
 
     def _see(self, lane: Lane, entry: Entry) -> bool:
         """Mark a record that nobody else uses any more, and in a capture give it back; return whether it is."""
-        with self._of_records:
+        with self._releasing:
             if not entry.storages:
-                return True  # another thread has released it
+                self._release(entry)  # another thread has, or was about to when an exception came
+                return True
             if entry.event is None:
                 if not self._alone(entry):
                     return False
@@ -357,7 +352,7 @@ class Trails:
         """Give back what nobody else uses any more, in the order in which the device gets there, and by rule 3."""
         passing = lane.passing
         while passing:
-            with self._of_records:
+            with self._releasing:
                 entry = lane.first_passing()
                 if entry is None or not self._streams.reached(entry.event):
                     break
@@ -365,7 +360,7 @@ class Trails:
                 passing.pop(entry, None)  # if another thread has taken it
         if lane.behind(self._lag):
             for entry in keys_of(passing):
-                with self._of_records:
+                with self._releasing:
                     if entry in passing and entry.order == "auto" and not self._blocked(entry):  # type: ignore[attr-defined]
                         if not self._behind(lane, entry):
                             return
@@ -394,19 +389,15 @@ class Trails:
         start first is in the way of that one, up to 0.14 ms for a matmul of 0.25 ms, so they let it go first.
         """
         lane = entry.lane
-        if not lane.take(entry):
-            return
-        try:
+        with self._releasing:
+            if entry not in lane.entries:
+                return  # another thread has released it
             homes = set() if over else {home_of(self._streams, storage, entry.stream) for storage in entry.storages}
             for home in homes - {entry.stream, None}:
                 self._streams.order(lane.index, home, entry.event)  # type: ignore[arg-type]
                 if pause:
                     self._streams.pause(lane.index, home)  # type: ignore[arg-type]
-        except BaseException:  # nothing is ordered, so it stays held (S4)
-            lane.entries[entry] = None
-            self._busy[lane] = None
-            raise
-        self._release(entry)
+            self._release(entry)
 
     # --- what frees itself, and the end -------------------------------------------------------------------
 
@@ -418,7 +409,7 @@ class Trails:
         are the allocator's to keep in order. Once the memory is gone, :meth:`freed` is to be called.
         """
         left = []
-        with self._of_records:
+        with self._releasing:
             for (stream, _), entry in tuple(self.recorded.get(_torch.cdata_of(storage), {}).items()):
                 lane = entry.lane
                 home = None if entry.homeless else home_of(self._streams, storage, stream)
@@ -434,7 +425,7 @@ class Trails:
 
     def freed(self, storage: torch.UntypedStorage) -> None:
         """Forget what ``storage`` was recorded for: that memory is gone, after :meth:`freeing`."""
-        with self._of_records:
+        with self._releasing:
             self.release(self.recorded.get(_torch.cdata_of(storage), {}).values())
 
     def hand_over(self, give: Callable[[torch.UntypedStorage, int, int], Any]) -> None:
@@ -445,7 +436,7 @@ class Trails:
         """
         for lane in keys_of(self._busy):
             for entry in keys_of(lane.entries) if lane.records and not lane.capture else ():
-                with self._of_records:
+                with self._releasing:
                     for storage in entry.storages:
                         if _torch.cdata_of(storage) not in _torch.KEPT:
                             give(storage, lane.index, lane.stream)

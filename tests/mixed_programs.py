@@ -60,8 +60,6 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "mixed_programs.json"
 
 _CONTEXT = "torch stays diverted: nobody leaves what was entered or left by half"
-_TAKEN = "an entry was taken out, and is neither in order nor a trail yet: its memory is nobody's"
-_RECORDED = "a record was taken out, and stays in the table of records for ever"
 _DEATH = "what the end of a graph begins with says that it has ended, so the rest is never done"
 _DIVERTED = "calls take the long way for ever"
 
@@ -72,12 +70,6 @@ KNOWN: dict[str, tuple[str, str]] = {
     "arena.use.use_arena.__enter__": ("", _CONTEXT),
     "arena.use.use_arena.__exit__": ("", _CONTEXT),
     "arena.arena.Arena._closed": ("self._ended = ", "the arena is closed, and counts as open on its device"),
-    "entries.Lane.take": ("", _TAKEN),
-    "ledger.Ledger.waited": ("", _TAKEN),
-    "ledger.Ledger.fail": ("", _TAKEN),
-    "ledger.Ledger._take": ("if not lane.take(entry)", _TAKEN),
-    "trails.Trails.release": ("", _RECORDED),
-    "trails.Trails._release": ("", _RECORDED),
     "ledger.Ledger.diverted": ("", _DIVERTED),
     "captures._around_begin.<locals>.capture_begin": ("original(graph, pool", "a capture goes on that nobody ends"),
     "captures.CapturedGraph.lease": ("", "the end of the graph takes back one lease more than there is"),
@@ -409,7 +401,7 @@ class Program:
         budget = rng.choice([0, 512, 1 << 20])
         self.ledger = Ledger(self.device, lag=rng.randrange(3), budget=budget, trail_budget=budget, patience=patience)
         self.ledger._diverting_lock = TurnLock(self.turns)  # type: ignore[assignment]
-        self.ledger.trails._of_records = TurnLock(self.turns)  # type: ignore[assignment]
+        self.ledger.trails._releasing = TurnLock(self.turns)  # type: ignore[assignment]
         captures.LEDGER = arena_module.LEDGER = self.ledger  # type: ignore[misc]
         shelved = rng.random() < 0.7
         self.groups = [
@@ -1112,10 +1104,10 @@ class Program:
                     continue
                 arena.close()
             self.closed(arena)
-        locks = [ledger._diverting_lock, ledger.trails._of_records, self.arena._layout.lock, captures._lock]
+        locks = [ledger._diverting_lock, ledger.trails._releasing, self.arena._layout.lock, captures._lock]
         states = {
             "pending": ledger.pending(),
-            "lanes": [lane for lane in ledger.busy if lane.entries],
+            "lanes": ledger.busy,
             "records": [of_storage for of_storage in ledger.trails.recorded.values() if of_storage],
             "quarantine": ledger.quarantine,
             "orphans": ledger.trails.orphans,

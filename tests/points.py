@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import itertools
 import queue
 import threading
 import types
@@ -143,6 +144,33 @@ def instrumented() -> Iterator[None]:
     finally:
         for function, old in before:
             function.__code__ = old
+
+
+def interrupt_everywhere(begin: Callable[[], tuple[Callable[[], Any], Callable[[], None]]]) -> int:
+    """Interrupt a step at each of its points, once each, and check what that leaves; return how many there are.
+
+    ``begin`` makes all anew, and returns the step and the check.
+    """
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    with instrumented():
+        for place in itertools.count(1):
+            step, check = begin()
+            HOOK.happen, HOOK.left = interrupt, place
+            try:
+                step()
+            except KeyboardInterrupt:
+                pass
+            else:
+                if HOOK.left:  # there are no more
+                    return place - 1
+            finally:
+                left, HOOK.left = HOOK.left, 0
+            check()
+            assert not left
+    raise AssertionError
 
 
 # --- two threads, one at a time ---------------------------------------------------------------------------------

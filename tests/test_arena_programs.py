@@ -89,7 +89,7 @@ class ArenaPrograms(RuleBasedStateMachine):
         found = [tensor.untyped_storage() for tensor in self.tensors] + self.storages
         for entry in self.ledger.entries:
             found += [one for one in entry.storages if isinstance(one, torch.UntypedStorage)]
-        for _, _, storages, _, _ in self.ledger.trails.orphans:
+        for _, _, storages, _, _ in self.ledger.trails.orphans.values():
             found += storages
         for launched in self.works:
             found += [tensor.untyped_storage() for tensor in launched.inner.outputs + launched.inner.shelf]

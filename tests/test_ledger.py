@@ -34,6 +34,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from points import interrupt_everywhere
 from programs import Running, programs
 from simulated import INDEX, FakeGraph, FakeGroup, Launched, SimulatedDevice, call, call_sync
 
@@ -599,6 +600,7 @@ class NeverReleases(Ledger):
 
     def _release(self, entry):
         self.kept = [*getattr(self, "kept", []), entry.storages]
+        super()._release(entry)
 
 
 class NeverReleasesTrails(Trails):
@@ -606,6 +608,7 @@ class NeverReleasesTrails(Trails):
 
     def _release(self, entry):
         self.kept = [*getattr(self, "kept", []), entry.storages]
+        super()._release(entry)
 
 
 class LeavesItToTheHandle(Ledger):
@@ -814,6 +817,51 @@ def test_in_a_capture_nothing_is_asked_of_what_another_thread_has_just_launched_
     ledger.sweep()
     assert device.faults == []
     gloo.forget()
+
+
+@pytest.mark.parametrize("how", ["waited elsewhere", "fails", "dropped", "swept", "trail ordered", "trail over"])
+def test_an_exception_of_a_signal_handler_frees_nothing_too_early_and_loses_nothing_s1_s3(how) -> None:
+    def begin() -> tuple[Callable[[], Any], Callable[[], None]]:
+        device = SimulatedDevice()
+        group = FakeGroup(device, "nccl")
+        ledger = Ledger(device, lag=0, budget=0, trail_budget=0 if how == "trail ordered" else None, patience=0)
+        earlier = call(ledger, group, [device.allocate(0, 64)])
+        launched = call(ledger, group, [device.allocate(0, 64)], fate="fails" if how == "fails" else "")
+        step: Callable[[], Any] = ledger.sweep
+        if how in ("waited elsewhere", "fails"):
+            device.switch(2)
+            step = launched.work.wait
+        elif how == "dropped":
+            earlier = None  # type: ignore[assignment]
+        else:
+            device.switch(2)
+            if how != "swept":
+                launched.work.wait()
+            if how != "trail ordered":
+                device.finish()
+        device.settle()
+
+        def check() -> None:
+            nonlocal earlier, launched, step
+            earlier = launched = step = None  # type: ignore[assignment]
+            device.settle()
+            ledger.sweep()
+            device.settle()
+            device.finish()
+            assert ledger.drain(wait=True) == 0
+            assert not device.live()
+            assert not ledger.busy
+            assert not ledger.quarantine
+            assert device.faults == []
+            group.forget()
+
+        def step_unless_it_fails() -> None:
+            with contextlib.suppress(RuntimeError):
+                step()
+
+        return step_unless_it_fails, check
+
+    assert interrupt_everywhere(begin) > 5
 
 
 @pytest.mark.parametrize("stream", [0, 2])

@@ -144,8 +144,10 @@ def keeps_what_is_over():
 
     def release(trails, entry):
         kept.append(entry.storages)
+        original(trails, entry)
 
     kept = []
+    original = Trails._release
     return mock.patch.object(Trails, "_release", release)
 
 

@@ -199,7 +199,7 @@ def test_the_number_of_lines_of_the_program_is_bounded(tmp_path, monkeypatch):
     for number in range(10):
         entry = Work()
         entry.op, entry.code, entry.instruction, entry.since = f"op{number}", (lambda: 0).__code__, 0, 0.0
-        entry.lane = record.LEDGER.trails._orphanage
+        entry.lane = record.LEDGER.trails.orphanage
         counters.taken(entry, 100)
         assert counters.nbytes == 100 * (number + 1)
     assert len(counters.sites) == 4

@@ -13,6 +13,7 @@ import weakref
 
 import pytest
 import torch
+from points import interrupt_everywhere
 from simulated import INDEX, FakeGraph, FakeGroup, SimulatedDevice, call
 
 import safecomm
@@ -427,7 +428,7 @@ def test_a_record_that_another_thread_releases_is_all_there_or_gone_s1(device, l
         used_on(device, 1)
         (entry,) = ledger.entries
         releasing = threading.Thread(target=ledger.trails.release, args=([entry],))
-        ledger.trails._of_records = Turns()
+        ledger.trails._releasing = Turns()
         try:
             assert ledger.trails.only_used_on(INDEX, 0, 1) == []
         finally:
@@ -622,6 +623,40 @@ def test_what_is_still_held_is_handed_over_s1(device, ledger, monkeypatch, kept_
         assert handed == [(pointer, (INDEX, 1))]
     assert ledger.pending() == []
     device.finish()
+
+
+@pytest.mark.parametrize("how", ["over", "order", "wait_stream"])
+def test_an_exception_of_a_signal_handler_loses_no_record_s1_s3(how):
+    def begin():
+        device = SimulatedDevice()
+        ledger = Ledger(device)
+        for stream in (1, 2):
+            tensor = device.allocate(0, 64)
+            device.launch(device.streams[stream], device.blocks_of([tensor]))
+            ledger.trails.record(tensor.untyped_storage(), INDEX, stream, sys._getframe(), "order" * (how == "order"))
+            del tensor
+        if how == "over":
+            ledger.sweep()
+            device.finish()
+
+        def step():
+            if how == "wait_stream":
+                waits(device, ledger, 0, 1)
+            else:
+                ledger.sweep()
+
+        def check():
+            device.settle()
+            ledger.sweep()
+            device.finish()
+            assert ledger.drain(wait=True) == 0
+            assert not device.live()
+            assert not ledger.busy
+            assert not ledger.trails.recorded
+
+        return step, check
+
+    assert interrupt_everywhere(begin) > 5
 
 
 # --- captures ------------------------------------------------------------------------------------------------------
