@@ -18,13 +18,16 @@ import torch.distributed.distributed_c10d as c10d
 from ranks import on
 
 import safecomm
-from safecomm.collectives import block, bucketed, call, coalesced
-from safecomm.collectives.block import Block
+from safecomm import block
+from safecomm.arena import use
+from safecomm.arena.arena import OPEN
+from safecomm.block import Block
+from safecomm.collectives import bucketed, call, coalesced
 from safecomm.collectives.call import BUCKETS
 from safecomm.ledger import LEDGER
 
 GATHER = "all_gather_single" if hasattr(stock, "all_gather_single") else "all_gather_into_tensor"
-OPENING = {module.__file__ for module in (block, bucketed, call, coalesced, contextlib)}
+OPENING = {module.__file__ for module in (block, bucketed, call, coalesced, contextlib, use)}
 """The files of what opens and closes blocks, and of what is called in between."""
 
 
@@ -109,13 +112,26 @@ def _decorated():
     safecomm.all_reduce(torch.ones(4))
 
 
+def _arena_in_use():
+    with safecomm.use_arena(OPEN[-1]):
+        safecomm.empty(4)
+
+
+def _arena_in_use_twice():
+    use = safecomm.use_arena(OPEN[-1])
+    with use, use:
+        safecomm.empty(4)
+
+
+ARENAS = [_arena_in_use, _arena_in_use_twice]
 BLOCKS = [_region, _region_of_nothing, _asynchronous_region, _bucketed, _bucketed_around_others, _decorated]
 
 
 @pytest.mark.parametrize("kept", [False, True], ids=["freed", "kept"])
-@pytest.mark.parametrize("run", BLOCKS)
+@pytest.mark.parametrize("run", BLOCKS + ARENAS)
 @on(1)
 def test_no_interrupt_leaves_a_block_open_s8(run, kept):
+    arena = safecomm.Arena("64KiB", "cpu")
     run()
     gc.collect()
     gc.disable()
@@ -132,10 +148,12 @@ def test_no_interrupt_leaves_a_block_open_s8(run, kept):
                     errors.append(error)
             else:
                 break
-            if c10d._world.pg_coalesce_state or BUCKETS:
+            if c10d._world.pg_coalesce_state or BUCKETS or use.IN_USE:
                 collecting.append(number)
                 c10d._world.pg_coalesce_state.clear()
                 BUCKETS.clear()
+                use.IN_USE.clear()
+                use._order.clear()
             number += 1
     finally:
         gc.enable()
@@ -147,6 +165,7 @@ def test_no_interrupt_leaves_a_block_open_s8(run, kept):
     errors.clear()
     gc.collect()
     assert not LEDGER._diverted  # later calls are as fast as before
+    arena.close()
     safecomm.drain(wait=True)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import threading
@@ -13,6 +14,7 @@ import torch
 
 from safecomm.arena.arena import OPEN, Arena, _device_of, bytes_of
 from safecomm.arena.plan import Plan, Recorder
+from safecomm.block import Block
 from safecomm.errors import SafecommError
 
 log = logging.getLogger("safecomm")
@@ -20,7 +22,8 @@ log = logging.getLogger("safecomm")
 IN_USE: dict[int, Any] = {}
 """The arena in use on each device, by the device's index. For all threads, because backward runs in others."""
 
-_order: list[Any] = []  # those in use, the innermost last
+_order: dict[object, Any] = {}  # those in use, the innermost last, by a key for each time that one was entered
+_innermost: list[Any] = []  # the last of them, if there is any
 _made: list[Any] = []  # those that are to be closed when they are no longer in use
 _lock = threading.RLock()  # around these, which threads may change at the same time
 
@@ -62,7 +65,7 @@ def in_use(index: int) -> Any:
     return arena
 
 
-class use_arena:  # noqa: N801
+class use_arena(Block):  # noqa: N801
     """Inside of it, safecomm's buffers on one device come from an arena: :func:`empty`, ``functional``, list forms.
 
     Given an :class:`Arena`, it uses that. Given a size, with the arguments that ``Arena`` takes, it makes one, and
@@ -98,42 +101,60 @@ class use_arena:  # noqa: N801
             if self._made
             else arena
         )
-        self._inside = 0
+        self._entered: list[tuple[object, Any]] = []  # the key of each time, and what watches over that one
 
     def __enter__(self) -> Any:
         arena = self.arena
         if self._made:
             arena._refuse_ended("use_arena()")
+        key = object()
+        self._close_by(functools.partial(_left, key, arena))
         with _lock:
+            self._entered.append((key, self._watch))
+            self._watch = None
             if self._made:
                 _made.append(arena)
-            self._inside += 1
-            _order.append(arena)
+            _order[key] = arena
             _choose(arena.index)
         return arena
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        arena = self.arena
-        with _lock:
-            if not self._inside:
-                raise RuntimeError("use_arena(): it was left, and had not been entered")
-            self._inside -= 1
-            # The last of them and not the first: others may have entered in between.
-            del _order[len(_order) - 1 - _order[::-1].index(arena)]
-            _choose(arena.index)
-            last = arena in _made and arena not in _order
-            if last:
-                _made[:] = [one for one in _made if one is not arena]
-        if last and kind is None:  # whoever leaves it last closes it
+    def _leave(self, kind: type[BaseException] | None, *_: object) -> None:
+        if not self._entered:
+            raise RuntimeError("use_arena(): it was left, and had not been entered")
+        entered = self._entered[-1]
+        try:  # with an exception, its traceback may have tensors of the arena, so that is not waited for
+            _left(entered[0], self.arena, wait=kind is None)
+        finally:
+            self._entered.remove(entered)  # at last, and with it what watches: nothing is left to be done
+
+
+def _left(key: object, arena: Any, _: object = None, *, wait: bool = False) -> None:
+    """Use ``arena`` no longer for what has ``key``. Whoever leaves it last closes it, if it is to be closed.
+
+    With ``wait`` that may take a moment, and raises ArenaError if slots are in use. May be done again, where an
+    exception has ended it.
+    """
+    with _lock:
+        _order.pop(key, None)
+        _choose(arena.index)
+        last = arena in _made and arena not in _order.values()
+    if not last:
+        return
+    try:
+        if wait:
             arena.close()
-        elif last:  # the traceback may have tensors of it, so it is not waited for
+        else:
             with contextlib.suppress(SafecommError):
                 arena._closed()
+    finally:
+        _made[:] = [one for one in _made if one is not arena]
 
 
 def _choose(index: int) -> None:
     """Use the innermost arena of a device, or none."""
-    others = [arena for arena in _order if arena.index == index]
+    arenas = [*_order.values()]
+    _innermost[:] = arenas[-1:]
+    others = [arena for arena in arenas if arena.index == index]
     if others:
         IN_USE[index] = others[-1]
     else:
@@ -181,8 +202,8 @@ def empty(*size: Any, dtype: torch.dtype | None = None, device: Any = None, buck
     torch.Size([2, 3])
     """
     if device is None:
-        if _order:
-            return _order[-1].empty(*size, dtype=dtype, bucket=bucket)  # type: ignore[no-any-return]
+        if _innermost:
+            return _innermost[0].empty(*size, dtype=dtype, bucket=bucket)  # type: ignore[no-any-return]
         if not _wanted:
             return torch.empty(*size, dtype=dtype)
     _, index = _device_of(device)
@@ -198,6 +219,7 @@ def _none_in_child() -> None:
     IN_USE.clear()
     _lock = threading.RLock()  # another thread of the parent may have had it
     _order.clear()
+    _innermost.clear()
     _made.clear()
     _wanted.clear()
 

@@ -21,8 +21,8 @@ import torch.distributed.distributed_c10d as c10d
 
 from safecomm import _torch, captures
 from safecomm.arena.staging import buffer
+from safecomm.block import Block
 from safecomm.collectives import gather, reduce
-from safecomm.collectives.block import Block
 from safecomm.collectives.call import (
     BUCKETS,
     COLLECTIVE_OF,

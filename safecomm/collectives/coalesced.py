@@ -17,7 +17,7 @@ import torch
 import torch.distributed.distributed_c10d as c10d
 
 from safecomm import _torch, captures
-from safecomm.collectives.block import Block
+from safecomm.block import Block
 from safecomm.collectives.call import (
     BUCKETS,
     COLLECTIVE_OF,

@@ -52,8 +52,8 @@ class Block(contextlib.ContextDecorator):
     def _close_by(self, close: Callable[[Any], Any]) -> None:
         """Have ``close`` called, with one argument that means nothing, if the ``with`` statement ends some other way.
 
-        To be called before anything is open. ``close`` has to be C's, or a handler could raise in it. Of a block that
-        no ``with`` statement has, nothing is known.
+        To be called before anything is open. ``close`` is best C's, because a second handler could raise in it. Of a
+        block that no ``with`` statement has, nothing is known.
         """
         leave = None if self._exit is None else self._exit()
         if leave is not None:
