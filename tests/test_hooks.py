@@ -11,9 +11,6 @@ from calls import ALL, NOT_ON_GLOO, Setting, bits, finish
 from ranks import on
 
 import safecomm
-from safecomm import _torch
-
-pytestmark = pytest.mark.skipif(not _torch.HOOKS, reason="groups of this torch have no hooks (before 2.14)")
 
 SETTINGS = (
     Setting(),
