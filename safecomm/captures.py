@@ -95,8 +95,8 @@ class CapturedGraph:
         self._replayed: dict[int, None] = {}  # the streams that it was replayed on
         self.before_replay: list[Callable[[int], None]] = []  # called with the stream of a replay that is about to be
         self._diversion = contextlib.ExitStack()
-        self._diversion.enter_context(self._ledger.diverted())
         self._finalizer: Any = None
+        self._deaths: tuple[weakref.ref[Any], ...] = ()
 
     # --- what it holds -----------------------------------------------------------------------------------
 
@@ -151,18 +151,20 @@ class CapturedGraph:
     def lease(self, storage: torch.UntypedStorage) -> None:
         """Hold a slot of an arena, which was handed out in the capture, for as long as the graph may write to it."""
         pointer = storage.data_ptr()
+        kept = _torch.KEPT.get(_torch.cdata_of(storage))  # None where references are not counted
         if pointer not in self._slots:
+            # Without a call in between, where an exception of a signal handler could come.
             self._slots[pointer] = storage
-            if (kept := _torch.KEPT.get(_torch.cdata_of(storage))) is not None:  # as where references are counted
-                kept.append(None)
+            if kept is not None:
+                kept += (None,)
 
-    def _leave_slots(self) -> tuple[torch.UntypedStorage, ...]:
-        slots = tuple(self._slots.values())
-        self._slots.clear()
-        for storage in slots:
-            if kept := _torch.KEPT.get(_torch.cdata_of(storage)):
-                kept.pop()
-        return slots
+    def _leave_slots(self) -> None:
+        for pointer, storage in tuple(self._slots.items()):
+            kept = _torch.KEPT.get(_torch.cdata_of(storage))
+            if pointer in self._slots:
+                del self._slots[pointer]  # as in lease()
+                if kept:
+                    del kept[-1]
 
     def check(self) -> None:
         """Raise StaleGraphError if an argument was freed or moved since the capture. :meth:`replay` begins with it."""
@@ -198,54 +200,73 @@ class CapturedGraph:
         """Reset the graph, and give back what it holds once its last replay is over."""
         graph = self._graph()
         if graph is not None:
-            type(graph).reset(graph)  # first, because from then on no replay can go unseen
-            graph.__dict__.pop("replay", None)
-            graph.__dict__.pop("reset", None)
+            type(graph).reset(graph)
         self._end()
         self._ledger.sweep()
 
+    def begin(self, graph: Any) -> None:
+        """Record what is captured into ``graph`` from now on, until its ``capture_end``, or until it dies."""
+        try:
+            self._follow(graph)
+            self._diversion.enter_context(self._ledger.diverted())
+            # On the object, so that it ends with the capture, whoever is still there then.
+            graph.__dict__["capture_end"] = functools.partial(_end_capture, self)
+            RECORDING[self.capture] = self
+        except BaseException:
+            self._end()
+            raise
+
     def seal(self) -> None:
-        """Begin the life of the graph: its capture has ended well."""
-        self._diversion.close()
-        self._older.clear()
-        RECORDING.pop(self.capture, None)
+        """Begin the life of the graph: its capture has ended well. May be called again if an exception has come."""
         graph = self._graph()
-        graph.__dict__.pop("capture_end", None)
+        _live[id(self)] = self
+        self._follow(graph)
         graph.__dict__["replay"] = self.replay
         graph.__dict__["reset"] = self.reset
-        _live[id(self)] = self
-        if self._finalizer is not None:
-            self._finalizer.detach()
-        self._finalizer = weakref.finalize(graph, self._end)
-        self._finalizer.atexit = False
-
-    def abandon(self) -> None:
-        """Leave nothing behind: the capture has failed."""
+        self._older.clear()
         RECORDING.pop(self.capture, None)
         self._diversion.close()
-        if self._finalizer is not None:
-            self._finalizer.detach()
-        graph = self._graph()
-        if graph is not None:
-            graph.__dict__.pop("capture_end", None)
-        self._give_back()
+        graph.__dict__.pop("capture_end", None)
+
+    def _follow(self, graph: Any) -> None:
+        """See to it that the death of ``graph`` is the end of this."""
+        if self._finalizer is None:
+            trails = self._ledger.trails
+            # What is done in Python when the graph dies, an exception of a signal handler can end, and nobody would
+            # know. So the next call of safecomm looks after it. That it has died is noted in C.
+            self._deaths = (
+                weakref.ref(graph, functools.partial(trails.dead.__setitem__, self._end)),
+                weakref.ref(graph, functools.partial(self._ledger.busy.__setitem__, trails.orphanage)),
+            )
+            self._finalizer = weakref.finalize(graph, self._end)
+            self._finalizer.atexit = False
 
     def _end(self) -> None:
-        # Also called when the graph dies, maybe by the garbage collector: nothing is freed here, no device is asked.
-        if _live.pop(id(self), None) is None:
-            return
+        """Leave nothing behind: the graph is reset or dead, or its capture has failed. Again, it does nothing.
+
+        The garbage collector may call it, so nothing is freed here, and no device is asked.
+        """
+        self._give_back()
+        RECORDING.pop(self.capture, None)
+        self._diversion.close()
+        _live.pop(id(self), None)
+        graph = self._graph()
+        if graph is not None:
+            for name in ("capture_end", "replay", "reset"):
+                graph.__dict__.pop(name, None)
+        self._deaths = ()
         if self._finalizer is not None:
             self._finalizer.detach()
-        self._give_back()
 
     def _give_back(self) -> None:
-        storages = tuple({one.pointer: one.storage for one in self._arguments if one.storage is not None}.values())
-        storages += self._leave_slots()
+        held = {one.pointer: one.storage for one in self._arguments if one.storage is not None}
+        storages = (*held.values(), *self._slots.values())
+        if storages:
+            self._ledger.trails.orphan(self.index, tuple(self._replayed), storages, self._code, self._instruction)
+        self._leave_slots()
         self._arguments.clear()
         self._groups.clear()
         self.before_replay.clear()
-        if storages:
-            self._ledger.trails.orphan(self.index, tuple(self._replayed), storages, self._code, self._instruction)
 
 
 # --- seeing captures -----------------------------------------------------------------------------------------
@@ -310,18 +331,9 @@ def _around_begin(original: Any) -> Any:
         capture = LEDGER.streams.capture(stream)
         # Where somebody has put theirs between two of ours, the inner one has begun already.
         if capture and _watchers and capture not in RECORDING:
-            begin(CapturedGraph(LEDGER, graph, pool, older, index, stream, capture, _caller()), graph)
+            CapturedGraph(LEDGER, graph, pool, older, index, stream, capture, _caller()).begin(graph)
 
     return capture_begin
-
-
-def begin(captured: CapturedGraph, graph: Any) -> None:
-    """Record what is captured into ``graph`` from now on, until its ``capture_end``, or until it dies."""
-    RECORDING[captured.capture] = captured
-    # On the object, so that it ends with the capture, whoever is still there then.
-    graph.__dict__["capture_end"] = functools.partial(_end_capture, captured)
-    captured._finalizer = weakref.finalize(graph, captured.abandon)
-    captured._finalizer.atexit = False
 
 
 def _end_capture(captured: CapturedGraph) -> None:
@@ -334,16 +346,24 @@ def _end_capture(captured: CapturedGraph) -> None:
             unjoined = LEDGER.join_unwaited(captured.capture, captured.stream)
         type(graph).capture_end(graph)  # type: ignore[union-attr]
     except BaseException:
-        captured.abandon()
-        if LEDGER.streams.capture(captured.stream) != captured.capture:  # else it goes on: this was not its stream
-            _torch.end_allocation_to_pool(captured.index, captured._pool)
+        try:
+            captured._end()
+        finally:
+            if LEDGER.streams.capture(captured.stream) != captured.capture:  # else it goes on: this was not its stream
+                _torch.end_allocation_to_pool(captured.index, captured._pool)
         raise
+    else:
+        if not unjoined:
+            try:
+                captured.seal()
+            except BaseException:  # of a signal handler: the graph is one that can be replayed
+                captured.seal()
+                raise
     finally:
         LEDGER.end_capture(captured.capture)
     if not unjoined:
-        captured.seal()
         return
-    captured.abandon()
+    captured._end()
     graph.reset()  # type: ignore[union-attr]
     raise CaptureBoundaryError(
         f"the capture at {captured.site} ended with works that nobody has waited for: {'; '.join(unjoined)}. "
@@ -387,7 +407,7 @@ def refuse_live(group: Any) -> None:
 
     In a program that can't be edited, reset them.
     """
-    alive = tuple(captured for captured in tuple(_live.values()) if captured.uses(group))
+    alive = tuple(one for one in tuple(_live.values()) if one._graph() is not None and one.uses(group))
     if _unedited:
         for captured in alive:
             log.warning("the graph captured at %s was reset, because its group is being destroyed", captured.site)

@@ -98,7 +98,7 @@ class Ledger:
         self.trails = Trails(streams, self.busy, lag=lag, budget=trail_budget)
         self.direct: dict[int, WorkLane] = {}  # by the id of a group that is c10d's own: the lane of its ordinary calls
         self._diverted: dict[int, WorkLane] = {}  # the same while they take the long way
-        self._diverting = 0  # how often they are to
+        self._diverting: dict[object, None] = {}  # who wants them to
         # One that its thread can take again: the collector can run inside, and end the capture of a graph that died.
         self._diverting_lock = threading.RLock()
         self._lanes: dict[Any, WorkLane] = {}
@@ -154,6 +154,8 @@ class Ledger:
 
     def lane_of(self, group: Any, index: int, stream: int = 0, capture: int = 0, *, p2p: bool = False) -> WorkLane:
         """Return the lane of works of ``group`` on device ``index``, and make it if there is none."""
+        if self._diverted and not self._diverting:
+            self._restore()  # an exception has kept the last one who wanted it from that
         key = (id(group), index, capture, p2p)
         lane = self._lanes.get(key)
         if lane is None:
@@ -185,23 +187,29 @@ class Ledger:
     @contextlib.contextmanager
     def diverted(self) -> Iterator[None]:
         """Let every call take the long way, past whatever has to see all of them."""
-        with self._diverting_lock:
-            self._diverting += 1
-            self._move(self.direct, self._diverted)
+        who = object()
         try:
+            with self._diverting_lock:
+                self._diverting[who] = None
+                self._move(self.direct, self._diverted)
             yield
         finally:
-            with self._diverting_lock:
-                self._diverting -= 1
-                if not self._diverting:
-                    self._move(self._diverted, self.direct)
+            self._diverting.pop(who, None)  # at once, because an exception of a signal handler can come
+            self._restore()
+
+    def _restore(self) -> None:
+        """Let calls take the short way, if nobody wants them to take the long one."""
+        with self._diverting_lock:
+            if not self._diverting:
+                self._move(self._diverted, self.direct)
 
     @staticmethod
     def _move(lanes: dict[int, WorkLane], to: dict[int, WorkLane]) -> None:
         for key in keys_of(lanes):
-            lane = lanes.pop(key, None)  # its group may have died since
+            lane = lanes.get(key)  # its group may have died since
             if lane is not None:
                 to[key] = lane
+                lanes.pop(key, None)
                 if lane.group is None or lane.group() is None:  # it did in between, and another may get its id
                     to.pop(key, None)
 
@@ -363,7 +371,7 @@ class Ledger:
         """
         if not thorough and self.awaited():
             return
-        if self.trails.orphans and not self._capturing(keys_of(self.busy)):
+        if self.trails.orphanage in self.busy and not self._capturing(keys_of(self.busy)):
             self.trails.adopt()
         # Not those that another thread adds from here on: a current stream of their device may be capturing.
         lanes = keys_of(self.busy)
@@ -393,7 +401,7 @@ class Ledger:
         The oldest of each lane is looked at, and the :data:`NEWEST` ones: a handle that is dropped at once is theirs.
         Every call asks while anything is in flight, and most go on without a sweep.
         """
-        if self.quarantine or self.trails.orphans:
+        if self.quarantine or self.trails.orphans or self.trails.dead:
             return False
         young = _now() - self._patience
         try:

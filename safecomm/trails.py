@@ -61,7 +61,8 @@ class Trails:
         self._releasing = threading.RLock()
         # What graphs have left: the device index, the streams, the storages, and the call site.
         self.orphans: dict[object, tuple[int, tuple[int, ...], tuple[Any, ...], types.CodeType, int]] = {}
-        self.orphanage = Lane(busy, self._lanes, "orphans", HOST)  # is busy while there are any
+        self.dead: dict[Callable[[], None], Any] = {}  # what is to be done because graphs have died, if it has not been
+        self.orphanage = Lane(busy, self._lanes, "orphans", HOST)  # is busy while there are any of these
 
     # --- what comes ---------------------------------------------------------------------------------------
 
@@ -160,13 +161,16 @@ class Trails:
 
     def adopt(self) -> None:
         """Make trails of the orphans, as far as the streams that they were used on are not being captured."""
+        for end in keys_of(self.dead):
+            end()
+            self.dead.pop(end, None)
         for key in keys_of(self.orphans):
             orphan = self.orphans.get(key)
             if orphan is not None and self._adopt(*orphan):  # two threads leave two trails
                 self.orphans.pop(key, None)
-        if not self.orphans:
+        if not (self.orphans or self.dead):
             self._busy.pop(self.orphanage, None)
-            if self.orphans:  # a graph died in between
+            if self.orphans or self.dead:  # a graph died in between
                 self._busy[self.orphanage] = None
 
     def _adopt(

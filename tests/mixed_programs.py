@@ -60,8 +60,6 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "mixed_programs.json"
 
 _CONTEXT = "torch stays diverted: nobody leaves what was entered or left by half"
-_DEATH = "what the end of a graph begins with says that it has ended, so the rest is never done"
-_DIVERTED = "calls take the long way for ever"
 
 KNOWN: dict[str, tuple[str, str]] = {
     "record_stream.avoid_record_streams.__enter__": ("", _CONTEXT),
@@ -70,12 +68,6 @@ KNOWN: dict[str, tuple[str, str]] = {
     "arena.use.use_arena.__enter__": ("", _CONTEXT),
     "arena.use.use_arena.__exit__": ("", _CONTEXT),
     "arena.arena.Arena._closed": ("self._ended = ", "the arena is closed, and counts as open on its device"),
-    "ledger.Ledger.diverted": ("", _DIVERTED),
-    "captures._around_begin.<locals>.capture_begin": ("original(graph, pool", "a capture goes on that nobody ends"),
-    "captures.CapturedGraph.lease": ("", "the end of the graph takes back one lease more than there is"),
-    "captures.CapturedGraph.seal": ("", _DEATH),
-    "captures.CapturedGraph.abandon": ("", _DEATH),
-    "captures.CapturedGraph._end": ("", _DEATH),
 }
 """Functions that an interrupt is known to break a promise in, from which of their lines on ("": all), and how.
 
@@ -1110,8 +1102,8 @@ class Program:
             "lanes": ledger.busy,
             "records": [of_storage for of_storage in ledger.trails.recorded.values() if of_storage],
             "quarantine": ledger.quarantine,
-            "orphans": ledger.trails.orphans,
-            "diversion": ledger._diverting,
+            "orphans": ledger.trails.orphans or ledger.trails.dead,
+            "diversion": ledger._diverting or ledger._diverted,
             "memory": device.live(),
             "memory that the allocator keeps": device.deferred,
             "locks": [one for one in (*locks, record_stream._lock) if one.held],  # type: ignore[union-attr]

@@ -13,6 +13,7 @@ import importlib
 import inspect
 import itertools
 import queue
+import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
@@ -152,7 +153,12 @@ def interrupt_everywhere(begin: Callable[[], tuple[Callable[[], Any], Callable[[
     ``begin`` makes all anew, and returns the step and the check.
     """
 
+    where = ""
+
     def interrupt() -> None:
+        nonlocal where
+        frame = sys._getframe(2)
+        where = f"{frame.f_code.co_name}, {frame.f_globals['__name__']}:{frame.f_lineno}"
         raise KeyboardInterrupt
 
     with instrumented():
@@ -168,7 +174,10 @@ def interrupt_everywhere(begin: Callable[[], tuple[Callable[[], Any], Callable[[
                     return place - 1
             finally:
                 left, HOOK.left = HOOK.left, 0
-            check()
+            try:
+                check()
+            except BaseException as error:
+                raise AssertionError(f"after an exception in {where}") from error
             assert not left
     raise AssertionError
 

@@ -324,7 +324,7 @@ class ArenaPrograms(RuleBasedStateMachine):
         finally:
             if self.recording is not None:
                 captures.RECORDING.pop(self.recording[1].capture, None)
-                self.recording[1].abandon()
+                self.recording[1]._end()
             for group in self.groups:
                 group.forget()
         if self.device.faults:

@@ -458,7 +458,7 @@ def test_the_collector_may_end_a_capture_while_lanes_are_moved():
 
     def fail():
         graph = Graph()
-        captures.begin(captures.CapturedGraph(LEDGER, graph, (0, 1), [], 0, 7, 42, sys._getframe()), graph)
+        captures.CapturedGraph(LEDGER, graph, (0, 1), [], 0, 7, 42, sys._getframe()).begin(graph)
         graph.itself = graph
 
     def collect_in_the_middle(frame, event, arg):

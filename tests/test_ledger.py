@@ -456,7 +456,7 @@ class GraphPrograms(CapturingPrograms):
                 self.end_capture()
             self.graphs.clear()
         elif self.recording is not None:
-            self.recording[1].abandon()
+            self.recording[1]._end()
         super().teardown()
 
 
@@ -770,7 +770,7 @@ def test_machine_catches_a_ledger_that(broken: type, machine: type[RuleBasedStat
     ledger = broken if issubclass(broken, Ledger) else ledger_with(broken)
     mutant = type(machine.__name__, (machine,), {"ledger_type": ledger})
     with pytest.raises(AssertionError):
-        run_state_machine_as_test(mutant, settings=programs(2000, STEPS, phases=[Phase.generate]))
+        run_state_machine_as_test(mutant, settings=programs(6000, STEPS, phases=[Phase.generate]))
 
 
 # --- single promises ----------------------------------------------------------------------------------------
@@ -797,6 +797,26 @@ def test_calls_take_the_long_way_for_as_long_as_anybody_wants_them_to(device: Si
             assert not ledger.direct
         assert not ledger.direct
     assert ledger.direct == lanes
+
+
+def test_calls_do_not_take_the_long_way_for_good_because_of_an_exception_of_a_signal_handler(device) -> None:
+    def begin() -> tuple[Callable[[], Any], Callable[[], None]]:
+        ledger, group = Ledger(device), FakeGroup(device, "nccl")
+        lanes: Any = {id(group): SimpleNamespace(group=lambda: group)}
+        ledger.direct.update(lanes)
+
+        def step() -> None:
+            with ledger.diverted():
+                assert not ledger.direct
+
+        def check() -> None:
+            ledger.lane_of(group, INDEX)  # as the next call that takes it does
+            assert ledger.direct == lanes
+            group.forget()
+
+        return step, check
+
+    assert interrupt_everywhere(begin) > 5
 
 
 def test_in_a_capture_nothing_is_asked_of_what_another_thread_has_just_launched_s5(device, group, monkeypatch) -> None:

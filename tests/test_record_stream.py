@@ -5,6 +5,8 @@ the simulated device. What needs CUDA's allocator is in ``tests/gpu/graphs.py``.
 """
 
 import collections
+import contextlib
+import gc
 import inspect
 import logging
 import sys
@@ -686,7 +688,7 @@ def capturing(device, ledger, monkeypatch):
         capture = device.capturing
         graph = Graph(device)
         captured = captures.CapturedGraph(ledger, graph, (capture,), [], INDEX, 1, capture, sys._getframe())
-        captures.begin(captured, graph)
+        captured.begin(graph)
         return graph, captured
 
     yield begin
@@ -845,6 +847,80 @@ def test_draining_does_not_wait_for_another_threads_capture(device, ledger):
     launched.work.wait()
     device.end_capture()
     group.forget()
+
+
+@pytest.mark.parametrize("ends", ["well", "with works left", "given up", "in the graph's death", "in its life's end"])
+def test_an_exception_of_a_signal_handler_loses_nothing_of_a_capture_s3_s6(monkeypatch, ends):
+    def begin():
+        device = SimulatedDevice()
+        ledger = Ledger(device)
+        group = FakeGroup(device, "nccl")
+        monkeypatch.setattr(captures, "LEDGER", ledger)
+        monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
+        monkeypatch.setattr("safecomm.ledger.log.warning", lambda *_: None)  # pytest would keep the exception
+        device.begin_capture(1)
+        graph = GivenUp(device) if ends == "given up" else Graph(device)
+        outside, slot = device.allocate(0, 64), device.allocate(1, 64).untyped_storage()
+        kept = [None] * refcounts.KEEPING
+        monkeypatch.setitem(record_stream._torch.KEPT, slot._cdata, kept)
+        graph.touch(device.blocks_of([outside]))
+
+        def capture():
+            nonlocal graph
+            captured = captures.CapturedGraph(ledger, graph, (7,), [], INDEX, 1, device.capturing, sys._getframe())
+            captured.begin(graph)
+            captured.add("all_reduce", object.__new__(Anything), outside, sys._getframe())
+            captured.lease(slot)
+            if ends == "with works left":
+                call(ledger, group, [device.allocate(1, 64)])
+            if ends == "in the graph's death":
+                captured = graph = None
+            else:
+                graph.capture_end()
+
+        if ends == "in its life's end":
+            capture()
+
+        def step():
+            if ends == "in its life's end":
+                device.switch(2)
+                graph.replay()
+                graph.reset()
+            else:
+                with contextlib.suppress(safecomm.CaptureBoundaryError, RuntimeError):
+                    capture()
+
+        def check():
+            nonlocal graph, outside
+            if device.capturing:
+                device.end_capture()
+            outside = None
+            device.settle()
+            if "replay" in getattr(graph, "__dict__", ()):  # else its end was interrupted
+                graph.replay()
+            graph = None
+            gc.collect()  # contextlib leaves a cycle that refers to the exception
+            device.settle()
+            ledger.sweep()
+            device.settle()
+            device.finish()
+            assert ledger.drain(wait=True) == 0
+            assert len(device.live()) == 1, "the slot"
+            assert len(kept) == refcounts.KEEPING
+            assert not captures.RECORDING
+            assert not captures._live
+            assert not ledger.busy
+            assert not ledger._diverting
+            group.forget()
+
+        return step, check
+
+    class GivenUp(Graph):
+        def capture_end(self):
+            self.device.end_capture()
+            raise RuntimeError
+
+    assert interrupt_everywhere(begin) > 5
 
 
 # --- graph() ---------------------------------------------------------------------------------------------------------

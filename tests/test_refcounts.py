@@ -103,7 +103,7 @@ def not_counted(_, python):
         assert arena.stats().in_use == 1024
         assert captured.nbytes == 1024
         captured._leave_slots()
-        captured.abandon()
+        captured._end()
         assert arena.stats().in_use == 0
     safecomm.destroy_process_group()
 
