@@ -109,13 +109,17 @@ class use_arena(Block):  # noqa: N801
             arena._refuse_ended("use_arena()")
         key = object()
         self._close_by(functools.partial(_left, key, arena))
-        with _lock:
-            self._entered.append((key, self._watch))
-            self._watch = None
-            if self._made:
-                _made.append(arena)
-            _order[key] = arena
-            _choose(arena.index)
+        try:
+            with _lock:
+                self._entered.append((key, self._watch))
+                self._watch = None
+                if self._made:
+                    _made.append(arena)
+                _order[key] = arena
+                _choose(arena.index)
+        except BaseException:  # of a signal handler; perhaps no with statement has this
+            _left(key, arena)
+            raise
         return arena
 
     def _leave(self, kind: type[BaseException] | None, *_: object) -> None:
