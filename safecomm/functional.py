@@ -84,7 +84,8 @@ class AsyncResult:
 
 # --- what is launched ----------------------------------------------------------------------------------------
 #
-# At once, also inside of bucketed(): the caller has the result when it returns.
+# At once, also inside of bucketed(): the caller has the result when it returns. Detached, because gloo's threads record
+# what they make of a tensor that requires a gradient, and the functions below are what autograd is to see.
 
 
 def _launch_all_reduce(tensor: torch.Tensor, op: Any, group: Any, asynchronous: bool) -> _Launched:
@@ -98,7 +99,7 @@ def _launch_all_gather(tensor: torch.Tensor, dim: int, group: Any, asynchronous:
     shape = list(tensor.shape)
     shape[dim] *= world
     output = buffer(shape, tensor)
-    source = contiguous(tensor)
+    source = contiguous(tensor.detach())
     if dim == 0 or world == 1:
         with at_once(group):
             return output, _gather_into(output, source, group, asynchronous), None
@@ -128,7 +129,7 @@ def _launch_reduce_scatter(tensor: torch.Tensor, dim: int, op: Any, group: Any, 
     shape[dim] //= world
     output = buffer(shape, tensor)
     if dim == 0 or world == 1:
-        source = contiguous(tensor)
+        source = contiguous(tensor.detach())
     else:
         parts = tensor.unflatten(dim, (world, shape[dim])).movedim(dim, 0)  # type: ignore[no-untyped-call]
         source = buffer(parts.shape, tensor).copy_(parts).view(world * shape[0], *shape[1:])
@@ -142,7 +143,7 @@ def _launch_all_to_all(
 ) -> _Launched:  # fmt: skip
     rows = tensor.shape[0] if output_splits is None else sum(output_splits)
     output = buffer((rows, *tensor.shape[1:]), tensor)
-    source = contiguous(tensor)
+    source = contiguous(tensor.detach())
     return output, _all_to_all.all_to_all_single(output, source, output_splits, input_splits, group, asynchronous), None
 
 
