@@ -35,7 +35,7 @@ BEFORE: list[Callable[[int], None]] = []
 """Called with the index of the device, before a capture begins there."""
 
 _live: dict[int, CapturedGraph] = {}
-_watchers = 0
+_watchers: list[object] = []
 _own_begin: Any = None  # what stands in torch's place while there are watchers, and what did before
 _lock = threading.Lock()
 _unedited = False
@@ -272,32 +272,38 @@ class CapturedGraph:
 # --- seeing captures -----------------------------------------------------------------------------------------
 
 
-def watch() -> None:
-    """See the captures that begin from now on, until :func:`unwatch` is called as often as this."""
-    global _watchers, _own_begin
+def watch(who: object = None) -> None:
+    """See the captures that begin from now on, until :func:`unwatch` is called as often as this.
+
+    ``who`` is counted once, and may call either again if an exception of a signal handler has come.
+    """
+    global _own_begin
     with _lock:
-        _watchers += 1
-        if _watchers == 1:
+        if who is None or who not in _watchers:
+            _watchers.append(who)
+        if _own_begin is None:
             replaced = vars(torch.cuda.CUDAGraph).get("capture_begin")
             standing_in = _around_begin(torch.cuda.CUDAGraph.capture_begin)
-            torch.cuda.CUDAGraph.capture_begin = standing_in  # type: ignore[method-assign]
             _own_begin = standing_in, replaced
+            torch.cuda.CUDAGraph.capture_begin = standing_in  # type: ignore[method-assign]
 
 
-def unwatch() -> None:
+def unwatch(who: object = None) -> None:
     """Undo one :func:`watch`."""
-    global _watchers
+    global _own_begin
     with _lock:
-        _watchers -= 1
-        if _watchers:
+        if who in _watchers:
+            _watchers.remove(who)
+        if _watchers or _own_begin is None:
             return
         standing_in, replaced = _own_begin
-        if vars(torch.cuda.CUDAGraph).get("capture_begin") is not standing_in:
-            return  # somebody has put theirs over ours, which goes on to torch's
-        if replaced is None:
-            del torch.cuda.CUDAGraph.capture_begin
-        else:
-            torch.cuda.CUDAGraph.capture_begin = replaced  # type: ignore[method-assign]
+        # Else somebody has put theirs over ours, which goes on to torch's.
+        if vars(torch.cuda.CUDAGraph).get("capture_begin") is standing_in:
+            if replaced is None:
+                del torch.cuda.CUDAGraph.capture_begin
+            else:
+                torch.cuda.CUDAGraph.capture_begin = replaced  # type: ignore[method-assign]
+        _own_begin = None
 
 
 def capturing() -> bool:

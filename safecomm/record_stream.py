@@ -8,12 +8,12 @@ ledger holds, and gives back in an order that does not depend on the host.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import math
 import threading
 import types
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +22,7 @@ import torch
 
 from safecomm import _torch, captures
 from safecomm.arena.arena import OPEN
+from safecomm.collectives.block import Block
 from safecomm.errors import RecordStreamError
 from safecomm.ledger import LEDGER, Ledger
 from safecomm.refcounts import COUNTED, WHY_NOT
@@ -37,7 +38,7 @@ EVERY = 4
 """Of so many calls of ``record_stream`` one sweeps the ledger; in a capture, and where much is recorded, each."""
 
 
-class avoid_record_streams(contextlib.ContextDecorator):  # noqa: N801
+class avoid_record_streams(Block):  # noqa: N801
     """Inside of it, ``record_stream`` does not make memory pile up: Python's, Megatron's, a C++ extension's.
 
     ``mode="convert"`` guarantees for each call what ``record_stream`` guarantees, that the memory is not given out
@@ -98,31 +99,49 @@ class avoid_record_streams(contextlib.ContextDecorator):  # noqa: N801
         self.sites: Counter[str] = Counter()
         self.unusable = 0
         self._unusable_before = 0
+        self._entered: list[object] = []
+        self._noted: weakref.ref[Any] | None = None
 
     def _recreate_cm(self) -> avoid_record_streams:
         return avoid_record_streams(self.mode, release=self.release, this_thread=self.this_thread, strict=self.strict)
 
     def __enter__(self) -> avoid_record_streams:
         self._unusable_before = _unusable()
-        with _lock:
-            if not _installed:
-                _installed.append(_intercept())
-            _users.append(self)
-        if self.this_thread:
-            _thread.policies = [*_thread.policies, self]
-        else:
-            _policies.append(self)
+        key = object()
+        try:
+            with _lock:
+                if not _installed:
+                    _installed.append(_intercept())
+                self._leave_by(functools.partial(_let_out, key), _installed[0].ledger)
+                _users[key] = self, _thread.me if self.this_thread else None
+                _installed[0].install()
+            self._entered.append(key)
+        except BaseException:
+            _let_out(key)
+            raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self.this_thread:
-            _thread.policies = [policy for policy in _thread.policies if policy is not self]
-        else:
-            _policies.remove(self)
-        with _lock:
-            _users.remove(self)
-            if not _users:
-                _installed.pop().remove()
+    def _leave_by(self, leave: Callable[[], None], ledger: Ledger) -> None:
+        # It is not C's, as what closes a block has to be. So C notes that the next call of safecomm is to do it, and
+        # that there is something to do.
+        end = None if self._exit is None else self._exit()
+        if end is not None:
+            self._noted = weakref.ref(end, functools.partial(ledger.busy.__setitem__, ledger.trails.orphanage))
+        self._close_by(functools.partial(ledger.trails.dead.__setitem__, leave))
+
+    def _leave(self, kind: type[BaseException] | None, *_: object) -> None:
+        if not self._entered:
+            raise RuntimeError("avoid_record_streams(): it was left, and had not been entered")
+        key = self._entered[-1]
+        del self._entered[-1]
+        try:
+            _let_out(key)
+        except BaseException:  # of a signal handler
+            _let_out(key)
+            raise
+        if not self._entered:
+            self._closed()
+            self._noted = None
         self.unusable = max(0, _unusable() - self._unusable_before)
         if self.unusable:
             what = f"{self.unusable} bytes are freed but unusable: {_blocks_awaiting_free()}"
@@ -131,24 +150,38 @@ class avoid_record_streams(contextlib.ContextDecorator):  # noqa: N801
             log.warning("inside avoid_record_streams(): %s", what)
 
 
-_lock = threading.Lock()
-_users: list[avoid_record_streams] = []  # who is inside, in any thread
-_policies: list[avoid_record_streams] = []  # those that count in every thread
+# One that its thread can take again: leaving looks at what is over, and so perhaps after who has not left.
+_lock = threading.RLock()
+_users: dict[object, tuple[avoid_record_streams, object]] = {}  # who is inside, and of which thread if only there
 _installed: list[_Interception] = []  # one while there is a user
 
 
 class _Thread(threading.local):
-    policies: list[avoid_record_streams] = []  # noqa: RUF012
+    def __init__(self) -> None:
+        self.me = object()
 
 
 _thread = _Thread()
 
 
+def _let_out(key: object) -> None:
+    """Let whoever is inside under ``key`` be so no more. Again, it does nothing."""
+    _users.pop(key, None)
+    with _lock:
+        if _installed and not _users and not _installed[0].leaving:
+            _installed[0].remove()
+            _installed.clear()
+
+
 def policy() -> avoid_record_streams | None:
     """Return the innermost context that counts in this thread; None outside."""
-    if _thread.policies:
-        return _thread.policies[-1]
-    return _policies[-1] if _policies else None
+    everybodys = None
+    for context, thread in reversed(list(_users.values())):
+        if thread is _thread.me:
+            return context
+        if thread is None and everybodys is None:
+            everybodys = context
+    return everybodys
 
 
 class _Interception:
@@ -160,44 +193,56 @@ class _Interception:
         self._raw_streams: dict[tuple[int, int], int] = {}
         self._calls = 0
         self._attributes: list[tuple[type, str, Any, Any]] = []
+        self._key = key
+        self._installed = False
+        self.leaving = False  # it is being removed
+
+    def install(self) -> None:
+        """Stand in torch's place, if this does not yet. What an exception ends is for :meth:`remove` to undo."""
+        if self._installed:
+            return
         # Where references are not counted, each call goes on to torch's kernel; torch 2.8 does not give that out.
         self._record_stream = _torch.Override(
-            "aten::record_stream", key, self.record_stream, needs_original=not COUNTED
+            "aten::record_stream", self._key, self.record_stream, needs_original=not COUNTED
         )
-        self._resize = _torch.Override("aten::resize_", key, self.resize, needs_original=True)
+        self._resize = _torch.Override("aten::resize_", self._key, self.resize, needs_original=True)
         # What compiled FSDP2 frees with.
         self._resize_storage = _torch.Override(
-            "inductor::resize_storage_bytes_", key, self.resize_storage, needs_original=True
+            "inductor::resize_storage_bytes_", self._key, self.resize_storage, needs_original=True
         )
         self._replace(torch.UntypedStorage, "resize_", self._around_resize)
         if self._resize.original is None:  # before torch 2.9; what C++ resizes there is not seen
             self._replace(torch.Tensor, "resize_", self._around_tensor_resize)
         self._replace(torch.cuda.Stream, "wait_stream", self._around_wait_stream)
-        captures.watch()
+        captures.watch(self)
+        self._installed = True
 
     def _replace(self, owner: type, name: str, around: Callable[[Any], Any]) -> None:
         own = vars(owner).get(name)
         replacement = around(getattr(owner, name))
-        setattr(owner, name, replacement)
         self._attributes.append((owner, name, own, replacement))
+        setattr(owner, name, replacement)
 
     def remove(self) -> None:
-        """Restore torch, and hand over what is held."""
-        for owner, name, own, replacement in self._attributes:
-            if vars(owner).get(name) is not replacement:
-                continue  # somebody has put theirs over ours, which goes on to torch's
-            if own is None:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, own)
-        captures.unwatch()
-        original = self._record_stream.original
-        self._record_stream.remove()
-        self._resize.remove()
-        self._resize_storage.remove()
-        self.ledger.sweep()
-        if original is not None:
-            self.ledger.trails.hand_over(_give)
+        """Restore torch, and hand over what is held. May be called again if an exception of a signal handler came."""
+        self.leaving = True
+        try:
+            for owner, name, own, replacement in self._attributes:
+                if vars(owner).get(name) is not replacement:
+                    continue  # somebody has put theirs over ours, which goes on to torch's
+                if own is None:
+                    delattr(owner, name)
+                else:
+                    setattr(owner, name, own)
+            captures.unwatch(self)
+            for override in ("_record_stream", "_resize", "_resize_storage"):
+                if override in vars(self):
+                    vars(self)[override].remove()
+            self.ledger.sweep()
+            if self._installed and self._record_stream.original is not None:
+                self.ledger.trails.hand_over(_give)
+        finally:
+            self.leaving = False
 
     # --- record_stream ----------------------------------------------------------------------------------
 

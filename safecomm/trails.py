@@ -61,7 +61,8 @@ class Trails:
         self._releasing = threading.RLock()
         # What graphs have left: the device index, the streams, the storages, and the call site.
         self.orphans: dict[object, tuple[int, tuple[int, ...], tuple[Any, ...], types.CodeType, int]] = {}
-        self.dead: dict[Callable[[], None], Any] = {}  # what is to be done because graphs have died, if it has not been
+        # What is to be done because a graph has died, or a block has ended, if an exception kept it from being done.
+        self.dead: dict[Callable[[], None], Any] = {}
         self.orphanage = Lane(busy, self._lanes, "orphans", HOST)  # is busy while there are any of these
 
     # --- what comes ---------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ import time
 import traceback
 import types
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -62,9 +62,6 @@ RESULTS = ROOT / "benchmarks" / "results" / "mixed_programs.json"
 _CONTEXT = "torch stays diverted: nobody leaves what was entered or left by half"
 
 KNOWN: dict[str, tuple[str, str]] = {
-    "record_stream.avoid_record_streams.__enter__": ("", _CONTEXT),
-    "record_stream.avoid_record_streams.__exit__": ("", _CONTEXT),
-    "record_stream._Interception.remove": ("", _CONTEXT),
     "arena.use.use_arena.__enter__": ("", _CONTEXT),
     "arena.use.use_arena.__exit__": ("", _CONTEXT),
     "arena.arena.Arena._closed": ("self._ended = ", "the arena is closed, and counts as open on its device"),
@@ -331,8 +328,7 @@ class World:
                 "wait_stream": cuda.Stream.wait_stream is not self.wait_stream,
                 "capture_begin": vars(cuda.CUDAGraph).get("capture_begin") is not self.capture_begin,
                 "resize_": "resize_" in vars(torch.UntypedStorage),
-                "avoid_record_streams()": record_stream._users or record_stream._policies or record_stream._installed,
-                "this_thread": record_stream._thread.policies,
+                "avoid_record_streams()": record_stream._users or record_stream._installed,
                 "watchers": captures._watchers,
                 "captures that go on": captures.RECORDING,
                 "live graphs": captures._live,
@@ -348,11 +344,10 @@ class World:
         for interception in record_stream._installed:
             with contextlib.suppress(BaseException):
                 interception.remove()
-        for table in (record_stream._users, record_stream._policies, record_stream._installed, captures.RECORDING,
+        for table in (record_stream._users, record_stream._installed, captures.RECORDING, captures._watchers,
                       captures._live, arena_module.OPEN, use.IN_USE, use._order):  # fmt: skip
             table.clear()
-        record_stream._thread.policies = []
-        captures._watchers = 0
+        captures._own_begin = None
         cuda.Stream.wait_stream = self.wait_stream
         cuda.CUDAGraph.capture_begin = self.capture_begin
         if "resize_" in vars(torch.UntypedStorage):
@@ -360,6 +355,22 @@ class World:
         for lock in (record_stream._lock, captures._lock):
             lock._depth = 0
         gc.collect()
+
+
+def _inside(context: Any) -> Iterator[None]:
+    """Be in the block of a ``with`` statement of ``context`` from ``next()`` to :func:`_leave`."""
+    with context:
+        yield
+
+
+def _leave(block: Iterator[None]) -> None:
+    next(block, None)
+
+
+def _diverted() -> bool:
+    """Return whether ``record_stream`` is safecomm's, which a thread may be about to change."""
+    found = [vars(one).get("_record_stream") for one in record_stream._installed]
+    return any(one is not None and one._library is not None for one in found)
 
 
 def _raw(stream: Any) -> int:
@@ -407,7 +418,7 @@ class Program:
         self.graphs: list[Graph] = []
         self.recording: Graph | None = None
         self.capturing_thread = False
-        self.contexts: list[tuple[bool, avoid_record_streams]] = []
+        self.contexts: list[tuple[bool, avoid_record_streams, Iterator[None]]] = []
         self.arenas: list[Arena] = []  # those that were not seen to be closed
         self.uses: list[Any] = []
         self.between = [True, True]  # whether each thread is between two steps
@@ -790,8 +801,8 @@ class Program:
 
     def record(self, tensor: torch.Tensor, block: Block, graph: Graph | None) -> None:
         context = self.policy()
-        contexts = [one for _, one in self.contexts]
-        installed = bool(record_stream._installed)
+        contexts = [one[1] for one in self.contexts]
+        installed = _diverted()
         converts = installed and (
             not self.world.with_kernels if context is None or context.mode != "convert" else True
         )  # fmt: skip
@@ -810,13 +821,14 @@ class Program:
         except INTERRUPTS:
             self.keep([tensor])
             raise
-        if [one for _, one in self.contexts] != contexts:
+        if [one[1] for one in self.contexts] != contexts:
             self.keep([tensor])  # the other thread has left a context, or entered one
 
     def policy(self) -> avoid_record_streams | None:
         """Return the context that counts in this thread."""
-        mine = record_stream._thread.policies or record_stream._policies
-        return mine[-1] if mine else None
+        inside = list(record_stream._users.values())[::-1]
+        mine = [context for context, thread in inside if thread is record_stream._thread.me]
+        return next(iter(mine + [context for context, thread in inside if thread is None]), None)
 
     def wait_stream(self) -> None:
         device, rng = self.device, self.rng
@@ -840,7 +852,7 @@ class Program:
 
     def free_in_place(self) -> None:
         device = self.device
-        if device.capturing or not record_stream._installed or not self.alone():
+        if device.capturing or not _diverted() or not self.alone():
             return
         self.undisturbed()
         for tensor in self.some(1):
@@ -988,14 +1000,15 @@ class Program:
         if mine and rng.random() < 0.5:
             self.contexts.remove(mine[-1])
             self.detail("left")
-            mine[-1][1].__exit__(None, None, None)
+            _leave(mine[-1][2])
         elif len(mine) < 3:
             mode = rng.choice(["convert"] * 6 + ["raise", "warn", "count"])
             release, here = rng.choice(["auto", "auto", "order", "defer"]), rng.random() < 0.2
             context = avoid_record_streams(mode, release=release, this_thread=here)
             self.detail(f"entered {mode} {release}{' this_thread' * here}")
-            context.__enter__()
-            self.contexts.append((me, context))
+            block = _inside(context)
+            next(block)
+            self.contexts.append((me, context, block))
 
     def use_arena(self) -> None:
         if self.uses and self.rng.random() < 0.5:
@@ -1041,7 +1054,7 @@ class Program:
         """Leave the contexts of this thread."""
         me = self.turns.second
         for context in [one for one in self.contexts if one[0] == me][::-1]:
-            context[1].__exit__(None, None, None)
+            _leave(context[2])
 
     def end(self) -> None:
         """Let go of everything, and see that all is back."""

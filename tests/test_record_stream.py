@@ -533,6 +533,37 @@ def test_a_decorator_is_fresh_at_each_call(device, ledger):
     device.finish()
 
 
+@pytest.mark.parametrize("this_thread", [False, True])
+@pytest.mark.parametrize("nested", [False, True])
+def test_an_exception_of_a_signal_handler_leaves_torch_as_it_was(device, ledger, nested, this_thread):
+    def begin():
+        outer = avoid_record_streams() if nested else contextlib.nullcontext()
+        context = avoid_record_streams(this_thread=this_thread)
+        outer.__enter__()
+
+        def step():
+            with context:
+                used_on(device, 1)
+
+        def check():
+            device.finish()
+            ledger.drain()
+            assert [user for user, _ in record_stream._users.values()] == [outer] * nested
+            assert not ledger.busy
+            outer.__exit__(None, None, None)
+            assert not record_stream._users
+            assert not captures._watchers
+            assert torch.cuda.Stream.wait_stream is WAIT_STREAM
+            assert torch.cuda.CUDAGraph.capture_begin is CAPTURE[0]
+            assert "resize_" not in vars(torch.UntypedStorage)
+
+        return step, check
+
+    assert interrupt_everywhere(begin) > 5
+    for left in list(record_stream._users):  # by the last one, which was not checked
+        record_stream._let_out(left)
+
+
 def test_an_exception_leaves_torch_as_it_was(device, ledger):
     def fails():
         with avoid_record_streams():
