@@ -22,7 +22,7 @@ import torch
 
 from safecomm import _torch, captures
 from safecomm.arena.arena import OPEN
-from safecomm.collectives.block import Block
+from safecomm.block import Block
 from safecomm.errors import RecordStreamError
 from safecomm.ledger import LEDGER, Ledger
 from safecomm.refcounts import COUNTED, WHY_NOT

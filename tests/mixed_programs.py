@@ -59,22 +59,13 @@ STREAMS = 3
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "mixed_programs.json"
 
-_CONTEXT = "torch stays diverted: nobody leaves what was entered or left by half"
-
-KNOWN: dict[str, tuple[str, str]] = {
-    "arena.use.use_arena.__enter__": ("", _CONTEXT),
-    "arena.use.use_arena.__exit__": ("", _CONTEXT),
-    "arena.arena.Arena._closed": ("self._ended = ", "the arena is closed, and counts as open on its device"),
-}
+KNOWN: dict[str, tuple[str, str]] = {}
 """Functions that an interrupt is known to break a promise in, from which of their lines on ("": all), and how.
 
 None raises there, nor in what they call from there.
 """
 
-KNOWN_TURNS: dict[str, tuple[bool, str]] = {
-    "arena.use.use_arena.__enter__": (False, "the list of arenas in use is looked through, and then changed"),
-    "arena.use.use_arena.__exit__": (False, "the same"),
-}
+KNOWN_TURNS: dict[str, tuple[bool, str]] = {}
 """Functions that another thread is known to break a promise in (True: in a capture): it is given no turn there."""
 
 Known = Mapping[str, tuple[str, str]]
@@ -292,6 +283,7 @@ class World:
         put(mock.patch.object(record_stream, "_intercept", intercept))
         put(mock.patch.object(record_stream, "_lock", TurnLock(self.turns)))
         put(mock.patch.object(captures, "_lock", TurnLock(self.turns)))
+        put(mock.patch.object(use, "_lock", TurnLock(self.turns)))
         put(mock.patch.object(captures, "LEDGER", None))
         put(mock.patch.object(arena_module, "LEDGER", None))
         put(mock.patch.object(ledger_module.time, "sleep", self._sleep))
@@ -1012,11 +1004,11 @@ class Program:
 
     def use_arena(self) -> None:
         if self.uses and self.rng.random() < 0.5:
-            self.uses.pop().__exit__(None)
+            _leave(self.uses.pop())
         elif len(self.uses) < 2:
-            context = use.use_arena(self.arena)
-            context.__enter__()
-            self.uses.append(context)
+            block = _inside(use.use_arena(self.arena))
+            next(block)
+            self.uses.append(block)
 
     def close(self) -> None:
         if not self.device.capturing and self.alone():
@@ -1070,8 +1062,8 @@ class Program:
         self.check()
         self.turns.resume(self.leave)
         self.leave()
-        for context in self.uses[::-1]:
-            context.__exit__(None)
+        for block in self.uses[::-1]:
+            _leave(block)
         for graph in self.graphs[::2]:
             graph.reset()
         graph = None  # type: ignore[assignment]
