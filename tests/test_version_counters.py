@@ -24,6 +24,7 @@ by ``wait()`` and by the group's next ``barrier()``, so the group is of no use a
 
 import contextlib
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -264,3 +265,30 @@ def test_the_table_can_see_a_collective_that_hides_what_it_writes(monkeypatch):
     found = differences(Shown(), Hides(), rows=("all_reduce",))
     assert [(name, what) for name, what, *_ in found] == [("all_reduce", "versions"), ("all_reduce", "gradients")]
     assert "modified by an inplace operation" in backward(Shown(), "all_reduce")[0]
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "all_reduce_coalesced", "reduce"])
+@on(2)
+def test_versions_do_not_depend_on_what_is_known_of_an_operation_s8(name):
+    """gloo divides what it has added up for an average, in place and by torch's own division."""
+    for op in ("SUM", "AVG", "MAX", "PRODUCT"):
+        for asynchronous in (False, True):
+            versions = []
+            for library in (stock, safecomm):
+                tensor = torch.ones(4)
+                given = [tensor] if name == "all_reduce_coalesced" else tensor
+                arguments = {"dst": 0} if name == "reduce" else {}
+                try:
+                    with warnings.catch_warnings():
+                        warnings.simplefilter("ignore")
+                        returned = getattr(library, name)(
+                            given, op=getattr(stock.ReduceOp, op), async_op=asynchronous, **arguments
+                        )
+                    if returned is not None:
+                        returned.wait()
+                except RuntimeError as error:  # an operation that gloo does not have
+                    versions.append(type(error))
+                else:
+                    versions.append(tensor._version)
+            assert versions[0] == versions[1], (op, asynchronous)
+    safecomm.drain(wait=True)  # a future that was waited for is seen at the next call

@@ -107,8 +107,7 @@ def all_reduce(tensor: Any, op: Any = c10d.ReduceOp.SUM, group: Any = None, asyn
     _count_all_reduce()
     if async_op:
         storages = (tensor.untyped_storage(),)
-        # gloo's goes past torch, so no version counter is to be shared: see call.host_alias.
-        one = tensor if lane.streamed or tensor.requires_grad else tensor.data
+        one = tensor if lane.streamed or tensor.requires_grad else tensor.detach()  # see call.host_alias
         inner = _launch_all_reduce(launcher, [one], options)
         return inner and lane.hold(Work(), "all_reduce", inner, storages, home, _getframe(1))
     inner = _launch_all_reduce(launcher, [tensor], options)
