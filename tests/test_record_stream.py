@@ -930,8 +930,9 @@ def test_an_exception_of_a_signal_handler_loses_nothing_of_a_capture_s3_s6(monke
             if "replay" in getattr(graph, "__dict__", ()):  # else its end was interrupted
                 graph.replay()
             graph = None
-            gc.collect()  # contextlib leaves a cycle that refers to the exception
             device.settle()
+            if captures._live:
+                gc.collect()  # contextlib leaves a cycle that refers to the exception
             ledger.sweep()
             device.settle()
             device.finish()
