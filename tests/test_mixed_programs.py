@@ -215,5 +215,5 @@ MUTANTS = [
 def test_programs_find_a_safecomm_that(broken):
     """The promises are really tested: safecomm with one rule broken does not get through."""
     with broken():
-        ended = run_many(15, range(BOUND), stop=1)
+        ended = run_many(16, range(BOUND), stop=1)
     assert ended["failures"] != []
