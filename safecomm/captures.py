@@ -224,7 +224,8 @@ class CapturedGraph:
         graph.__dict__["replay"] = self.replay
         graph.__dict__["reset"] = self.reset
         self._older.clear()
-        RECORDING.pop(self.capture, None)
+        if RECORDING.get(self.capture) is self:  # without a driver all captures have one id
+            RECORDING.pop(self.capture, None)
         self._diversion.close()
         graph.__dict__.pop("capture_end", None)
 
@@ -247,7 +248,8 @@ class CapturedGraph:
         The garbage collector may call it, so nothing is freed here, and no device is asked.
         """
         self._give_back()
-        RECORDING.pop(self.capture, None)
+        if RECORDING.get(self.capture) is self:  # without a driver all captures have one id
+            RECORDING.pop(self.capture, None)
         self._diversion.close()
         _live.pop(id(self), None)
         graph = self._graph()

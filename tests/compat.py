@@ -28,9 +28,9 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "safe
 FILES = (
     "test_face", "test_versions", "test_private_names", "test_refcounts", "test_collectives", "test_work",
     "test_patching", "test_ledger", "test_homes", "test_arena", "test_arena_programs", "test_lists",
-    "test_blocks", "test_hooks", "test_version_counters",
+    "test_hooks",
 )  # fmt: skip
-"""What depends on torch: names, calls, works, patching, the ledger, the arena, lists, blocks, hooks, versions."""
+"""What depends on torch: names, calls, works, patching, the ledger, the arena, lists, hooks, versions."""
 
 MUTANTS = "test_machine_catches_a_ledger_that or test_programs_catch_an_arena_that"
 """What is left out: that the random programs catch a wrong ledger or arena does not depend on torch."""
