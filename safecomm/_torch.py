@@ -369,6 +369,21 @@ _without_functions: Any = _private(
 )  # fmt: skip
 
 
+def _sets_inference_mode(guard: Any) -> bool:
+    before = torch.is_inference_mode_enabled()
+    with guard(not before):
+        inside = torch.is_inference_mode_enabled()
+    return inside is not before and torch.is_inference_mode_enabled() is before
+
+
+inference_mode: Any = _private(
+    "torch._C._InferenceMode", torch.inference_mode,
+    "a signal handler that raises as a bucket is launched may leave inference mode on until the exception is freed",
+    _sets_inference_mode,
+)  # fmt: skip
+"""The guard inside of :class:`torch.inference_mode`. No exception comes between it and its block: it is all C++."""
+
+
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
     """Leave the transforms and modes that are active, for what is not part of them."""

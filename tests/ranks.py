@@ -133,13 +133,15 @@ def _serve(rank: int, world: int, port: int, connection: Connection, stacks: str
 
 
 def _check_clean() -> None:
-    """Whatever a test did, it leaves nothing held (S2, S3) and no coalescing region open."""
+    """Whatever a test did, it leaves nothing held (S2, S3), no coalescing region open and torch's modes as they were."""
     import safecomm
     from safecomm._torch import world
 
     left = safecomm.pending()
     assert left == [], f"still held after the test: {left}"
     assert not world.pg_coalesce_state
+    assert torch.is_grad_enabled()
+    assert not torch.is_inference_mode_enabled()
 
 
 class Pool:

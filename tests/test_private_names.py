@@ -148,6 +148,7 @@ ONLY_THERE = {
     "torch.distributed.distributed_c10d.ProcessGroup._get_backend",
     "torch._C.DisableTorchFunction",
     "torch._C._DisableFuncTorch",
+    "torch._C._InferenceMode",
     "torch.utils._python_dispatch._disable_current_modes",
 }
 

@@ -53,16 +53,13 @@ def test_versions_and_gradients_are_torchs_s8(name, asynchronous):
 @pytest.mark.parametrize("context", [arena, safecomm.avoid_record_streams, safecomm.patched])
 @on(2)
 def test_versions_are_torchs_in_contexts_that_say_nothing_of_them_s8(context):
-    different = []
-    for name in ROWS:
-        for asynchronous in (False, True):
-            expected = seen(stock, name, Made(asynchronous=asynchronous))
-            with context():
-                module = stock if context is safecomm.patched else safecomm
-                found = seen(module, name, Made(asynchronous=asynchronous))
-            if found != expected:
-                different.append((name, asynchronous, expected, found))
+    cases = [(name, asynchronous) for name in ROWS for asynchronous in (False, True)]
+    expected = {case: seen(stock, case[0], Made(asynchronous=case[1])) for case in cases}
+    with context():
+        module = stock if context is safecomm.patched else safecomm
+        found = {case: seen(module, case[0], Made(asynchronous=case[1])) for case in cases}
     safecomm.drain(wait=True)
+    different = [(case, expected[case], found[case]) for case in cases if expected[case] != found[case]]
     assert different == [], different
 
 

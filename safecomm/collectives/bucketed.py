@@ -223,7 +223,7 @@ class Buckets:
             there = LEDGER.streams.using(index, stream)
         try:
             # In inference mode, where tensors of either kind can be written to.
-            with _torch.undisturbed(), there, torch.inference_mode():
+            with _torch.undisturbed(), there, _torch.inference_mode(True):
                 for run in runs:
                     self._launch(run)
         except BaseException as error:
@@ -521,6 +521,8 @@ def _unpack(flat: torch.Tensor, tensors: list[torch.Tensor], lines: list[torch.T
         _torch.copy_all(tensors, _torch.unflatten(flat, tensors))
     else:
         torch.split_with_sizes_copy(flat, list(map(_numel, lines)), out=lines)
+        if index >= 0:  # its kernel for CUDA does not tell autograd (torch 2.11); the one for the CPU does
+            _torch.increment_versions([tensor for tensor in tensors if not tensor.is_inference()])
 
 
 def _flat(like: torch.Tensor, numel: int) -> torch.Tensor:
