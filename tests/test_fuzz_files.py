@@ -8,7 +8,7 @@ import fuzz_files
 import pytest
 from fuzz_files import CHECKS, FOUND, corpus, watch
 
-FILES = 250
+FILES = 120
 """Of each seed. More are looked at by ``python tests/fuzz_files.py``."""
 
 

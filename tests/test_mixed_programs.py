@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.skipif(sys.version_info < (3, 11), reason="what is spared is told by qualified names"),
 ]
 
-GATE = {11: 500, 12: 500}
+GATE = {11: 300, 12: 300}
 """Programs of each seed. Many more have run: benchmarks/results/mixed_programs.json."""
 
 BOUND = 3000

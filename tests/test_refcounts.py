@@ -121,7 +121,7 @@ def test_random_programs_keep_the_promises_without_counts_s1_s2_s3_s4_s5(python)
     import test_ledger
 
     ledger = (test_ledger.Programs, test_ledger.GraphPrograms, test_ledger.HostPrograms)
-    running = [Running(machine, 150, 30, python=python) for machine in ledger]
-    running.append(Running(test_arena_programs.ArenaPrograms, 250, test_arena_programs.STEPS, python=python))
+    running = [Running(machine, 100, 30, python=python) for machine in ledger]
+    running.append(Running(test_arena_programs.ArenaPrograms, 150, test_arena_programs.STEPS, python=python))
     for one in running:
         one.check()
