@@ -17,6 +17,7 @@ import traceback
 import arena  # noqa: F401
 import collectives  # noqa: F401
 import diagnostics  # noqa: F401
+import ends  # noqa: F401
 import graphs  # noqa: F401
 import low_latency  # noqa: F401
 import torch
