@@ -134,6 +134,13 @@ _private(
 _private(f"{_C10D}._world.pg_names", None, "pending() shows no group", _a(dict))
 _private(f"{_C10D}._world.pg_map", None, "low_latency() leaves groups as they are", _a(dict))
 
+
+def all_groups() -> list[Any]:
+    """Return all groups of this process; none if torch does not say."""
+    found = getattr(world, "pg_names", None)
+    return list(found) if isinstance(found, dict) else []
+
+
 _WITHOUT_REGIONS = "coalescing regions are torch's own, and hold their memory as torch does"
 
 

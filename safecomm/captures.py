@@ -2,14 +2,15 @@
 
 A graph writes to the addresses that were captured at each replay, whoever has them by then. What a capture allocates
 lies in the graph's own pool, which torch keeps for it. Arguments from outside do not, so they are *leased*: held from
-the capture on. Captures are seen while somebody watches, as ``avoid_record_streams()``, ``graph()`` and
-``low_latency()`` do, whoever makes them.
+the capture on. Captures are seen while somebody watches, as ``patch()``, ``avoid_record_streams()``, ``graph()`` and
+``low_latency()`` do, whoever makes them. Of all others it is known where they were made, from torch 2.14 on.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import logging
 import threading
 import types
@@ -39,6 +40,10 @@ _watchers: list[object] = []
 _own_begin: Any = None  # what stands in torch's place while there are watchers, and what did before
 _lock = threading.Lock()
 _unedited = False
+_places: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()  # of the captures of all graphs
+
+_UNJOINED = "unjoined work"
+"""What is in CUDA's error of a capture that ends while a stream that it has taken in goes on."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +73,7 @@ class _Argument(Entry):
 
 
 class CapturedGraph:
-    """What a CUDA graph does with memory. :class:`graph` makes it, as does each capture in ``avoid_record_streams()``.
+    """What a CUDA graph does with memory. :class:`graph` makes it, as does each capture that somebody watches.
 
     Guarantees that the memory which its collectives read and write is nobody else's until :meth:`reset`, or until the
     ``torch.cuda.CUDAGraph`` dies (S6). While it is alive, that graph's own ``replay`` and ``reset`` are the ones here.
@@ -327,6 +332,7 @@ def _around_begin(original: Any) -> Any:
 
     @functools.wraps(original)
     def capture_begin(graph: Any, pool: Any = None, *args: Any, **kwargs: Any) -> None:
+        pool = getattr(pool, "id", pool)  # of a MemPool, which torch 2.14 takes as well
         # A pool by its name, because a graph does not tell its pool before the capture has ended.
         older = [] if pool is None else LEDGER.streams.allocated(tuple(pool))
         pool = torch.cuda.graph_pool_handle() if pool is None else pool
@@ -352,13 +358,23 @@ def _end_capture(captured: CapturedGraph) -> None:
         if LEDGER.streams.capture(captured.stream) == captured.capture:  # else CUDA has given the capture up
             LEDGER.sweep()
             unjoined = LEDGER.join_unwaited(captured.capture, captured.stream)
+            if unjoined and _unedited:
+                where = captured.site, "; ".join(unjoined)
+                log.warning("the capture at %s ended with works that nobody has waited for, and waits for: %s", *where)
+                unjoined = []
         type(graph).capture_end(graph)  # type: ignore[union-attr]
-    except BaseException:
+    except BaseException as error:
         try:
             captured._end()
         finally:
             if LEDGER.streams.capture(captured.stream) != captured.capture:  # else it goes on: this was not its stream
                 _torch.end_allocation_to_pool(captured.index, captured._pool)
+        if isinstance(error, RuntimeError) and _UNJOINED in str(error):
+            raise CaptureBoundaryError(
+                f"CUDA gave up the capture at {captured.site}, because a stream that it had taken in was not joined. "
+                "No work of safecomm's is left, so something else is to be waited for inside the capture: a functional "
+                "collective, in compiled code one after which the graph is broken, or what C++ has launched."
+            ) from error
         raise
     else:
         if not unjoined:
@@ -390,6 +406,8 @@ def note(op: str, group: Any, tensors: list[Any], frame: types.FrameType) -> Non
 
 def check_group(op: str, group: Any, tensors: list[Any]) -> None:
     """Raise CaptureBoundaryError if a collective that is about to be captured would have to make a communicator."""
+    if _unedited:  # torch is to say so, or to make one all the same
+        return
     captured = any(isinstance(t, torch.Tensor) and t.is_cuda and _here(t.get_device()) is not None for t in tensors)
     if captured and not _torch.is_initialized(group, "cuda"):
         raise CaptureBoundaryError(
@@ -427,6 +445,28 @@ def refuse_live(group: Any) -> None:
             "them first, which the graphs of this error let you do. Nothing was destroyed.",
             alive,
         )
+
+
+def alive() -> list[Any]:
+    """Return the CUDA graphs that are there, of whomever, but for those that ``gc.freeze()`` has hidden."""
+    # The type and not isinstance(), which asks proxies for what they stand for.
+    return [one for one in gc.get_objects() if issubclass(type(one), torch.cuda.CUDAGraph)]
+
+
+def places_of(graphs: list[Any]) -> list[str]:
+    """Return where ``graphs`` were captured, as far as that was seen."""
+    seen = {id(graph): captured.site for captured in tuple(_live.values()) if (graph := captured._graph()) is not None}
+    unseen = "places that nobody saw, without patch()"
+    return sorted({seen.get(id(graph)) or _places.get(graph, unseen) for graph in graphs})
+
+
+def _note_place(graph: Any) -> None:
+    """Note where a capture begins: torch calls this for each."""
+    _places[graph] = place(_caller())
+
+
+if hasattr(torch.cuda.graphs, "register_graph_capture_start_hook"):  # torch 2.14
+    torch.cuda.graphs.register_graph_capture_start_hook(_note_place)
 
 
 def _here(index: int) -> CapturedGraph | None:

@@ -39,6 +39,9 @@ class LiveGraphError(SafecommError):
 
     NCCL waits for such a graph for ever. ``graphs`` lists them; reset each (``for graph in error.graphs:
     graph.reset()``), and destroy the group again. Nothing was destroyed.
+
+    Where captures were not seen, it is raised after torch has begun to destroy the group and has not returned in time.
+    ``graphs`` lists all that are alive then.
     """
 
     def __init__(self, message: str, graphs: tuple[Any, ...] = ()) -> None:

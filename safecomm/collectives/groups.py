@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed.distributed_c10d as c10d
 
 from safecomm import _torch, captures
+from safecomm.collectives import ending
 from safecomm.collectives.call import ENGINES, default_group, forwarded, stand_in
 from safecomm.errors import PendingWorkError
 from safecomm.ledger import LEDGER
@@ -17,7 +18,10 @@ from safecomm.ledger import LEDGER
 log = logging.getLogger("safecomm")
 
 GRACE = timedelta(seconds=30)
-"""How long ``destroy_process_group`` waits for works that are not over, if the group's own timeout is not shorter."""
+"""How long ``destroy_process_group`` waits for works that are not over, and for torch's own where there are graphs.
+
+The group's own timeout, if that is shorter.
+"""
 
 barrier = forwarded("barrier")
 
@@ -41,25 +45,24 @@ def _end_engines(target: Any, patience: timedelta) -> None:
 
 def destroy_process_group(group: Any = None) -> None:
     target = _target(group)
+    process_group = group or default_group()
+    patience = GRACE
     if default_group() is not None and group is not c10d.GroupMember.NON_GROUP_MEMBER:
         captures.refuse_live(target)
-        limits = [GRACE]
         for device_type in ("cpu", "cuda"):
-            timeout = _torch.group_timeout(group or default_group(), device_type)
-            if timeout is not None:
-                limits.append(timeout)
+            patience = min(patience, _torch.group_timeout(process_group, device_type) or patience)
         # A program that can't be edited may leave a receive posted for a message that never comes. torch ends at once.
         unedited = captures.unedited()
         try:
-            LEDGER.await_works(min(limits), target, blind=not unedited)
+            LEDGER.await_works(patience, target, blind=not unedited)
         except PendingWorkError as error:
             if not unedited:
                 raise
             log.warning("destroy_process_group() goes on all the same: %s", error)
         if unedited:  # before, because c10d lets go of the group in it
             LEDGER.close(target, "its group was destroyed before it was over")
-        _end_engines(target, min(limits))
-    _c10d_destroy(group)
+        _end_engines(target, patience)
+    ending.destroy(_c10d_destroy, group, process_group, patience, whole=target is None)
     LEDGER.close(target, "its group was destroyed")
 
 

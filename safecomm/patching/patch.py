@@ -52,6 +52,7 @@ def patch(*, strict: bool | None = None, avoid_record_streams: bool | None = Non
     as long as the patch is on. None: the environment variables ``SAFECOMM_STRICT`` and
     ``SAFECOMM_AVOID_RECORD_STREAMS`` decide (1 is yes).
 
+    Each CUDA graph capture is seen, and owns what its collectives read and write (:class:`CapturedGraph`).
     Megatron's global buffers come from the arena in use, while there is one. :func:`destroy_process_group` raises
     neither LiveGraphError nor PendingWorkError, for which a program would have to be written: graphs are reset, and the
     memory of works that are not over is kept, with a warning.
@@ -218,6 +219,7 @@ def _apply() -> None:
             remaps[replacement] = remaps[ORIGINALS[name]]
     _state.on = True
     captures.set_unedited(True)
+    captures.watch(_state)
     _state.buffers = Buffers()
     found = aliases.sweep({ORIGINALS[name]: replacement for name, replacement in REPLACEMENTS.items()}, _KEEP)
     log.info(
@@ -237,6 +239,7 @@ def _remove() -> None:
                 setattr(module, name, ORIGINALS[name])
     _state.on = False
     captures.set_unedited(False)
+    captures.unwatch(_state)
     aliases.sweep({replacement: ORIGINALS[name] for name, replacement in REPLACEMENTS.items()}, _KEEP)
     drain()
     left = pending()

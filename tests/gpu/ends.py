@@ -235,7 +235,7 @@ def register():
 
     @case(110)
     def s5_functional_waited_for_outside():
-        """A functional collective launched in a graph, waited for outside: right, or an error that harms nothing else."""
+        """A functional collective launched in a graph, waited for outside: right, or an error that harms nothing."""
         programs = ("functional_in_a_graph", "functional_after_another", "functional_with_a_graph_break")
         result = run_all([(program, library) for program in programs for library in ("stock", "patched", "plain")])
         for name, said in result.items():
