@@ -11,6 +11,7 @@ import inspect
 import logging
 import sys
 import threading
+import types
 import weakref
 
 import pytest
@@ -844,6 +845,96 @@ def test_a_live_graph_of_a_group_is_refused_or_reset_s7(device, ledger, capturin
         captures.refuse_live(None)
     device.finish()
     assert ledger.drain(wait=True) == 0
+
+
+@pytest.fixture
+def cuda_graph(device, ledger, monkeypatch):
+    """Let torch's CUDAGraph be a graph of the simulated device, which is captured on stream 1; return its class."""
+
+    class CUDAGraph(Graph):
+        def capture_begin(self, pool=None, capture_error_mode="global"):
+            self.pool = pool
+            self.device.begin_capture(1)
+
+    with monkeypatch.context() as until_then:
+        until_then.setattr(captures, "LEDGER", ledger)
+        until_then.setattr(torch.cuda, "CUDAGraph", CUDAGraph)
+        until_then.setattr(torch.cuda, "current_device", lambda: INDEX)
+        until_then.setattr(torch.cuda, "graph_pool_handle", lambda: (7, 0))
+        until_then.setattr(captures._torch, "end_allocation_to_pool", lambda *_: None)
+        yield CUDAGraph
+
+
+def test_captures_are_seen_from_patch_on_s6_s7(device, ledger, cuda_graph, caplog):
+    own = cuda_graph.capture_begin
+    with safecomm.patched():
+        for pool in (None, (9, 0), types.SimpleNamespace(id=(9, 0))):  # a MemPool, from torch 2.14 on
+            group, graph, outside = Anything(), cuda_graph(device), device.allocate(0, 64)
+            graph.touch(device.blocks_of([outside]))
+            graph.capture_begin(pool, capture_error_mode="thread_local")
+            (captured,) = captures.RECORDING.values()
+            captured.add("all_reduce", group, outside, sys._getframe())
+            graph.capture_end()
+            del outside
+            device.switch(0)
+            graph.replay()  # which checks that the memory is still the graph's
+            captures.refuse_live(group)
+            assert graph.events == ["ended", "reset"]
+            assert graph.pool == ((7, 0) if pool is None else (9, 0))
+    assert "test_record_stream.py" in caplog.text
+    assert cuda_graph.capture_begin is own
+    graph.capture_begin()
+    assert captures.RECORDING == {}
+    device.end_capture()
+    device.switch(0)
+    device.finish()
+    assert ledger.drain(wait=True) == 0
+    assert not device.live()
+
+
+def test_a_patched_program_waits_for_what_it_leaves_in_a_capture_s5(device, ledger, cuda_graph, caplog):
+    group, graph = FakeGroup(device, "nccl"), cuda_graph(device)
+    with safecomm.patched():
+        graph.capture_begin()
+        call(ledger, group, [device.allocate(1, 64)])
+        launched = device.streams[group.stream.handle].captured
+        graph.capture_end()
+        assert "nobody has waited for, and waits for: all_reduce" in caplog.text
+        assert graph.events == ["ended"]
+        assert not launched & ~device.streams[1].captured
+        graph.replay()
+        graph.reset()
+    device.switch(0)
+    device.finish()
+    assert ledger.drain(wait=True) == 0
+    group.forget()
+
+
+def test_what_cuda_finds_unjoined_is_a_clear_error_s5(device, ledger, cuda_graph, monkeypatch):
+    def give_up(graph):
+        graph.device.end_capture()
+        raise RuntimeError("CUDA error: capturing stream has unjoined work\nCompile with ...")
+
+    monkeypatch.setattr(cuda_graph, "capture_end", give_up)
+    with safecomm.patched():
+        graph = cuda_graph(device)
+        graph.capture_begin()
+        with pytest.raises(safecomm.CaptureBoundaryError, match=r"capture at .*test_record_stream\.py") as caught:
+            graph.capture_end()
+        assert "unjoined" in str(caught.value.__cause__)
+    assert captures.RECORDING == {}
+
+
+@pytest.mark.skipif(not hasattr(torch.cuda.graphs, "register_graph_capture_start_hook"), reason="torch 2.14")
+def test_where_graphs_were_captured_is_known_without_a_patch_s7(monkeypatch):
+    assert captures._note_place in torch.cuda.graphs._global_capture_start_hooks.values()
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Anything)
+    graph, other = Anything(), Anything()
+    captures._note_place(graph)
+    assert captures.alive() == [graph, other]
+    (seen, unseen) = sorted(captures.places_of([graph, other]), key=lambda where: "test_record" not in where)
+    assert "test_record_stream.py" in seen
+    assert "nobody saw" in unseen
 
 
 def test_dead_graphs_are_taken_over_after_a_capture_and_not_in_it_s6(device, ledger, capturing):
