@@ -260,7 +260,7 @@ def _of_the_versions(machine: Machine) -> Iterator[Check]:
         "groups and graphs",
         True,
         "destroy_process_group() of torch hangs while a CUDA graph lives that runs the group's collectives; safecomm's "
-        "raises LiveGraphError for graphs that it has seen.",
+        "raises LiveGraphError, at once for graphs that it has seen, and patched it resets them.",
     )
     yield Check(
         "avoid_record_streams()",
