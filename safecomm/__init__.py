@@ -23,6 +23,7 @@ The direction of dependency, top to bottom; nothing imports upwards (``tests/tes
     entries                what an entry is, and the lanes that entries are kept in
     streams                where are we: streams, captures, events
     homes                  the stream that memory was allocated on
+    backends               what the works of each class of backend do
     refcounts              who else refers to an object
     _torch, _submodules    private names of torch and of the driver; torch.distributed's submodules under our name
     versions               the versions of torch, and what was tested on them

@@ -127,10 +127,6 @@ def _of(table: str, group: Any) -> Any:
     return found.get(group) if isinstance(found, dict) else None
 
 
-_private(
-    f"{_C10D}._world.pg_backend_config", None,
-    "no group is known to be NCCL's or gloo's, so calls go c10d's own way and memory comes back later", _a(dict),
-)  # fmt: skip
 _private(f"{_C10D}._world.pg_names", None, "pending() shows no group", _a(dict))
 _private(f"{_C10D}._world.pg_map", None, "low_latency() leaves groups as they are", _a(dict))
 
@@ -447,24 +443,39 @@ inflight_as_graph_input: Callable[[], bool] = _private(
 
 
 def backend_of(group: Any, device_type: str) -> Any:
-    """Return the C++ side of ``group``'s backend for ``device_type``; None if it has none."""
+    """Return the C++ side of ``group``'s backend for ``device_type``; None if it has none, or torch does not say."""
     try:
-        backend = group._get_backend(torch.device(device_type))
+        return group._get_backend(torch.device(device_type))
     except (AttributeError, RuntimeError, TypeError):
         return None
-    return backend if isinstance(backend, Backend) else None
 
 
-_private(f"{_C10D}.ProcessGroup._get_backend", None, f"{_NOT_DIRECT}, and the end of a group waits 30 s at most")
-
-
-def backend_name(group: Any, device_type: str) -> str:
-    """Return the backend that serves ``device_type`` in ``group``, such as ``"nccl"``; ``""`` if torch does not say."""
-    config = str(_of("pg_backend_config", group) or "")
-    return dict(entry.split(":", 1) for entry in config.split(",") if ":" in entry).get(device_type, "")
-
+_private(
+    f"{_C10D}.ProcessGroup._get_backend", None,
+    "no group is known to be NCCL's or gloo's, so calls go c10d's own way, memory comes back later, and the end of a "
+    "group waits 30 s at most",
+)  # fmt: skip
 
 NCCL: Any = getattr(c10d, "ProcessGroupNCCL", None)
+NCCL2: Any = getattr(c10d, "ProcessGroupNCCL2", None)
+NCCL_LAZY: Any = getattr(c10d, "ProcessGroupNCCLLazy", None)
+GLOO: Any = getattr(c10d, "ProcessGroupGloo", None)
+"""The classes of backends; None where torch was built without, and the second and third before torch 2.15."""
+
+_Wrapper: type = _Never
+if GLOO is not None:
+    _Wrapper = _private(
+        f"{_C10D}._ProcessGroupWrapper", _Never,
+        "with TORCH_DISTRIBUTED_DEBUG=DETAIL no group is known to be NCCL's or gloo's",
+        lambda found: _is_class(found) and hasattr(found, "wrapped_pg"),
+    )  # fmt: skip
+
+
+def unwrapped(backend: Any) -> Any:
+    """Return ``backend``, or what is inside of it where TORCH_DISTRIBUTED_DEBUG=DETAIL has wrapped it."""
+    while isinstance(backend, _Wrapper):
+        backend = backend.wrapped_pg  # type: ignore[attr-defined]
+    return backend
 
 
 def regions_differ() -> bool:

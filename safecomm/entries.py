@@ -23,7 +23,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from safecomm import _torch
+from safecomm import _torch, backends
 from safecomm.sites import line_of
 from safecomm.streams import HOST, Streams
 
@@ -157,6 +157,8 @@ class Launched(Entry):
             ):
                 self.inner.block_current_stream()
                 done = True
+            elif lane.queries:
+                done = lane.wait_for(self.inner, timeout)
             else:
                 done = self.inner.wait() if timeout is None else self.inner.wait(timeout)
         except Exception as error:
@@ -370,8 +372,8 @@ class WorkLane(Lane):
     """The works of a group on one device, in one capture or in none, and what its direct calls need to know."""
 
     __slots__ = (
-        "alone", "backend", "brief", "current", "ledger", "like_one", "like_two", "like_two_before", "likes", "regions",
-        "streamed", "world",
+        "alone", "backend", "brief", "current", "kind", "ledger", "like_one", "like_two", "like_two_before", "likes",
+        "queries", "regions", "streamed", "world",
     )  # fmt: skip
 
     def __init__(
@@ -380,11 +382,13 @@ class WorkLane(Lane):
         super().__init__(ledger.busy, table, key, index, stream, capture, budget)
         self.ledger = ledger
         self.current = ledger.streams.current
+        self.kind = backends.UNKNOWN  # what the backend is
         self.backend: Any = None  # of an ordinary lane: the C++ side of the group's backend, which direct calls go to
         self.regions: dict[Any, Any] = {}  # c10d's open coalescing regions, by group
         self.world = 0  # ranks of the group
         self.alone = False  # a region of one call does what that call does
         self.brief = False  # block_current_stream() does what the backend's first wait() for a work does
+        self.queries = False  # wait() asks the device, so that it is to be called by wait_for()
         # Whether one tensor, or two, are like those of an earlier direct call; see look_alike(). Of two there are two
         # kinds at hand: sequence parallelism gathers one and scatters another in turns.
         self.like_one: Callable[..., bool] = _torch.unlike
@@ -422,6 +426,17 @@ class WorkLane(Lane):
         self.entries[work] = None
         self.busy[self] = None
         return work
+
+    def wait_for(self, inner: Any, timeout: timedelta | None = None) -> bool:
+        """Wait for the backend's ``inner``, and end no other thread's capture by it (S5).
+
+        In the relaxed capture mode always, and not only where a capture is known to go on: one that another thread
+        begins is known of only when it has begun.
+        """
+        if not self.queries:
+            return inner.wait() if timeout is None else inner.wait(timeout)  # type: ignore[no-any-return]
+        with self.ledger.streams.lenient():
+            return inner.wait() if timeout is None else inner.wait(timeout)  # type: ignore[no-any-return]
 
     def recall(self, tensors: tuple[torch.Tensor, ...]) -> bool:
         """Return whether ``tensors`` are like those of any direct call that is remembered.

@@ -41,7 +41,7 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
-from safecomm import _torch
+from safecomm import _torch, backends
 from safecomm.entries import Entry, Lane, Pending, W, WorkLane, keys_of, leave_empty
 from safecomm.errors import CaptureBoundaryError, PendingWorkError
 from safecomm.refcounts import COUNTED, QUEUED, getrefcount
@@ -159,26 +159,30 @@ class Ledger:
         key = (id(group), index, capture, p2p)
         lane = self._lanes.get(key)
         if lane is None:
-            backend = _torch.backend_name(group, "cpu" if index == HOST else "cuda")
+            device_type = "cpu" if index == HOST else "cuda"
+            kind = backends.of(group, device_type)
             lane = WorkLane(self, self._lanes, key, index, stream, capture, self._budget)
             lane.group = weakref.ref(group, lambda _: self._group_died(key))
             lane.regions = _torch.world.pg_coalesce_state
-            lane.streamed = backend == "nccl"
-            lane.ordered = backend == "nccl" and not p2p  # point-to-point may have a communicator for each peer
+            lane.kind = kind
+            lane.streamed = kind.streamed
+            lane.ordered = kind.streamed and not p2p  # point-to-point may have a communicator for each peer
             # A gloo send or receive does not tell that it is over before somebody has waited for it (is_completed()
-            # stays False, torch 2.13), and a second wait for it hangs. So it is never polled, and waited for once. Nor
-            # is one of a backend that torch does not name, which may be gloo.
-            lane.blind = backend in ("gloo", "") and p2p
+            # stays False, torch 2.13), and a second wait for it hangs. So it is never polled, and waited for once.
+            lane.blind = kind.blind and p2p
+            lane.queries = kind.queries and not capture  # where the current stream is captured, nothing is asked
             # Where a dropped handle goes unnoticed, any work may be one that nobody is going to wait for.
             lane.patient = not capture and not lane.blind and COUNTED
             self._lanes[key] = lane
-            known = backend in ("nccl", "gloo")  # the works of others may be something else: the fake one's never end
-            if type(group) is ProcessGroup and known and not capture and not p2p:
-                lane.backend = _torch.backend_of(group, "cpu" if index == HOST else "cuda")
-                lane.world = group.size()
-                lane.alone = type(lane.backend) is _torch.NCCL and not _torch.regions_differ()
-                lane.brief = type(lane.backend) is _torch.NCCL and _torch.waits_only_block_streams()
-                if lane.backend is not None:
+            if type(group) is ProcessGroup and kind.direct and not capture and not p2p:
+                backend = _torch.backend_of(group, device_type)
+                if isinstance(backend, _torch.Backend):
+                    lane.backend = backend
+                    lane.world = group.size()
+                    # What wraps another compares the names of what the ranks call, which differ.
+                    short = kind.short and _torch.unwrapped(backend) is backend
+                    lane.alone = short and not _torch.regions_differ()
+                    lane.brief = short and _torch.waits_only_block_streams()
                     with self._diverting_lock:
                         direct = self._diverted if self._diverting else self.direct
                         direct.setdefault(id(group), lane)  # a group may have a lane for each of two devices
@@ -310,12 +314,13 @@ class Ledger:
     def _wait_here(self, entry: Entry) -> bool:
         """Order the current stream after a work; on failure quarantine it and return False.
 
-        This is also what makes c10d let go: ProcessGroupNCCL keeps references of its own until a work is first waited
-        for or, if nobody does, until the next collective of the same group (torch 2.8 and later).
+        This is also what makes c10d let go: both classes of NCCL keep references of their own until a work is first
+        waited for or, if nobody does, until the next collective of the same group (torch 2.8 and later).
         """
+        lane: WorkLane = entry.lane  # type: ignore[assignment]
         try:
             self.guard_staging(entry)
-            entry.inner.wait()
+            lane.wait_for(entry.inner)
         except BaseException as error:
             self.fail(entry, error)
             if not isinstance(error, Exception):
@@ -329,10 +334,11 @@ class Ledger:
         The list forms copy through memory that c10d allocates on the stream of the launch and gives back at the first
         wait, on whatever stream that is.
         """
-        index = entry.lane.index
+        lane: WorkLane = entry.lane  # type: ignore[assignment]
+        index = lane.index
         if entry.staged and entry.storages and index != HOST and self.streams.current(index) != entry.stream:
             with self.streams.using(index, entry.stream):
-                entry.inner.wait()
+                lane.wait_for(entry.inner)
 
     def fail(self, entry: Entry, error: BaseException) -> None:
         """Quarantine an entry whose work failed: a kernel may still be touching its memory (S4)."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +21,8 @@ else:
     # Not a subclass at runtime: a pybind object more for each call takes 0.6 to 1.2 us, a fifth of all that holding
     # costs. isinstance() asks __class__ when the type says no.
     _Base = object
+
+_NOTHING = contextlib.nullcontext()
 
 
 class Work(Launched, _Base):
@@ -57,16 +61,21 @@ class Work(Launched, _Base):
 
     def block_current_stream(self) -> None:
         """Order the current stream after the collective without blocking the host. Raises as :meth:`wait` does."""
-        self._order(self.inner.block_current_stream)
+        inner = self.inner
+        # The base class's, which NCCL2 has, orders nothing once the future has been asked for (torch 2.15).
+        self._order(inner.synchronize if self.lane.kind.silent else inner.block_current_stream)
 
     def _order(self, order: Callable[[], None]) -> None:
-        ledger = self.lane.ledger
-        if self.lane.index >= 0:
+        lane = self.lane
+        ledger = lane.ledger
+        if lane.index >= 0:
             if ledger.check_boundary(self):
                 return
             ledger.guard_staging(self)
         order()
-        if self.lane.streamed:  # elsewhere the work may still be running on the host: the ledger looks again later
+        if lane.kind.silent and not self.inner.is_success():
+            ledger.fail(self, RuntimeError("it has failed, and nothing was ordered after it"))
+        elif lane.streamed:  # elsewhere the work may still be running on the host: the ledger looks again later
             ledger.waited(self)
 
     def is_completed(self) -> bool:
@@ -90,15 +99,24 @@ class Work(Launched, _Base):
     def get_future(self) -> Any:
         """Return torch's future of the collective. The memory stays held until the collective is complete.
 
-        Raises SafecommError where :meth:`result` does.
+        Raises SafecommError where :meth:`result` does, and CaptureBoundaryError where :meth:`wait` does if the backend
+        orders the current stream by it.
         """
+        lane = self.lane
+        if lane.kind.silent and lane.index >= 0:
+            lane.ledger.check_boundary(self)
         self._show_results()
         self.awaited = True  # the future stands for the handle from now on
         return self.inner.get_future()
 
+    def _asking(self) -> AbstractContextManager[Any]:
+        """Return the context for what may ask the device, so that it ends no other thread's capture."""
+        return self.lane.ledger.streams.lenient() if self.lane.queries else _NOTHING
+
     def get_future_result(self) -> Any:
         """Return torch's future of the collective's status."""
-        return self.inner.get_future_result()  # type: ignore[attr-defined]
+        with self._asking():
+            return self.inner.get_future_result()  # type: ignore[attr-defined]
 
     def is_success(self) -> bool:
         """Forward to the backend's handle."""
@@ -137,7 +155,8 @@ class Work(Launched, _Base):
         return self.inner._get_op_type()  # type: ignore[attr-defined]
 
     def _get_duration(self) -> float:
-        return self.inner._get_duration()  # type: ignore[attr-defined, no-any-return]
+        with self._asking():
+            return self.inner._get_duration()  # type: ignore[attr-defined, no-any-return]
 
     def _get_sequence_number(self) -> int:
         return self.inner._get_sequence_number()  # type: ignore[attr-defined, no-any-return]
@@ -222,6 +241,9 @@ class MemberWork(Work):
 
     def get_future(self) -> Any:
         return self._region.get_future()
+
+    def _asking(self) -> AbstractContextManager[Any]:
+        return _NOTHING  # it has no event
 
 
 def handle(*, once: bool) -> Work:

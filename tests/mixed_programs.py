@@ -8,6 +8,8 @@ is drawn from the seed, so a program can be run again alone:
     python tests/mixed_programs.py --programs 1000 --seed 1 --jobs 2
     python tests/mixed_programs.py --seed 1 --only 37
 
+NCCL's groups have the rules of ProcessGroupNCCL, or with ``--nccl2`` those of ProcessGroupNCCL2.
+
 A program fails by *unsafe reuse*, when memory is given out that something may still touch (S1, S5, S6), or by *loss*,
 when it has let go of everything and not all is back: memory, slots, entries, and what stood in torch's place (S3).
 
@@ -57,7 +59,10 @@ CAPACITY = 6 * ALIGNMENT  # so that it is often full
 SIZES = (100, 512, 512, 1024, 1500)
 STREAMS = 3
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results" / "mixed_programs.json"
+RESULTS = {
+    "nccl": ROOT / "benchmarks" / "results" / "mixed_programs.json",
+    "nccl2": ROOT / "benchmarks" / "results" / "mixed_programs_nccl2.json",
+}
 
 KNOWN: dict[str, tuple[str, str]] = {}
 """Functions that an interrupt is known to break a promise in, from which of their lines on ("": all), and how.
@@ -375,12 +380,13 @@ STEPS: dict[str, int] = {
     "replay": 20, "end_graph": 4, "avoid": 7, "close": 2, "free_in_place": 1, "use_arena": 2,
 }  # fmt: skip
 _NAMES = list(STEPS)
+OF_WORKS = ("allocate", "launch", "launch_sync", "wait", "use_handle", "capture")
 
 
 class Program:
     """One program: its steps are methods, of the thread whose turn it is."""
 
-    def __init__(self, world: World, seed: int, number: int, known: Known) -> None:
+    def __init__(self, world: World, seed: int, number: int, known: Known, nccl: str = "nccl") -> None:
         self.rng = random.Random(f"{seed}:{number}")
         rng = self.rng
         self.world = world
@@ -400,7 +406,7 @@ class Program:
         captures.LEDGER = arena_module.LEDGER = self.ledger  # type: ignore[misc]
         shelved = rng.random() < 0.7
         self.groups = [
-            [Group(self.device, backend, shelved=shelved) for backend in ("nccl", "nccl", "gloo")]
+            [Group(self.device, backend, shelved=shelved) for backend in (nccl, nccl, "gloo")]
             for _ in range(2)
         ]  # fmt: skip
         self.tensors: list[torch.Tensor] = []
@@ -419,6 +425,8 @@ class Program:
         self.slots_before = len(_torch.KEPT)
         # Programs of many steps of few kinds get further than those that do a bit of everything.
         self.weights = [weight * rng.choice([0.2, 1, 1, 3]) for weight in STEPS.values()]
+        if nccl == "nccl2":
+            self.weights = [w * 3 if name in OF_WORKS else w for name, w in zip(_NAMES, self.weights, strict=True)]
         self.make_arena()
 
     # --- the order of things ------------------------------------------------------------------------------
@@ -700,12 +708,14 @@ class Program:
         if not tensors or not group.can_launch():
             return
         kind = fate = ""
-        if group.backend == "nccl":
+        if group.backend != "gloo":
             kind = rng.choice(["", "", "", "staged", "p2p"])
             fate = rng.choices(["", "late", "fails"], [30, 1, 1])[0]
-        self.detail(f"{kind} {fate}")
+        p2p = kind == "p2p"
+        receives = p2p and group.backend == "nccl2" and rng.random() < 0.5
+        self.detail(f"{kind} {fate}{' receives' * receives}")
         try:
-            launched = call(self.ledger, group, tensors, staged=kind == "staged", p2p=kind == "p2p", fate=fate)
+            launched = call(self.ledger, group, tensors, staged=kind == "staged", p2p=p2p, receives=receives, fate=fate)
             self.used(tensors, group)
         except INTERRUPTS:
             work = group.take_latest()
@@ -713,10 +723,12 @@ class Program:
             raise
         finally:
             group.take_latest()
-        if rng.random() < 0.7:
+        kept = rng.random() < 0.7
+        if kept:
             self.works.append(launched)
         if rng.random() < (0.5 if self.in_capture() is None else 0.8):
             self.let_go(tensors)
+            self.counts["dropped"] += not kept
 
     def launch_sync(self) -> None:
         self.go()
@@ -742,10 +754,13 @@ class Program:
         works = [one for one in self.works if one.capture == self.device.here().capture]
         launched = rng.choice(works if works and rng.random() < 0.9 else self.works)
         how = rng.choice(["wait", "wait", "wait", "synchronize", "block_current_stream"])
-        if launched.inner.fate:
+        if launched.inner.fate and launched.inner.group.backend == "nccl":
             how = "wait"  # only that reports a failure
         if rng.random() < 0.8:
             self.works = [one for one in self.works if one is not launched]
+        here = self.device.here()
+        self.counts["waits_elsewhere"] += not launched.homes <= {here.handle}
+        self.counts["waits_beside_captures"] += bool(self.device.capturing) and not here.capture
         with contextlib.suppress(CaptureBoundaryError, RuntimeError):
             try:
                 getattr(launched.work, how)()
@@ -761,7 +776,9 @@ class Program:
         launched = rng.choice(self.works)
         how = rng.choice(["drop", "is_completed", "get_future"])
         self.detail(how)
-        if how != "is_completed":
+        # That torch's future orders a stream is ProcessGroupNCCL2's way: it is waited for, too.
+        again = how == "get_future" and launched.inner.group.backend == "nccl2" and rng.random() < 0.5
+        if how != "is_completed" and not again:
             self.works = [one for one in self.works if one is not launched]
         with contextlib.suppress(CaptureBoundaryError, SafecommError):
             if how == "get_future":
@@ -1117,10 +1134,6 @@ class Program:
         found += [f"{name}: {state!r}" for name, state in states.items() if state]
         return "; ".join([*found, self.world.untouched()]).strip("; ")
 
-    def forget(self) -> None:
-        for group in (*self.groups[0], *self.groups[1]):
-            group.forget()
-
 
 def _place(frame: Any) -> str:
     """Return the module of safecomm, and the function in it, that ``frame`` runs."""
@@ -1157,9 +1170,11 @@ def _where(frame: Any) -> str:
 # --- running them -----------------------------------------------------------------------------------------------
 
 
-def run_one(world: World, seed: int, number: int, known: Known | None = None) -> tuple[Program, BaseException | None]:
+def run_one(
+    world: World, seed: int, number: int, known: Known | None = None, nccl: str = "nccl"
+) -> tuple[Program, BaseException | None]:
     """Run program ``number`` of ``seed``; return it, and what it has failed with."""
-    program = Program(world, seed, number, KNOWN if known is None else known)
+    program = Program(world, seed, number, KNOWN if known is None else known, nccl)
     failure: BaseException | None = None
     try:
         program.run()
@@ -1175,16 +1190,15 @@ def run_one(world: World, seed: int, number: int, known: Known | None = None) ->
             world.turns = Turns()  # the other one waits for ever
         world.reset()
     world.unraisable.clear()
-    program.forget()
     return program, failure
 
 
 KINDS = ("steps", "interrupts", "spared", "captures", "replays", "requests", "fallbacks", "record_streams",
-         "thread_switches")  # fmt: skip
+         "thread_switches", "dropped", "waits_elsewhere", "waits_beside_captures")  # fmt: skip
 
 
 def run_many(
-    seed: int, numbers: Any, *, known: Known | None = None, stop: int = 0, show: bool = False
+    seed: int, numbers: Any, *, known: Known | None = None, nccl: str = "nccl", stop: int = 0, show: bool = False
 ) -> dict[str, Any]:
     """Run programs of ``seed``; return what they did, and which failed. ``stop``: after so many failures."""
     counts: Counter[str] = Counter()
@@ -1192,7 +1206,7 @@ def run_many(
     ran = 0
     with World() as world:
         for number in numbers:
-            program, failure = run_one(world, seed, number, known)
+            program, failure = run_one(world, seed, number, known, nccl)
             ran += 1
             counts += program.counts
             if failure is not None:
@@ -1221,10 +1235,10 @@ def run_many(
     return {"programs": ran, "counts": dict(counts), "failures": failures}
 
 
-def _job(arguments: tuple[int, range, Known | None]) -> dict[str, Any]:
+def _job(arguments: tuple[int, range, Known | None, str]) -> dict[str, Any]:
     torch.set_num_threads(1)
-    seed, numbers, known = arguments
-    return run_many(seed, numbers, known=known)
+    seed, numbers, known, nccl = arguments
+    return run_many(seed, numbers, known=known, nccl=nccl)
 
 
 def _commit() -> str:
@@ -1260,17 +1274,19 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, help="run this program alone, and show its steps")
     parser.add_argument("--strict", action="store_true", help="spare nothing that is known")
+    parser.add_argument("--nccl2", action="store_true", help="with ProcessGroupNCCL2's rules")
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--json", type=Path, nargs="?", const=RESULTS, help="a file to add this part to")
+    parser.add_argument("--json", type=Path, nargs="?", const=Path(), help="a file to add this part to")
     options = parser.parse_args()
     torch.set_num_threads(1)
     known: Known | None = {} if options.strict else None
+    nccl = "nccl2" if options.nccl2 else "nccl"
     if options.only is not None:
-        ended = run_many(options.seed, [options.only], known=known, show=True)
+        ended = run_many(options.seed, [options.only], known=known, nccl=nccl, show=True)
         print(ended["counts"])
         return bool(ended["failures"])
     began = time.perf_counter()
-    jobs = [(options.seed, range(first, options.programs, options.jobs), known) for first in range(options.jobs)]
+    jobs = [(options.seed, range(first, options.programs, options.jobs), known, nccl) for first in range(options.jobs)]
     if options.jobs == 1:
         ended = [_job(jobs[0])]
     else:
@@ -1290,10 +1306,10 @@ def main() -> int:
         "seconds": round(seconds),
     }
     for number, kind, what in failures[:400]:
-        print(f"{kind}: --seed {options.seed} --only {number}: {what}")
+        print(f"{kind}: --seed {options.seed}{' --nccl2' * options.nccl2} --only {number}: {what}")
     print(json.dumps(part))
-    if options.json:
-        write(options.json, part)
+    if options.json is not None:
+        write(RESULTS[nccl] if options.json == Path() else options.json, part)
     return bool(failures)
 
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from safecomm import _torch
+from safecomm import backends
 from safecomm.ledger import Ledger
 from safecomm.streams import HOST, home_of
 from safecomm.work import Work
@@ -228,6 +228,10 @@ class SimulatedDevice:
     def query(self, past: int, capture: int) -> bool:
         """Return whether the device has got past a point."""
         self.calls["query"] += 1
+        return self.passed(past, capture)
+
+    def passed(self, past: int, capture: int) -> bool:
+        """Return what :meth:`query` does, for somebody else than the ledger."""
         if capture:
             self._fault("a captured event is queried")
         if self.capturing and (self.here().capture or not self._thread.lenient):
@@ -462,10 +466,29 @@ class ArenaGraph(FakeGraph):
         self.device.launch(self.device.here(), [block for block, _ in self.touches])
 
 
+class FakeNccl:
+    """Stands for ProcessGroupNCCL."""
+
+
+class FakeNccl2:
+    """Stands for ProcessGroupNCCL2."""
+
+
+class FakeGloo:
+    """Stands for ProcessGroupGloo."""
+
+
+BACKENDS = {"nccl": FakeNccl(), "nccl2": FakeNccl2(), "gloo": FakeGloo()}
+"""The backends' objects, by whose classes the ledger tells them apart."""
+
+backends.CLASSES.update({FakeNccl: backends.NCCL, FakeNccl2: backends.NCCL2, FakeGloo: backends.GLOO})
+
+
 class FakeGroup:
     """A process group: a communicator with a stream of its own, and one more for each peer.
 
-    ``shelved``: it keeps references of its own until a work is waited for, or over, as c10d does since torch 2.8.
+    ``shelved``: it keeps references of its own until a work is waited for, or over, as c10d does since torch 2.8: of
+    inputs and outputs, or as ``nccl2`` of inputs alone.
     """
 
     def __init__(self, device: SimulatedDevice, backend: str, *, shelved: bool = False) -> None:
@@ -476,29 +499,42 @@ class FakeGroup:
         self.peers = [device.new_stream(), device.new_stream()]
         self.shelves: list[tuple[int, list[Any]]] = []
         self._next_peer = itertools.cycle(self.peers).__next__
-        # Where c10d writes it down, and the ledger reads it.
-        _torch.world.pg_backend_config[self] = f"cpu:{backend},cuda:{backend}"
 
-    def forget(self) -> None:
-        """Take this group out of c10d's registry, which would keep it alive."""
-        _torch.world.pg_backend_config.pop(self, None)
+    def _get_backend(self, device: torch.device) -> object:
+        return BACKENDS[self.backend]
 
     def can_launch(self) -> bool:
         """Return whether a correct program can launch from the current stream: all or nothing of it is captured."""
         now = self.device.here().capture
-        if self.backend != "nccl":
+        if self.backend == "gloo":
             return not self.device.capturing
         return all(stream.capture in ((0, now) if now else (0,)) for stream in (self.stream, *self.peers))
 
     def launch(
-        self, tensors: list[torch.Tensor], *, staged: bool = False, p2p: bool = False, fate: str = ""
+        self,
+        tensors: list[torch.Tensor],
+        *,
+        staged: bool = False,
+        p2p: bool = False,
+        receives: bool = False,
+        fate: str = "",
     ) -> FakeWork:
         """Enqueue an asynchronous collective after the current stream, and return its work.
 
         ``fate``: ``"fails"``: every wait raises and its kernel hangs; ``"late"``: the first wait times out.
+        ``receives``: it only writes, as a receive does.
         """
         self.shelves = [(bit, shelf) for bit, shelf in self.shelves if bit & ~self.device.done]
+        if self.backend == "nccl2":
+            return FakeNccl2Work(self, tensors, self.stream, fate, receives)
         return FakeWork(self, tensors, self._next_peer() if p2p else self.stream, staged, fate)
+
+    def run(self, tensors: list[torch.Tensor]) -> FakeWork | None:
+        """Run a synchronous collective, a kernel on the current stream; return what is to be waited for, or None."""
+        if self.backend == "nccl2":
+            return FakeNccl2Work(self, tensors, self.device.here(), "", True)
+        self.device.launch(self.device.here(), self.device.blocks_of(tensors))
+        return None
 
 
 class FakeWork:
@@ -543,6 +579,63 @@ class FakeWork:
 
     def get_future(self) -> object:
         return object()
+
+
+class FakeNccl2Work(FakeWork):
+    """ProcessGroupNCCL2's handle.
+
+    Others than it keep inputs only, and of what only ``receives`` not even that. It has its state from asking the
+    device, which a wait does, and what has failed is not waited for: ``synchronize()`` does not even say so. A stream
+    is ordered after it when its future is asked for, and no other once there is one.
+    """
+
+    def __init__(
+        self, group: FakeGroup, tensors: list[torch.Tensor], stream: Stream, fate: str, receives: bool
+    ) -> None:
+        super().__init__(group, tensors, stream, False, fate)
+        inputs = [] if receives else tensors[1:] or tensors
+        if receives:
+            self.outputs.clear()
+        self.shelf[:] = [tensor.detach() for tensor in inputs] if group.shelved else []
+        self.future: object | None = None
+        self.status = "failed" if fate == "fails" else ""
+
+    def check(self) -> None:
+        if not self.status and self.fate:
+            self.status = "failed"  # for good
+        if not self.status and self.device.passed(self.past, self.capture):
+            self.status = "over"
+
+    def wait(self, timeout: object = None) -> bool:
+        self.synchronize()
+        if not self.device.here().capture:
+            self.check()
+        if self.status == "failed":
+            raise RuntimeError("the collective failed")
+        return True
+
+    def synchronize(self) -> None:
+        if not self.status:
+            self.device.wait(self.device.here(), self.past, self.capture)
+        if self.status != "failed":
+            self.shelf.clear()
+
+    def block_current_stream(self) -> None:
+        self.get_future()
+
+    def get_future(self) -> object:
+        if self.future is None:
+            self.synchronize()
+            self.future = object()
+        return self.future
+
+    def is_completed(self) -> bool:
+        self.device.calls["query"] += 1
+        self.check()
+        return self.status != ""
+
+    def is_success(self) -> bool:
+        return self.status != "failed"
 
 
 class FakeHostWork:
@@ -597,10 +690,11 @@ def call(
     *,
     staged: bool = False,
     p2p: bool = False,
+    receives: bool = False,
     fate: str = "",
     index: int = INDEX,
 ) -> Launched:
-    """Launch an asynchronous collective on ``tensors`` from the current stream."""
+    """Launch an asynchronous collective on ``tensors``, the first of them its output, from the current stream."""
     if ledger.busy:
         ledger.sweep()
     device = group.device
@@ -609,7 +703,7 @@ def call(
     if index == HOST:
         inner = FakeHostWork(group, tensors, p2p, fate)
     else:
-        inner = group.launch(tensors, staged=staged, p2p=p2p, fate=fate)
+        inner = group.launch(tensors, staged=staged, p2p=p2p, receives=receives, fate=fate)
     op = next(_ops)
     storages = tuple(tensor.untyped_storage() for tensor in tensors)
     handle = new_handle(once=p2p and group.backend == "gloo")
@@ -627,9 +721,10 @@ def call_sync(ledger: Ledger, group: FakeGroup, tensors: list[torch.Tensor]) -> 
     """Run a synchronous collective, a kernel on the current stream, and return its name."""
     if ledger.busy:
         ledger.sweep()
-    device = group.device
-    device.settle()
-    device.launch(device.here(), device.blocks_of(tensors))
+    group.device.settle()
+    inner = group.run(tensors)
+    if inner is not None:
+        ledger.lane_of(group, INDEX).wait_for(inner)
     op = next(_ops)
     storages = tuple(tensor.untyped_storage() for tensor in tensors)
     ledger.trail(op, group, INDEX, storages, sys._getframe(1))

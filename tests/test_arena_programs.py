@@ -325,8 +325,6 @@ class ArenaPrograms(RuleBasedStateMachine):
             if self.recording is not None:
                 captures.RECORDING.pop(self.recording[1].capture, None)
                 self.recording[1]._end()
-            for group in self.groups:
-                group.forget()
         if self.device.faults:
             raise Violation(f"illegal calls: {self.device.faults}")
 

@@ -15,6 +15,7 @@ import itertools
 import logging
 import math
 import sys
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -36,7 +37,7 @@ from hypothesis.stateful import (
 )
 from points import interrupt_everywhere
 from programs import Running, programs
-from simulated import INDEX, FakeGraph, FakeGroup, Launched, SimulatedDevice, call, call_sync
+from simulated import INDEX, FakeGraph, FakeGroup, Launched, SimulatedDevice, Violation, call, call_sync
 
 from safecomm import _torch, refcounts
 from safecomm.captures import CapturedGraph
@@ -65,6 +66,7 @@ class Programs(RuleBasedStateMachine):
     """Eager programs on one device with four streams, two NCCL groups and a gloo group."""
 
     ledger_type: type[Ledger] = Ledger
+    nccl = "nccl"
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +85,8 @@ class Programs(RuleBasedStateMachine):
     def start(self, lag: int, budget: int, shelved: bool) -> None:
         self.patience = math.inf if lag == 3 else 0
         self.ledger = self.ledger_type(self.device, lag=lag, budget=budget, trail_budget=budget, patience=self.patience)
-        self.groups = [FakeGroup(self.device, backend, shelved=shelved) for backend in ("nccl", "nccl", "gloo")]
+        backends = (self.nccl, self.nccl, "gloo")
+        self.groups = [FakeGroup(self.device, backend, shelved=shelved) for backend in backends]
         self.tensors = [self.device.allocate(stream, 64) for stream in self.device.streams if stream < 4]
 
     # Few rules with many choices: hypothesis spreads its programs evenly over rules, and launches and waits are what
@@ -156,7 +159,8 @@ class Programs(RuleBasedStateMachine):
             return
         if group.backend == "gloo":
             kind = fate = ""
-        launched = call(self.ledger, group, tensors, staged=kind == "staged", p2p=kind == "p2p", fate=fate)
+        p2p = kind == "p2p"
+        launched = call(self.ledger, group, tensors, staged=kind == "staged", p2p=p2p, receives=p2p and last, fate=fate)
         self.used(tensors, group)
         if None in launched.homes:
             self.homeless.add(launched.op)
@@ -244,7 +248,7 @@ class Programs(RuleBasedStateMachine):
             return
         launched = self.works[pick % len(self.works)]
         inner = launched.inner
-        if how != "wait" and inner.fate:
+        if how != "wait" and inner.fate and inner.group.backend == "nccl":
             return  # only wait() reports a failure
         if last:
             self.works.remove(launched)
@@ -263,7 +267,11 @@ class Programs(RuleBasedStateMachine):
                 self.failed.add(launched.op)
             return
         assert not crosses, "S5: let a wait cross a capture boundary"
-        if home and (how == "wait" or inner.group.backend == "nccl"):
+        if how != "wait" and inner.group.backend == "nccl2" and not inner.is_success():
+            if launched.op in self.held():
+                self.failed.add(launched.op)
+            return
+        if home and (how == "wait" or inner.group.backend != "gloo"):
             if alone:
                 assert self.device.calls == before, "S2: asked the device for more than the wait"
             assert launched.op not in self.held(), "S2: still held after a wait on the stream of its memory"
@@ -284,7 +292,8 @@ class Programs(RuleBasedStateMachine):
         if how == "drop":
             del self.works[place]
         elif how == "get_future":
-            self.works.pop(place).work.get_future()
+            with contextlib.suppress(CaptureBoundaryError):
+                self.works.pop(place).work.get_future()
         elif not self.device.capturing and not self.works[place].capture:  # CUDA would not allow it
             self.works[place].work.is_completed()
 
@@ -354,23 +363,19 @@ class Programs(RuleBasedStateMachine):
         assert not self.failed or self.failed <= self.held(), "S4: released after a failure"
 
     def teardown(self) -> None:
-        try:
-            if sys.exc_info()[0] is None:
-                if self.device.capturing:
-                    self.device.end_capture()
-                self.all_is_over()
-                self.drain_and_wait()
-                self.works.clear()
-                self.tensors.clear()
-                for group in self.groups:
-                    group.shelves.clear()
-                self.kept.clear()
-                self.ledger.sweep()
-                self.nothing_unsafe_is_free()
-                assert not self.device.live(), "S3: leaked"
-        finally:
+        if sys.exc_info()[0] is None:
+            if self.device.capturing:
+                self.device.end_capture()
+            self.all_is_over()
+            self.drain_and_wait()
+            self.works.clear()
+            self.tensors.clear()
             for group in self.groups:
-                group.forget()
+                group.shelves.clear()
+            self.kept.clear()
+            self.ledger.sweep()
+            self.nothing_unsafe_is_free()
+            assert not self.device.live(), "S3: leaked"
 
 
 class CapturingPrograms(Programs):
@@ -387,6 +392,12 @@ class CapturingPrograms(Programs):
             self.device.end_capture()
         else:
             self.device.begin_capture(stream)
+
+
+class Nccl2Programs(CapturingPrograms):
+    """The same with ProcessGroupNCCL2's rules."""
+
+    nccl = "nccl2"
 
 
 class GraphPrograms(CapturingPrograms):
@@ -553,19 +564,16 @@ class HostPrograms(RuleBasedStateMachine):
         assert not self.device.faults, self.device.faults
 
     def teardown(self) -> None:
-        try:
-            if sys.exc_info()[0] is None:
-                self.drain_and_wait()
-                self.works.clear()
-                self.tensors.clear()
-                self.nothing_unsafe_is_free()
-                assert not self.device.live(), "S3: leaked"
-        finally:
-            self.group.forget()
+        if sys.exc_info()[0] is None:
+            self.drain_and_wait()
+            self.works.clear()
+            self.tensors.clear()
+            self.nothing_unsafe_is_free()
+            assert not self.device.live(), "S3: leaked"
 
 
 STEPS = 30
-COUNTS = {Programs: 600, CapturingPrograms: 700, GraphPrograms: 600, HostPrograms: 300}
+COUNTS = {Programs: 600, CapturingPrograms: 700, Nccl2Programs: 300, GraphPrograms: 600, HostPrograms: 300}
 
 
 @pytest.fixture(scope="module")
@@ -782,10 +790,8 @@ def device() -> SimulatedDevice:
 
 
 @pytest.fixture
-def group(device: SimulatedDevice) -> Iterator[FakeGroup]:
-    group = FakeGroup(device, "nccl", shelved=True)
-    yield group
-    group.forget()
+def group(device: SimulatedDevice) -> FakeGroup:
+    return FakeGroup(device, "nccl", shelved=True)
 
 
 def test_calls_take_the_long_way_for_as_long_as_anybody_wants_them_to(device: SimulatedDevice) -> None:
@@ -812,7 +818,6 @@ def test_calls_do_not_take_the_long_way_for_good_because_of_an_exception_of_a_si
         def check() -> None:
             ledger.lane_of(group, INDEX)  # as the next call that takes it does
             assert ledger.direct == lanes
-            group.forget()
 
         return step, check
 
@@ -836,7 +841,6 @@ def test_in_a_capture_nothing_is_asked_of_what_another_thread_has_just_launched_
     monkeypatch.setattr(device, "lenient", launches)
     ledger.sweep()
     assert device.faults == []
-    gloo.forget()
 
 
 @pytest.mark.parametrize("how", ["waited elsewhere", "fails", "dropped", "swept", "trail ordered", "trail over"])
@@ -873,7 +877,6 @@ def test_an_exception_of_a_signal_handler_frees_nothing_too_early_and_loses_noth
             assert not ledger.busy
             assert not ledger.quarantine
             assert device.faults == []
-            group.forget()
 
         def step_unless_it_fails() -> None:
             with contextlib.suppress(RuntimeError):
@@ -915,7 +918,6 @@ def test_what_nobody_waits_for_is_bounded_on_a_device_that_never_runs_s3(sizes, 
         call(ledger, group, [device.allocate(0, size)], p2p=p2p)
         device.settle()
         assert ledger.drain() <= budget + (lag + 1) * max(sizes)
-    group.forget()
 
 
 def test_dropped_handle_is_reported_once_per_line_s3(device, group, caplog) -> None:
@@ -1128,3 +1130,130 @@ def test_a_stream_that_waits_because_too_much_is_behind_lets_the_next_collective
     ledger.sweep()
     assert ledger.pending() == []
     assert device.calls["pause"] == device.calls["order"]
+
+
+# --- ProcessGroupNCCL2 ----------------------------------------------------------------------------------------
+
+
+NCCL2_CALLS = {"all_gather": (2, False), "irecv": (1, True)}
+"""How many tensors a call has, the first of them the output, and whether it only writes."""
+
+
+@pytest.mark.parametrize("name", NCCL2_CALLS)
+def test_a_handle_and_its_output_may_be_dropped_on_nccl2_s1(device, name) -> None:
+    """S1: that class holds inputs only, so that without the ledger this is a use after free."""
+    count, receives = NCCL2_CALLS[name]
+    group = FakeGroup(device, "nccl2", shelved=True)
+    ledger = Ledger(device, patience=0)
+    tensors = [device.allocate(0, 64) for _ in range(count)]
+    launched = call(ledger, group, tensors, p2p=receives, receives=receives)
+    output = device.block(tensors[0])
+    del launched, tensors
+    device.settle()
+    assert output is not None
+    assert not device.is_free(output)
+    device.finish()
+    ledger.sweep()
+    device.settle()
+    assert ledger.pending() == []
+    assert device.is_free(output), "S3"
+
+    tensors = [device.allocate(0, 64) for _ in range(count)]
+    inner = group.launch(tensors, p2p=receives, receives=receives)
+    del inner, tensors
+    with pytest.raises(Violation, match="is free while"):
+        device.settle()
+
+
+@pytest.mark.parametrize("what", ["wait", "wait elsewhere", "sync", "rule 3", "get_future_result"])
+def test_what_one_thread_asks_ends_no_capture_of_another_on_nccl2_s5(device, monkeypatch, what) -> None:
+    """S5: in the global mode, which is torch's default, it would."""
+    group = FakeGroup(device, "nccl2")
+    ledger = Ledger(device, lag=0, budget=0, patience=0)
+    launched = [call(ledger, group, [device.allocate(0, 64)]) for _ in range(2)]
+    device.begin_capture(1)
+
+    def other() -> None:
+        device.switch(2 if what == "wait elsewhere" else 0)
+        if what == "sync":
+            call_sync(ledger, group, [device.allocate(0, 64)])
+        elif what == "rule 3":
+            launched.clear()
+            ledger.sweep()
+        elif what == "get_future_result":
+            launched[0].inner.get_future_result = launched[0].inner.check
+            launched[0].work.get_future_result()
+        else:
+            launched[0].work.wait()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join()
+    assert device.faults == []
+    if what == "rule 3":
+        assert ledger.pending() == []
+
+
+def test_a_wait_inside_of_a_capture_is_torchs_own_on_nccl2_s5(device, monkeypatch) -> None:
+    """It asks nothing there, and the mode of a thread that captures stays what it is."""
+    ledger, group = Ledger(device), FakeGroup(device, "nccl2")
+    device.begin_capture(1)
+    launched = call(ledger, group, [device.allocate(1, 64)])
+    monkeypatch.setattr(device, "lenient", mock.Mock(side_effect=AssertionError("it is captured")))
+    launched.work.wait()
+    assert ledger.pending() == []
+
+
+def test_a_stream_is_ordered_although_the_future_was_asked_for_on_nccl2_s1(device) -> None:
+    """S1: block_current_stream() of that class goes by the future, which is done once it has ordered one stream."""
+    ledger, group = Ledger(device), FakeGroup(device, "nccl2")
+    launched = call(ledger, group, [device.allocate(0, 64)])
+    device.switch(1)
+    launched.work.get_future()
+    device.switch(0)
+    launched.work.block_current_stream()
+    assert ledger.pending() == []
+    del launched
+    device.settle()  # raises if stream 0 could use it now
+
+
+@pytest.mark.parametrize("how", ["synchronize", "block_current_stream"])
+def test_what_failed_without_a_word_is_kept_on_nccl2_s4(device, how) -> None:
+    """S4: where the group was aborted, or got another communicator, that class orders nothing, and does not raise."""
+    ledger, group = Ledger(device), FakeGroup(device, "nccl2")
+    launched = call(ledger, group, [device.allocate(0, 64)], fate="fails")
+    getattr(launched.work, how)()
+    del launched
+    device.settle()  # raises if it could be used now
+    assert [entry.state for entry in ledger.pending()] == ["quarantined"]
+    device.finish()
+    assert ledger.drain(wait=True) == 0
+
+
+def test_a_future_is_not_asked_for_across_a_capture_on_nccl2_s5(device) -> None:
+    """S5: asking orders the current stream there, so it is refused as a wait is."""
+    ledger, group = Ledger(device), FakeGroup(device, "nccl2")
+    launched = call(ledger, group, [device.allocate(0, 64)])
+    device.begin_capture(1)
+    with pytest.raises(CaptureBoundaryError):
+        launched.work.get_future()
+    assert device.faults == []
+    device.end_capture()
+    launched.work.get_future()
+
+
+def test_the_works_of_an_aborted_communicator_are_quarantined_on_nccl2_s4(device) -> None:
+    """S4: abort() and reconfigure() of torch's own leave the group alive, and its works fail when they are asked."""
+    ledger, group = Ledger(device, patience=0), FakeGroup(device, "nccl2")
+    handles = [call(ledger, group, [device.allocate(0, 64)]) for _ in range(3)]
+    for launched in handles:
+        launched.inner.status = "failed"
+    ledger.sweep()
+    assert [entry.state for entry in ledger.pending()] == ["quarantined"] * 3
+    later = call(ledger, group, [device.allocate(0, 64)])  # of the next communicator
+    later.work.wait()
+    assert [entry.state for entry in ledger.pending()] == ["quarantined"] * 3
+    handles.clear()
+    device.settle()
+    device.finish()
+    assert ledger.drain(wait=True) == 0

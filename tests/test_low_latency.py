@@ -865,8 +865,8 @@ def test_one_rank_that_can_not_keeps_all_as_they_are():
 def everywhere_and_an_end(rank):
     low_latency.STAGINGS["gloo"] = SharedStaging
     choice.DEFAULTS[2] = SMALL
-    real = low_latency._torch.backend_name
-    low_latency._torch.backend_name = lambda group, _: real(group, "cpu")
+    real = low_latency.backends.of
+    low_latency.backends.of = lambda group, _: real(group, "cpu")
     low_latency.everywhere()
     group = stock.new_group([0, 1])
     for member in (None, group):

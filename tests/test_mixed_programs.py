@@ -11,6 +11,7 @@ import mixed_programs
 import pytest
 from mixed_programs import run_many
 from points import TurnLock
+from simulated import FakeNccl2Work
 
 from safecomm import captures, refcounts
 from safecomm.arena import arena as arena_module
@@ -18,8 +19,10 @@ from safecomm.arena import layout as layout_module
 from safecomm.arena.arena import Arena
 from safecomm.arena.layout import NOBODY, Layout
 from safecomm.captures import CapturedGraph
+from safecomm.entries import WorkLane
 from safecomm.ledger import Ledger
 from safecomm.trails import Trails
+from safecomm.work import Work
 
 pytestmark = [
     pytest.mark.skipif(not refcounts.COUNTED, reason="the programs are about the ways that count references"),
@@ -29,6 +32,9 @@ pytestmark = [
 GATE = {11: 300, 12: 300}
 """Programs of each seed. Many more have run: benchmarks/results/mixed_programs.json."""
 
+GATE_NCCL2 = 500
+"""The same with ProcessGroupNCCL2's rules. More: benchmarks/results/mixed_programs_nccl2.json."""
+
 BOUND = 3000
 """Programs within which each mutant is to be found."""
 
@@ -36,6 +42,13 @@ BOUND = 3000
 @pytest.mark.parametrize("seed", GATE)
 def test_mixed_programs_s1_s3_s5_s6(seed):
     ended = run_many(seed, range(GATE[seed]))
+    assert ended["failures"] == []
+    assert min(ended["counts"].get(kind, 0) for kind in mixed_programs.KINDS if kind != "spared") > 0
+
+
+def test_mixed_programs_where_works_keep_inputs_and_waits_ask_the_device_s1_s3_s5_s6():
+    """S1, S5: with ProcessGroupNCCL2's rules, also where handles and outputs are dropped, and beside captures."""
+    ended = run_many(13, range(GATE_NCCL2), nccl="nccl2")
     assert ended["failures"] == []
     assert min(ended["counts"].get(kind, 0) for kind in mixed_programs.KINDS if kind != "spared") > 0
 
@@ -216,4 +229,68 @@ def test_programs_find_a_safecomm_that(broken):
     """The promises are really tested: safecomm with one rule broken does not get through."""
     with broken():
         ended = run_many(16, range(BOUND), stop=1)
+    assert ended["failures"] != []
+
+
+# --- the same with ProcessGroupNCCL2's rules -----------------------------------------------------------------------
+
+
+def holds_inputs_only():
+    """Leaves the output to the program, as ProcessGroupNCCL2 does."""
+
+    def hold(lane, work, op, inner, storages, home, frame):
+        return original(lane, work, op, inner, storages[1:] or storages, home, frame)
+
+    original = WorkLane.hold
+    return mock.patch.object(WorkLane, "hold", hold)
+
+
+def holds_nothing_of_sends_and_receives():
+    """Leaves those to ProcessGroupNCCL2, which keeps what is sent."""
+
+    def hold(ledger, work, op, inner, group, index, storages, frame, *, p2p=False, **how):
+        return original(ledger, work, op, inner, group, index, () if p2p else storages, frame, p2p=p2p, **how)
+
+    original = Ledger.hold
+    return mock.patch.object(Ledger, "hold", hold)
+
+
+def waits_without_the_relaxed_mode():
+    """Waits as torch does."""
+
+    def wait_for(lane, inner, timeout=None):
+        return inner.wait()
+
+    return mock.patch.object(WorkLane, "wait_for", wait_for)
+
+
+def takes_silence_for_success():
+    """Takes it that ``synchronize()`` would raise."""
+    return mock.patch.object(FakeNccl2Work, "is_success", return_value=True)
+
+
+def asks_for_futures_anywhere():
+    """Does not know that a future orders the stream."""
+
+    def get_future(work):
+        work.awaited = True
+        return work.inner.get_future()
+
+    return mock.patch.object(Work, "get_future", get_future)
+
+
+MUTANTS_NCCL2 = [
+    holds_inputs_only,
+    holds_nothing_of_sends_and_receives,
+    waits_without_the_relaxed_mode,
+    takes_silence_for_success,
+    asks_for_futures_anywhere,
+]
+
+
+@pytest.mark.parametrize("broken", MUTANTS_NCCL2)
+def test_programs_with_nccl2_find_a_safecomm_that(broken):
+    """S1 and S5 are really tested on ProcessGroupNCCL2's rules."""
+    with broken():
+        ended = run_many(16, range(BOUND), nccl="nccl2", stop=1)
     assert ended["failures"] != []

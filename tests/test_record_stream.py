@@ -772,7 +772,6 @@ def test_works_left_unjoined_raise_whatever_else_is_being_handled(device, ledger
             graph.capture_end()
     assert graph.events == ["ended", "reset"]
     assert ledger.pending() == []
-    group.forget()
 
 
 @pytest.mark.parametrize("replayed", ["through the object", "past it", "never"])
@@ -968,7 +967,6 @@ def test_draining_does_not_wait_for_another_threads_capture(device, ledger):
     device.switch(1)
     launched.work.wait()
     device.end_capture()
-    group.forget()
 
 
 @pytest.mark.parametrize("ends", ["well", "with works left", "given up", "in the graph's death", "in its life's end"])
@@ -1034,7 +1032,6 @@ def test_an_exception_of_a_signal_handler_loses_nothing_of_a_capture_s3_s6(monke
             assert not captures._live
             assert not ledger.busy
             assert not ledger._diverting
-            group.forget()
 
         return step, check
 

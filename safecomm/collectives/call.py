@@ -17,13 +17,15 @@ import threading
 import types
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed.distributed_c10d as c10d
 from torch.nn import Parameter
 
-from safecomm import _torch, captures
+from safecomm import _torch, backends, captures
+from safecomm.backends import Kind
 from safecomm.entries import WorkLane
 from safecomm.ledger import LEDGER
 from safecomm.sites import outside
@@ -301,9 +303,56 @@ def _as_they_are(tensors: list[Any]) -> bool:
     return False
 
 
+def kind_for(group: Any, index: int) -> Kind:
+    """Return what serves device ``index`` in ``group``."""
+    return LEDGER.lane_of(group, index).kind if isinstance(group, c10d.ProcessGroup) else backends.UNKNOWN
+
+
+def relaxed(group: Any, tensors: list[Any]) -> AbstractContextManager[Any]:
+    """Return the context for a function of c10d's that may wait for what it launches on ``group`` (S5).
+
+    So that it ends no capture of another thread, where waiting asks the device. Not in a capture of this thread: there
+    nothing is asked, and what CUDA does not allow is an error, as it is to be.
+    """
+    if not backends.SOME_QUERY or not isinstance(group, c10d.ProcessGroup):
+        return _NOTHING
+    index = None
+    if tensors:
+        index = index_of(tensors[0])
+    elif torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        index = _torch.current_device()
+    if index is None or index < 0 or not LEDGER.lane_of(group, index).queries:
+        return _NOTHING
+    stream = _current(index)
+    return _NOTHING if stream and LEDGER.streams.is_capturing(index, stream) else LEDGER.streams.lenient()
+
+
+def wait_for(
+    lane: WorkLane, inner: Any, op: str, group: Any, tensors: list[torch.Tensor], frame: types.FrameType
+) -> None:
+    """Wait for the work of a synchronous call on the backend of ``lane``, with what else it takes than ``wait()``.
+
+    One that fails may still be running, on the current stream: what that does not order is held (S4).
+    """
+    try:
+        lane.wait_for(inner)
+    except Exception:
+        if lane.index >= 0:
+            LEDGER.trail(op, group, lane.index, storages_of(tensors), frame)
+        raise
+
+
 def holds_itself(group: Any) -> bool:
     """Return whether what a call on ``group`` uses will be held by safecomm, so that c10d need not hold it."""
     return isinstance(group, c10d.ProcessGroup) and type(REGIONS.get(group)) in (Region, type(None))
+
+
+def shelves(group: Any, tensors: list[Any]) -> bool:
+    """Return whether the backend that ``tensors`` go to has more hold them than need be, unless it is given aliases."""
+    for tensor in tensors:
+        if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
+            return kind_for(group, tensor.get_device()).shelves
+    return False
 
 
 def device_alias(argument: Any) -> Any:
@@ -339,7 +388,7 @@ def finish(
     if isinstance(result, Work) or not tensors:  # c10d's function came back through a wrapper, which holds already
         return result
     index = index_of(tensors[0])
-    p2p = p2p or (unpolled and index == HOST and _may_be_gloo(group))
+    p2p = p2p or (unpolled and index == HOST and kind_for(group, HOST).blind)
     region = REGIONS.get(group) if REGIONS else None
     if type(region) is Region:
         region.tensors.extend(tensors)
@@ -361,8 +410,7 @@ def finish(
             if type(result) is not c10d.Work:  # somebody's own, of which only wait() need be what it says
                 work.rare = True
             return work
-        gloo = _may_be_gloo(group) if index == HOST else _torch.backend_name(group, "cuda") == "gloo"
-        work = handle(once=p2p and gloo)
+        work = handle(once=p2p and kind_for(group, index).blind)
         return LEDGER.hold(work, op, result, group, index, storages, frame, staged=staged, p2p=p2p)
     if isinstance(result, torch.Future):
         _hold_future(op, result, group, index, tensors, frame)
@@ -372,11 +420,6 @@ def finish(
     if index != HOST:
         LEDGER.trail(op, group, index, storages_of(tensors), frame)
     return result
-
-
-def _may_be_gloo(group: Any) -> bool:
-    """Return whether the backend of ``group`` on the CPU is gloo, as far as torch says."""
-    return _torch.backend_name(group, "cpu") in ("gloo", "")
 
 
 class _FutureAsWork:
@@ -493,7 +536,7 @@ def forwarded(
         positional, named = args, kwargs
         if asynchronous and not collected and not _as_they_are(tensors):
             positional, named = _mapped(host_alias, args, kwargs)
-        if p2p and holds_itself(group):
+        if p2p and holds_itself(group) and shelves(group, tensors):
             positional, named = _mapped(device_alias, positional, named)
         if recording:
             captures.check_group(name, group, tensors)
@@ -505,7 +548,11 @@ def forwarded(
                     op, given = _operation(args, kwargs)
                     result = engine.run(group, name, given, op, asynchronous)
             if result is NOT_TAKEN:
-                result = original(*positional, **named)
+                if backends.SOME_QUERY:
+                    with relaxed(group, tensors):
+                        result = original(*positional, **named)
+                else:
+                    result = original(*positional, **named)
         except torch.distributed.DistBackendError:
             finish(name, None, group, tensors, caller(), staged=staged, p2p=p2p, unpolled=unpolled)
             raise
@@ -562,7 +609,10 @@ def hold_launched(
         storages = tuple([tensor.untyped_storage() for tensor in tensors])
         return inner and lane.hold(Work(), op, inner, storages, home, frame)
     if inner is not None:
-        inner.wait()
+        if lane.queries:
+            wait_for(lane, inner, op, group, tensors, frame)
+        else:
+            inner.wait()
     if index >= 0 and home != _current(index):
         LEDGER.trail(op, group, index, storages_of(tensors), frame)
     return None

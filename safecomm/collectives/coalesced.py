@@ -34,7 +34,9 @@ from safecomm.collectives.call import (
     home_of_few,
     index_of,
     inside,
+    kind_for,
     plain,
+    relaxed,
     stand_in,
     storages_of,
 )
@@ -149,10 +151,12 @@ class _Manager(Block):
                 cm.append(hold_launched("_coalescing_manager", inner, lane, group, tensors, async_ops, frame))
                 return
             calls = REGIONS[group] = taken
+        index = index_of(calls[0].tensor) if calls else None
+        kept = index is None or index < 0 or kind_for(group, index).shelves
         for call in calls:
             tensor, other = call.tensor, call.dst_tensor
             # Else what is done to them is recorded, or raises.
-            if not (tensor.requires_grad or (other is not None and other.requires_grad)):
+            if kept and not (tensor.requires_grad or (other is not None and other.requires_grad)):
                 tensor = call.tensor = region.alias(tensor)
                 if other is not None:
                     other = call.dst_tensor = region.alias(other)
@@ -168,7 +172,8 @@ class _Manager(Block):
             theirs = manager.__enter__()
             REGIONS[group].extend(calls)
         before = len(theirs.works)
-        manager.__exit__(None, None, None)
+        with relaxed(group, region.tensors):
+            manager.__exit__(None, None, None)
         launched = theirs.works[before:]
         own = cm.works[:before] if theirs is cm else cm.works  # callers may have put works of their own in
         cm.works = launched

@@ -24,6 +24,7 @@ from safecomm.collectives.call import (
     prepared,
     stand_in,
     storages_of,
+    wait_for,
 )
 from safecomm.ledger import LEDGER
 from safecomm.streams import HOST
@@ -133,7 +134,10 @@ def _all_gather(output_tensor: Any, input_tensor: Any, group: Any = None, async_
         return inner and lane.hold(Work(), _NAME, inner, storages, home, frame)
     inner = _launch(launcher, output_tensor, input_tensor, _sync_options)
     if inner is not None:
-        inner.wait()
+        if lane.queries:
+            wait_for(lane, inner, _NAME, to, [output_tensor, input_tensor], _caller(_getframe(1)))
+        else:
+            inner.wait()
     if index >= 0 and home != _current(index):
         frame = _caller(_getframe(1)) if _RENAMED else _getframe(1)
         _trail(_NAME, to, index, storages_of([output_tensor, input_tensor]), frame)

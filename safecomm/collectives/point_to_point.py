@@ -1,8 +1,9 @@
 """send, recv, isend, irecv, and batches of them.
 
-On NCCL, c10d's C++ side still calls ``record_stream`` for each of these (torch 2.13), so that the memory would come
-back later than it could: it is given tensors that don't own their memory, for which that does nothing, and the ledger
-holds the memory. It does so for gloo too, where a handle that is dropped takes its buffer with it.
+ProcessGroupNCCL calls ``record_stream`` for each of these, on every version, so that the memory would come back later
+than it could: it is given tensors that don't own their memory, for which that does nothing, and the ledger holds the
+memory. It does so for ProcessGroupNCCL2 too, where nothing else holds what is received (torch 2.15), and for gloo,
+where a handle that is dropped takes its buffer with it.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from safecomm.collectives.call import (
     forwarded,
     holds_itself,
     inside,
+    shelves,
     stand_in,
     with_memory,
 )
@@ -73,9 +75,9 @@ P2POp.__signature__ = inspect.signature(c10d.P2POp)  # type: ignore[attr-defined
 P2POp.__module__ = "safecomm"
 
 
-def _unowned(op: Any) -> Any:
-    """Return ``op`` on a tensor that does not own its memory, and with c10d's own function."""
-    tensor, function = device_alias(op.tensor), _c10d_op(op.op)
+def _given(op: Any, alias: bool) -> Any:
+    """Return ``op`` with c10d's own function, and if ``alias`` on a tensor that does not own its memory."""
+    tensor, function = device_alias(op.tensor) if alias else op.tensor, _c10d_op(op.op)
     if tensor is op.tensor and function is op.op:
         return op
     same = object.__new__(type(op))
@@ -95,7 +97,8 @@ def batch_isend_irecv(p2p_op_list: Any) -> Any:
     tensors = [op.tensor for op in operations]
     given = p2p_op_list
     if operations and len(operations) == len(p2p_op_list) and holds_itself(group):
-        given = [_unowned(op) for op in operations]
+        alias = shelves(group, tensors)
+        given = [_given(op, alias) for op in operations]
     if captures.RECORDING:
         captures.check_group("batch_isend_irecv", group, tensors)
     inside.batch = True

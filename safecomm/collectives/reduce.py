@@ -24,6 +24,7 @@ from safecomm.collectives.call import (
     prepared,
     stand_in,
     storages_of,
+    wait_for,
 )
 from safecomm.ledger import LEDGER
 from safecomm.streams import HOST
@@ -111,8 +112,11 @@ def all_reduce(tensor: Any, op: Any = c10d.ReduceOp.SUM, group: Any = None, asyn
         inner = _launch_all_reduce(launcher, [one], options)
         return inner and lane.hold(Work(), "all_reduce", inner, storages, home, _getframe(1))
     inner = _launch_all_reduce(launcher, [tensor], options)
-    if inner is not None:  # None where the backend ran it on the current stream (NCCL since torch 2.8)
-        inner.wait()
+    if inner is not None:  # None where ProcessGroupNCCL ran it on the current stream (torch 2.8 and later)
+        if lane.queries:
+            wait_for(lane, inner, "all_reduce", to, [tensor], _getframe(1))
+        else:
+            inner.wait()
     if index >= 0 and home != _current(index):
         _trail("all_reduce", to, index, storages_of([tensor]), _getframe(1))
     return None
@@ -198,7 +202,10 @@ def _reduce_scatter(
         return inner and LEDGER.hold(handle(once=True), _NAME, inner, to, index, storages, frame, p2p=True)
     inner = _launch_reduce_scatter(launcher, output, input, options)
     if inner is not None:
-        inner.wait()
+        if lane.queries:
+            wait_for(lane, inner, _NAME, to, [output, input], _caller(_getframe(1)))
+        else:
+            inner.wait()
     if index >= 0 and home != _current(index):
         frame = _caller(_getframe(1)) if _RENAMED else _getframe(1)
         _trail(_NAME, to, index, storages_of([output, input]), frame)

@@ -460,8 +460,8 @@ class LaunchedKernel(c10d.Work):
         return self._event is None or LEDGER.streams.reached(self._event)
 
     def is_success(self) -> bool:
-        """Return whether the kernel is over, and no peer was late."""
-        return self.is_completed() and self.exception() is None
+        """Return whether no peer is known to have been late."""
+        return self.exception() is None
 
     def exception(self) -> Any:
         """Return the error of a call of the group that has given up; None if none has."""

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed.distributed_c10d as c10d
 
-from safecomm import _torch, captures
+from safecomm import _torch, backends, captures
 from safecomm.collectives.call import ENGINES, GATHER, NOT_TAKEN, REDUCE, SCATTER, default_group
 from safecomm.errors import LowLatencyError
 from safecomm.peers.choice import LowLatencyLimits, defaults, read
@@ -192,7 +192,7 @@ def _make(
     world, rank = group.size(), group.rank()
     reason, problem, found, index, backend = "", "", None, HOST, ""
     try:
-        backend = _torch.backend_name(group, "cuda" if torch.cuda.is_available() else "cpu")
+        backend = backends.of(group, "cuda" if torch.cuda.is_available() else "cpu").name
         index = torch.cuda.current_device() if backend == "nccl" else HOST
         found = (read(limits, world) if isinstance(limits, (str, Path)) else limits) or defaults(world)
         reason = _why_not(group, backend, found)
@@ -352,7 +352,7 @@ class _Everywhere:
         if not isinstance(group, c10d.ProcessGroup) or captures.capturing():
             return NOT_TAKEN
         ENGINES[group] = _Stays()
-        if _torch.backend_name(group, "cuda") in STAGINGS and group.size() > 1:
+        if backends.of(group, "cuda").name in STAGINGS and group.size() > 1:
             try:
                 low_latency(group, limits=self._limits).enable()
             except LowLatencyError as error:  # on all ranks the same, and nobody has written it into the program

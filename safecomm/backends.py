@@ -1,0 +1,88 @@
+"""What each backend's works do with memory, told by the class of the backend's object.
+
+The name that a program gave does not tell it: ``nccl`` is another class since torch 2.15, ``nccl2`` and
+``nccl-legacy`` are names of the two, and ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` puts an object around each. A class that
+is not here is nobody that we know: its calls are c10d's, and nothing is taken for granted of its works.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed import ProcessGroup
+
+from safecomm import _torch
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What the objects of one class, and their works, do."""
+
+    name: str = ""
+    """``"nccl"`` or ``"gloo"``; ``""`` for others."""
+    direct: bool = False
+    """Its calls may go the direct way, because its works are what c10d says that works are. The fake backend's never
+    end."""
+    streamed: bool = False
+    """Waiting for a work orders a stream, and collectives end in the order in which they began. With others it blocks
+    the host."""
+    short: bool = False
+    """``block_current_stream()`` does what the first ``wait()`` for a work does, where torch has it; and a region of
+    one call does what that call does."""
+    shelves: bool = True
+    """It holds what it was given longer than it needs: point-to-point calls ``record_stream``, and a coalescing region
+    keeps its tensors until the group's next collective. So it is given aliases."""
+    queries: bool = False
+    """``wait()`` asks the device whether the work is over, which ends a capture of another thread."""
+    silent: bool = False
+    """``synchronize()`` does nothing for a work that has failed, and does not say so; asking for the future orders the
+    current stream, and ``block_current_stream()`` goes by the future."""
+    blind: bool = False
+    """A send or receive does not say that it is over before it has been waited for."""
+
+
+NCCL = Kind("nccl", direct=True, streamed=True, short=True)
+"""ProcessGroupNCCL. An asynchronous work keeps its inputs and outputs until it is waited for (torch 2.8 and later)."""
+
+NCCL2 = Kind("nccl", direct=True, streamed=True, shelves=False, queries=True, silent=True)
+"""ProcessGroupNCCL2, and the one that has a communicator for each peer. A work keeps its inputs; its outputs are kept
+by the handle alone, and what is received is not kept (torch 2.15)."""
+
+GLOO = Kind("gloo", direct=True, blind=True)
+
+OTHER = Kind()
+"""A class that is not here."""
+
+UNKNOWN = Kind(blind=True)
+"""Torch does not give the object out: it may be gloo's."""
+
+CLASSES: dict[type, Kind] = {
+    known: kind
+    for known, kind in (
+        (_torch.NCCL, NCCL), (_torch.NCCL2, NCCL2), (_torch.NCCL_LAZY, NCCL2), (_torch.GLOO, GLOO),
+    )
+    if known is not None
+}  # fmt: skip
+"""By class, those that this torch has."""
+
+SOME_QUERY = any(kind.queries for kind in CLASSES.values())
+"""Whether a group of this torch may have a backend whose ``wait()`` asks the device."""
+
+
+def kind_of(backend: Any) -> Kind:
+    """Return what ``backend`` is, the C++ side of a group's backend, also where another wraps it."""
+    if backend is None:
+        return UNKNOWN
+    for known in type(_torch.unwrapped(backend)).__mro__:
+        kind = CLASSES.get(known)
+        if kind is not None:
+            return kind
+    return OTHER
+
+
+def of(group: Any, device_type: str) -> Kind:
+    """Return what serves ``device_type`` in ``group``."""
+    if isinstance(group, ProcessGroup) and type(group) is not ProcessGroup:
+        return OTHER  # somebody's own, whose works need not be its backend's
+    return kind_of(_torch.backend_of(group, device_type))
