@@ -66,8 +66,10 @@ from safecomm.collectives.gather import gather as gather
 from safecomm.collectives.gather import gather_into_tensor as gather_into_tensor
 from safecomm.collectives.gather import gather_single as gather_single
 from safecomm.collectives.groups import _abort_process_group as _abort_process_group
+from safecomm.collectives.groups import _reconfigure as _reconfigure
 from safecomm.collectives.groups import barrier as barrier
 from safecomm.collectives.groups import destroy_process_group as destroy_process_group
+from safecomm.collectives.groups import shrink_group as shrink_group
 from safecomm.collectives.lists import all_gather as all_gather
 from safecomm.collectives.lists import reduce_scatter as reduce_scatter
 from safecomm.collectives.point_to_point import P2POp as P2POp

@@ -21,7 +21,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import safecomm as dist
 from safecomm import captures, entries
+from safecomm.collectives import groups
 from safecomm.ledger import LEDGER
+from safecomm.streams import HOST
 
 SOON = 1.0
 """A group's timeout, in seconds, for the tests that run into it."""
@@ -164,6 +166,73 @@ def test_aborting_a_group_with_works_pending():
     if not hasattr(c10d, "_abort_process_group"):
         return  # before torch 2.6
     check(2, _abort_with_works_pending, timeout=SOON)
+
+
+def _other_communicator(rank, name):
+    """Have ``name`` called while a receive is posted; c10d's function stands in for itself."""
+    seen = []
+    peer, tensor = 1 - rank, torch.zeros(4)
+    mine = StorageWeakRef(tensor.untyped_storage())
+    work = dist.irecv(tensor, peer)
+    over = dist.isend(torch.ones(1000), peer, tag=7)  # nothing receives it before the end
+    states = [entry.state for entry in dist.pending()]
+    assert states == ["in flight"] * 2
+    lane = LEDGER.lane_of(c10d.GroupMember.WORLD, HOST)
+
+    def refuses(*given, **named):
+        raise ValueError("no such rank")
+
+    def does(*given, **named):
+        seen.append((given, named, [entry.state for entry in dist.pending()]))
+        return "c10d's"
+
+    setattr(groups, f"_c10d_{name.strip('_').removesuffix('_group')}", refuses)
+    if name == "shrink_group":
+        with pytest.raises(ValueError, match="no such rank"):
+            dist.shrink_group([5])
+        assert [entry.state for entry in dist.pending()] == states, "nothing has come of it"
+    setattr(groups, f"_c10d_{name.strip('_').removesuffix('_group')}", does)
+    arguments = ([1], None) if name == "shrink_group" else (3, ["a"], None)
+    assert getattr(dist, name)(*arguments, timeout=1) == "c10d's"
+    assert seen[0][:2] == (arguments, {"timeout": 1})
+    quarantined = ["quarantined"] * 2
+    assert seen[0][2] == (states if name == "shrink_group" else quarantined)
+    assert [entry.state for entry in dist.pending()] == quarantined, "S4"
+    assert LEDGER.lane_of(c10d.GroupMember.WORLD, HOST) is not lane, "it may have other ranks now"
+    del work, over, tensor
+    dist.drain()
+    assert not mine.expired(), "S4"
+    stock.recv(torch.empty(1000), peer, tag=7)
+    stock.isend(torch.ones(4), peer)
+    assert dist.drain(wait=True) == 0
+    assert mine.expired()
+    assert dist.pending() == []
+
+
+@pytest.mark.parametrize("name", ["shrink_group", "_reconfigure"])
+def test_what_is_held_when_a_group_gets_another_communicator_is_quarantined_s4(name):
+    """S4: what the old one runs is not known to end, and is not asked; on torch's refusal nothing changes."""
+    if not hasattr(c10d, name):
+        assert not hasattr(dist, name)
+        return
+    check(2, _other_communicator, name)
+
+
+def _reconfigures(_):
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=stock.HashStore(), rank=0, world_size=1, enable_reconfigure=True)
+    for uuid in (1, 2):
+        dist._reconfigure(uuid, [c10d._get_reconfigure_handle()]).wait()
+        tensor = torch.ones(4)
+        dist.all_reduce(tensor, async_op=True).wait()
+        assert tensor.tolist() == [1.0] * 4
+        assert dist.pending() == []
+    dist.destroy_process_group()
+
+
+@pytest.mark.skipif(not hasattr(c10d, "_reconfigure"), reason="torch 2.15")
+def test_a_group_goes_on_after_it_was_reconfigured():
+    check(1, _reconfigures)
 
 
 def _init_again(rank, path):

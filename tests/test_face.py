@@ -48,6 +48,8 @@ WRAPPED = [
         "_reduce_scatter_base",
         "destroy_process_group",
         "_abort_process_group",
+        "_reconfigure",
+        "shrink_group",
     ]
     if hasattr(c10d, name)
 ]

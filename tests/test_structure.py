@@ -25,6 +25,7 @@ WRAPPED_NAMES = {
     "_reduce_scatter_base",
     "_allgather_base",
     "_abort_process_group",
+    "_reconfigure",
     "_end_coalescing",
 }
 # A module of torch with an underscore in its name, but documented functions: torch.overrides and the like have none.

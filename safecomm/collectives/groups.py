@@ -1,4 +1,4 @@
-"""barrier, and the ends of groups."""
+"""barrier, and the ends of groups and of their communicators."""
 
 from __future__ import annotations
 
@@ -79,3 +79,37 @@ def _abort_process_group(group: Any = None) -> None:
 
 
 _abort_process_group = None if _c10d_abort is None else stand_in(_abort_process_group, _c10d_abort)  # type: ignore[assignment]
+
+# --- another communicator under a group, or in its place ------------------------------------------------------
+
+_c10d_shrink: Any = getattr(c10d, "shrink_group", None)  # torch 2.9 and later
+_c10d_reconfigure: Any = getattr(c10d, "_reconfigure", None)  # torch 2.15 and later
+
+
+def _end_generation(group: Any, reason: str) -> None:
+    """Quarantine what ``group`` (None: all groups) holds and is not over, and forget what is known of it."""
+    LEDGER.sweep(thorough=True)  # what is over need not wait for the whole device
+    LEDGER.close(group, reason)
+    _end_engines(group, timedelta())
+
+
+def shrink_group(ranks_to_exclude: Any, group: Any = None, *args: Any, **kwargs: Any) -> Any:
+    target, of = _target(group), group or default_group()
+    captures.refuse_live(target)
+    shrunk = _c10d_shrink(ranks_to_exclude, group, *args, **kwargs)
+    # After, because c10d may say no before it does anything. Until then ``of`` keeps the backend, which works ask.
+    _end_generation(target, "its group was shrunk")
+    del of
+    return shrunk
+
+
+def _reconfigure(uuid: Any, handles: Any, group: Any = None, *args: Any, **kwargs: Any) -> Any:
+    of = group or default_group()
+    if of is not None:  # else c10d says so
+        captures.refuse_live(of)
+        _end_generation(of, "its group was given another communicator")
+    return _c10d_reconfigure(uuid, handles, group, *args, **kwargs)
+
+
+shrink_group = None if _c10d_shrink is None else stand_in(shrink_group, _c10d_shrink)  # type: ignore[assignment]
+_reconfigure = None if _c10d_reconfigure is None else stand_in(_reconfigure, _c10d_reconfigure)  # type: ignore[assignment]

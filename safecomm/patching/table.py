@@ -15,11 +15,11 @@ MODULES = (torch.distributed, c10d)
 """Where the names are replaced. c10d looks its own up by name, and compares some by identity: both get one object."""
 
 NAMES = (
-    "_abort_process_group", "_all_gather_base", "_coalescing_manager", "_reduce_scatter_base", "all_gather",
-    "all_gather_coalesced", "all_gather_into_tensor", "all_gather_single", "all_reduce", "all_reduce_coalesced",
-    "all_to_all", "all_to_all_single", "barrier", "batch_isend_irecv", "broadcast", "destroy_process_group", "gather",
-    "gather_into_tensor", "gather_single", "irecv", "isend", "recv", "reduce", "reduce_scatter",
-    "reduce_scatter_single", "reduce_scatter_tensor", "scatter", "send",
+    "_abort_process_group", "_all_gather_base", "_coalescing_manager", "_reconfigure", "_reduce_scatter_base",
+    "all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_single", "all_reduce",
+    "all_reduce_coalesced", "all_to_all", "all_to_all_single", "barrier", "batch_isend_irecv", "broadcast",
+    "destroy_process_group", "gather", "gather_into_tensor", "gather_single", "irecv", "isend", "recv", "reduce",
+    "reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor", "scatter", "send", "shrink_group",
 )  # fmt: skip
 """The names that are replaced, where this torch has them."""
 
