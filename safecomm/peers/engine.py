@@ -15,7 +15,18 @@ import torch
 import torch.distributed.distributed_c10d as c10d
 
 from safecomm import _torch, captures
-from safecomm.collectives.call import COLLECTIVE_OF, GATHER, LISTS, NOT_TAKEN, OPS, PLAIN, REDUCE, SCATTER, storages_of
+from safecomm.collectives.call import (
+    COLLECTIVE_OF,
+    GATHER,
+    LISTS,
+    NOT_TAKEN,
+    OPS,
+    PLAIN,
+    REDUCE,
+    SCATTER,
+    relaxed,
+    storages_of,
+)
 from safecomm.collectives.lists import STAGED
 from safecomm.errors import LowLatencyError, PeerTimeoutError
 from safecomm.ledger import LEDGER
@@ -93,7 +104,7 @@ class Engine:
         self._plans: dict[Any, Any] = {}
         self._lock = threading.Lock()  # between putting a call in order and launching it, no other may come
         self.order = Order(LEDGER.streams, index)
-        self._backend = _torch.backend_of(group, device.type)
+        self._through = group if _torch.HOOKS else _torch.backend_of(group, device.type)
         self._unused = (0,) * (MOST - self._world)
         self._exchanged: set[int] = set()  # the streams of sends and receives
         self._side: Any = None  # for asynchronous calls of list forms
@@ -215,11 +226,12 @@ class Engine:
         self, whole: list[Any], tensor: torch.Tensor, number: int, scatter: bool, direct: bool, asynchronous: bool
     ) -> Any:
         """Run a list form by the backend's sends and receives, on the current stream."""
-        if scatter:
-            own, others = pieces.scatter(self._backend, whole, tensor, self._rank, direct=direct)
-            self._combine(tensor, own, others, number)
-        else:
-            pieces.gather(self._backend, whole, tensor, direct=direct)
+        with relaxed(self.group, [tensor]):
+            if scatter:
+                own, others = pieces.scatter(self._through, whole, tensor, self._rank, direct=direct)
+                self._combine(tensor, own, others, number)
+            else:
+                pieces.gather(self._through, whole, tensor, direct=direct)
         if self.index != HOST:
             self._exchanged.add(LEDGER.current(self.index))
         return LaunchedKernel(self, [tensor] if scatter else whole) if asynchronous else None

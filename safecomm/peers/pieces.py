@@ -12,7 +12,6 @@ only what that rank does with it.
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
@@ -20,10 +19,8 @@ import torch.distributed.distributed_c10d as c10d
 
 from safecomm import _torch
 from safecomm.arena.use import IN_USE
-from safecomm.backends import kind_of
 from safecomm.collectives.call import PLAIN, prepared
 from safecomm.collectives.lists import addresses_of
-from safecomm.ledger import LEDGER
 from safecomm.streams import HOST
 
 LARGEST = 1 << 30
@@ -74,24 +71,24 @@ def can_be_copied(pieces: Any, tensor: torch.Tensor, world: int) -> bool:
     )
 
 
-def gather(backend: Any, pieces: list[torch.Tensor], tensor: torch.Tensor, *, direct: bool) -> None:
+def gather(launcher: Any, pieces: list[torch.Tensor], tensor: torch.Tensor, *, direct: bool) -> None:
     """Receive every rank's ``tensor`` in ``pieces``, in the order of the current stream.
 
     ``direct``: they are :func:`alike`. Else they are copied to, which does what c10d's copies do with any tensor.
     """
     if direct:
-        _exchange(backend, pieces, [tensor] * len(pieces))
+        _exchange(launcher, pieces, [tensor] * len(pieces))
         # As c10d's copies do, which tell autograd so.
         _torch.increment_versions([one for one in pieces if not one.is_inference()])
         return
     received = list(_staging((len(pieces), *tensor.shape), tensor).unbind())
-    _exchange(backend, received, [tensor] * len(pieces))
+    _exchange(launcher, received, [tensor] * len(pieces))
     for one, sent in zip(pieces, received, strict=True):
         one.copy_(sent.view(one.shape))
 
 
 def scatter(
-    backend: Any, pieces: list[torch.Tensor], output: torch.Tensor, rank: int, *, direct: bool
+    launcher: Any, pieces: list[torch.Tensor], output: torch.Tensor, rank: int, *, direct: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Receive what the others have for this rank, in the order of the current stream.
 
@@ -102,7 +99,7 @@ def scatter(
     received = _staging(output.shape if others == 1 else (others, *output.shape), output)
     outputs = [received] if others == 1 else list(received.unbind())
     outputs.insert(rank, own)  # to where it lies already, which NCCL leaves out
-    _exchange(backend, outputs, inputs)
+    _exchange(launcher, outputs, inputs)
     return apart(own, output), received
 
 
@@ -129,12 +126,11 @@ def _as_they_lie(pieces: list[torch.Tensor], like: torch.Tensor, direct: bool) -
     ]
 
 
-def _exchange(backend: Any, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
+def _exchange(launcher: Any, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
     """Send each of ``inputs`` to its rank, and receive ``outputs``."""
-    work = _launch(backend, outputs, inputs, _options)
+    work = _launch(launcher, outputs, inputs, _options)
     if work is not None:
-        with LEDGER.streams.lenient() if kind_of(backend).queries else contextlib.nullcontext():
-            work.wait()
+        work.wait()
 
 
 def _staging(shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
