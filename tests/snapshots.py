@@ -35,13 +35,32 @@ class Allocator:
         self.trace = []
         self.waiting = {}
         self.next_address = 0x7F0000000000
+        self.metadata = ""  # as torch.cuda.memory._set_memory_metadata() sets it
 
     def tick(self, microseconds):
         self.time += microseconds
 
-    def _note(self, action, address, size, stream, frames):
+    def _note(self, action, address, size, stream, frames, **more):
         entry = {"action": action, "addr": address, "size": size, "stream": stream, "time_us": self.time}
-        self.trace.append({**entry, "frames": frames, "compile_context": "N/A", "user_metadata": ""})
+        entry |= {"frames": frames, "compile_context": "N/A", "user_metadata": self.metadata, **more}
+        self.trace.append(entry)
+
+    def annotate(self, address, metadata, frames):
+        """Do what ``torch.cuda.memory._annotate_tensor`` does (torch 2.15)."""
+        self._note("annotate", address, 0, 0, frames, user_metadata=metadata)
+
+    def alloc_behind(self, prefix, size, frames, **mark):
+        """Allocate at an address: the allocator takes ``prefix`` bytes before it, and gives them back at once."""
+        place = len(self.trace)
+        before = self.alloc(prefix, frames)
+        for entry in self.trace[place:]:
+            entry.update(mark if entry["action"] == "alloc" else {})
+        address = self.alloc(size, frames)
+        place = len(self.trace)
+        self.free(before, frames)
+        for entry in self.trace[place:]:
+            entry.update(mark)
+        return address
 
     def alloc(self, size, frames, stream=0):
         rounded = -(-size // 512) * 512

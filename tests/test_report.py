@@ -133,6 +133,68 @@ def test_buffers_of_many_sizes_that_split_segments_call_for_an_arena(tmp_path):
     assert "an arena of 6 MiB would hold them" in advice
 
 
+MARKS = {
+    "torch 2.15": {"internal_metadata": "mallocWithAddress", "user_metadata": "step 3"},
+    "torch 2.14": {"user_metadata": "step 3\nmallocWithAddress"},
+}
+"""How torch marks the block that it takes to come to an address behind it, and gives back at once."""
+
+
+@pytest.mark.parametrize("mark", MARKS.values(), ids=MARKS)
+@pytest.mark.parametrize("cut", [0, 2])
+def test_what_the_allocator_takes_to_come_to_an_address_is_nobodys_block(tmp_path, mark, cut):
+    """Also where the history begins between the taking and the giving back."""
+    allocator = Allocator()
+    allocator.alloc_behind(3 * MIB, MIB, stack((7, "place")), **mark)
+    assert [entry["action"] for entry in allocator.trace[1:]] == ["alloc", "alloc", "free_requested", "free_completed"]
+    snapshot = allocator.snapshot()
+    snapshot["device_traces"] = [allocator.trace[cut:]]
+    (trace,) = read_snapshot(write(tmp_path / "x.pickle", snapshot)).traces
+    assert [block.size for block in trace.blocks] == [MIB]
+    assert max(trace.allocated) == MIB
+    assert max(trace.unusable) == 0
+
+
+def test_what_the_program_has_attached_to_memory_is_shown(tmp_path):
+    allocator = Allocator()
+    layer, other = stack((21, "layer")), stack((30, "step"))
+    allocator.alloc(4 * MIB, other)
+    for number in range(5):
+        allocator.metadata = f'{{"microbatch":{number}}}'
+        address = allocator.alloc((9 - number) * MIB, layer)
+        allocator.tick(10)
+    allocator.metadata = ""
+    allocator.annotate(address, "packed \x1b[2J", layer)
+    allocator.free(address, layer, recorded=True)
+    allocator.tick(10)
+    (report,) = make_reports([write(tmp_path / "x.pickle", allocator.snapshot())])
+    holders, stripes = report.tables[:2]
+    assert [dict(zip(holders.columns, row, strict=True))["user_metadata"] for row in holders.rows] == [
+        '{"microbatch":0}, {"microbatch":1}, {"microbatch":2}, and 2 others', "",
+    ]  # fmt: skip
+    last = '{"microbatch":4}; packed \\x1b[2J'
+    assert [row[-1] for row in stripes.rows] == [last]
+    assert "\x1b" not in str(report)
+    page = make_page([report])
+    (shown,) = json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])
+    labels = {block[4]: None if block[7] is None else shown["texts"][block[7]] for block in shown["blocks"]}
+    assert labels == {4 * MIB: None, 5 * MIB: last} | {(9 - n) * MIB: f'{{"microbatch":{n}}}' for n in range(4)}
+
+
+def test_without_metadata_the_tables_have_no_column_for_it(pair):
+    assert all("user_metadata" not in table.columns for report in make_reports(pair) for table in report.tables)
+
+
+def test_annotations_of_one_block_stay_small(tmp_path):
+    allocator = Allocator()
+    address = allocator.alloc(MIB, stack((1, "f")))
+    for number in range(200):
+        allocator.annotate(address, f"{number} {'x' * 50}", stack((2, "g")))
+    (trace,) = read_snapshot(write(tmp_path / "x.pickle", allocator.snapshot())).traces
+    assert [len(block.label) for block in trace.blocks] == [1000]
+    assert trace.blocks[0].label.endswith(f"199 {'x' * 50}")
+
+
 def test_fragmentation_by_stream_and_segment(tmp_path):
     allocator = Allocator()
     blocks = [allocator.alloc(2 * MIB, stack((1, "f")), stream) for stream in (0, 0x7F00) for _ in range(40)]
@@ -266,6 +328,7 @@ def test_a_damaged_snapshot_is_an_error_or_a_report_and_nothing_else(tmp_path):
         {"segments": [], "device_traces": [[{"action": "alloc", "addr": 1, "size": "x", "stream": 0, "time_us": 0}]]},
         {"segments": [], "device_traces": [[{"action": "alloc", "addr": 1, "size": -1, "stream": 0, "time_us": 0}]]},
         {"segments": [], "device_traces": [[{"action": "alloc", "addr": [], "size": 1, "stream": 0, "time_us": 0}]]},
+        {"segments": [], "device_traces": [[{"action": "alloc", "addr": 1, "size": 1, "user_metadata": [1]}]]},
     ],
 )
 def test_a_pickle_of_something_else_is_refused(tmp_path, content, capsys):
@@ -488,7 +551,7 @@ def test_the_page_needs_no_other_file_and_runs_nothing_of_the_data(tmp_path):
     assert page.count("<script") == 2
     assert page.count("</script>") == 2
     data = json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])
-    assert any("onerror" in data[0]["frames"][line] for line in data[0]["stacks"][-1])
+    assert any("onerror" in data[0]["texts"][line] for line in data[0]["stacks"][-1])
 
 
 PROBE = """

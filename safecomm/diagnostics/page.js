@@ -110,13 +110,14 @@
     }
 
     describe(t, value) {
-      const { blocks, frames, stacks, lines } = this.timeline;
-      const shown = (number) => stacks[number].map((line) => `  ${frames[line]}`);
+      const { blocks, texts, stacks, lines } = this.timeline;
+      const shown = (number) => stacks[number].map((line) => `  ${texts[line]}`);
       const found = blocks.find((b) => b[0] <= t && t < b[2] && b[3] <= value && value < b[3] + b[4]);
       if (found) {
-        const [start, freed, end, , size, made, freedBy] = found;
+        const [start, freed, end, , size, made, freedBy, label] = found;
         const said = [`${bytes(size)}, held for ${time((freed ?? end) - start)}`];
         if (freed != null && end > freed) said.push(`freed, and unusable for ${time(end - freed)} more`);
+        if (label != null) said.push(`user_metadata ${texts[label]}`);
         said.push("", "allocated at", ...shown(made));
         if (freed != null && end > freed) said.push("freed at", ...shown(freedBy));
         return said.join("\n");

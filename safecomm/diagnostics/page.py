@@ -64,20 +64,23 @@ def _plain(timeline: Timeline) -> dict[str, Any]:
     def points(series: list[tuple[float, int]]) -> list[list[int | None]]:
         return [[microseconds(time), value] for time, value in series]
 
-    blocks = [
-        [microseconds(b.start), microseconds(b.freed), microseconds(b.end), b.bottom, b.nbytes, b.stack, b.freed_by]
-        for b in timeline.blocks
-    ]
     numbers: dict[str, int] = {}
     stacks = [[numbers.setdefault(text, len(numbers)) for text in stack] for stack in timeline.stacks]
+    blocks = [
+        [
+            *(microseconds(b.start), microseconds(b.freed), microseconds(b.end), b.bottom, b.nbytes, b.stack),
+            *(b.freed_by, numbers.setdefault(b.label, len(numbers)) if b.label else None),
+        ]
+        for b in timeline.blocks
+    ]
     return {
         "title": timeline.title + (f" ({timeline.hidden} small or short blocks not drawn)" if timeline.hidden else ""),
         "duration": microseconds(timeline.duration),
         "lines": {name: points(series) for name, series in timeline.lines.items()},
         "bands": {name: points(series) for name, series in timeline.bands.items()},
         "blocks": blocks,
-        # Each line once: a snapshot may have thousands of stacks that differ in one.
-        "frames": list(numbers),
+        # Each text once: a snapshot may have thousands of stacks that differ in one line.
+        "texts": list(numbers),
         "stacks": stacks,
     }
 

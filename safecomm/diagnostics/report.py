@@ -64,6 +64,8 @@ class Drawn:
     nbytes: int
     stack: int
     freed_by: int
+    label: str = ""
+    """What the program has attached to it, as torch's ``user_metadata``."""
 
 
 @dataclass
@@ -299,6 +301,7 @@ class _Line:
     longest: float = 0.0
     stack: int = 0
     longest_of: int = 0
+    labels: dict[str, None] = field(default_factory=dict)
 
 
 def _in_order(changes: list[tuple[float, int, _Line]]) -> None:
@@ -320,6 +323,8 @@ def _by_line(trace: Trace, stacks: Stacks) -> list[_Line]:
         line.count += 1
         line.total += block.size
         line.longest = max(line.longest, end - block.made)
+        if block.label:
+            line.labels[block.label] = None
         changes.append((block.made, block.size, line))
         if block.completed is not None:
             changes.append((block.completed, -block.size, line))
@@ -328,12 +333,24 @@ def _by_line(trace: Trace, stacks: Stacks) -> list[_Line]:
 
 
 def _holders(trace: Trace, stacks: Stacks, where: str) -> Table:
-    rows = [
-        (mib(line.most), str(line.count), mib(line.total), _time(line.longest), line.site)
-        for line in _by_line(trace, stacks)[:ROWS]
-    ]
+    lines = _by_line(trace, stacks)[:ROWS]
+    rows = [(mib(line.most), str(line.count), mib(line.total), _time(line.longest), line.site) for line in lines]
     columns = ("most at a time", "allocations", "in all", "held longest", "allocated at")
-    return Table(_titled("top holders", where), columns, rows)
+    return _labelled(Table(_titled("top holders", where), columns, rows), lines)
+
+
+def _labelled(table: Table, lines: Sequence[_Line]) -> Table:
+    """Add to a table of ``lines`` what the program has attached to their blocks, if it has to any."""
+    if any(line.labels for line in lines):
+        table.columns += ("user_metadata",)
+        table.rows = [(*row, _labels(line)) for row, line in zip(table.rows, lines, strict=True)]
+    return table
+
+
+def _labels(line: _Line) -> str:
+    shown = list(itertools.islice(line.labels, 3))
+    more = len(line.labels) - len(shown)
+    return ", ".join([*shown, *([f"and {more} others"] if more else [])])
 
 
 def waiting(trace: Trace, stacks: Stacks) -> list[tuple[str, str, _Line]]:
@@ -350,6 +367,8 @@ def waiting(trace: Trace, stacks: Stacks) -> list[tuple[str, str, _Line]]:
         key = stacks.sites[made], stacks.sites[freed]
         line = lines.setdefault(key, _Line(key[0], stack=freed))
         line.count += 1
+        if block.label:
+            line.labels[block.label] = None
         if end - block.requested >= line.longest:
             line.longest, line.longest_of = end - block.requested, block.size
         line.seconds += (end - block.requested) * block.size
@@ -362,11 +381,12 @@ def waiting(trace: Trace, stacks: Stacks) -> list[tuple[str, str, _Line]]:
 
 def _stripes(trace: Trace, stacks: Stacks, where: str) -> Table:
     rows = []
-    for made, freed, line in waiting(trace, stacks)[:ROWS]:
+    found = waiting(trace, stacks)[:ROWS]
+    for made, freed, line in found:
         mean = line.seconds / max(trace.duration, 1e-9)
         rows.append((mib(line.most), mib(mean), str(line.count), _time(line.longest), made, freed))
     columns = ("most at a time", "on average", "blocks", "waited longest", "allocated at", "freed at")
-    return Table(_titled("freed but unusable", where), columns, rows)
+    return _labelled(Table(_titled("freed but unusable", where), columns, rows), [line for _, _, line in found])
 
 
 def _advice_on_stripes(trace: Trace, stacks: Stacks) -> list[str]:
@@ -500,7 +520,8 @@ def _placed(blocks: list[Block], trace: Trace, stacks: Stacks) -> list[Drawn]:
         insort(placed, (bottom, bottom + block.size, end))
         freed_by = stacks.number(block.freed_at) if block.requested is not None else 0
         requested = block.requested
-        drawn.append(Drawn(block.made, requested, end, bottom, block.size, stacks.number(block.made_at), freed_by))
+        made_by = stacks.number(block.made_at)
+        drawn.append(Drawn(block.made, requested, end, bottom, block.size, made_by, freed_by, block.label))
     return drawn
 
 

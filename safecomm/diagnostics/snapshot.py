@@ -43,9 +43,9 @@ _CXX = re.compile(r"^\?\?$|^$|\.(cpp|cc|cu|cuh|h|hpp|c)$|\.so(\.|$)")
 class Block:
     """One allocation: when it was made and given back, and by what. Times are seconds from the start of the trace."""
 
-    __slots__ = ("address", "completed", "freed_at", "made", "made_at", "requested", "size", "stream")
+    __slots__ = ("address", "completed", "freed_at", "label", "made", "made_at", "requested", "size", "stream")
 
-    def __init__(self, address: int, size: int, stream: int, made: float, made_at: Any) -> None:
+    def __init__(self, address: int, size: int, stream: int, made: float, made_at: Any, label: str = "") -> None:
         self.address = address
         self.size = size
         self.stream = stream
@@ -54,6 +54,7 @@ class Block:
         self.requested: float | None = None  # when the program freed it; None if it has not
         self.completed: float | None = None  # when the allocator could give it out again; as requested if at once
         self.freed_at: Any = None  # the frames of that
+        self.label = label  # what the program has attached to it: torch's user_metadata
 
 
 @dataclass
@@ -248,6 +249,7 @@ class _Reader:
         self._path = path
         self._looks = nbytes // 8
         self._stacks = Stacks()
+        self._labels: dict[str, str] = {"": ""}
 
     def _list(self, value: Any) -> list[Any]:
         if type(value) is not list:
@@ -322,6 +324,11 @@ class _Reader:
             if later > now:
                 now = checked.seconds(later)
             if type(action) is str and action in _ACTIONS:
+                label = one.get("user_metadata", "")
+                if label or "internal_metadata" in one:
+                    label = self._label(label)
+                    if _made_up(one):
+                        continue
                 address, size, stream = one.get("addr"), one.get("size"), one.get("stream", 0)
                 # There are millions of them, and most are as they should be.
                 if not (
@@ -332,7 +339,15 @@ class _Reader:
                 frames = one.get("frames")
                 if id(frames) not in seen:
                     self._frames(one)
-                yield action, address, size, stream, now, frames
+                yield action, address, size, stream, now, frames, label
+
+    def _label(self, value: Any) -> str:
+        if type(value) is not str:
+            raise ValueError(f"{type(value).__name__} instead of metadata")
+        label = self._labels.get(value)
+        if label is None:
+            label = self._labels[value] = checked.text(value)
+        return label
 
     def _frames(self, one: dict[str, Any]) -> Any:
         frames = one.get("frames")
@@ -351,16 +366,27 @@ class _Part(NamedTuple):
     frames: Any
 
 
-_Event = tuple[str, int, int, int, float, Any]
-"""An entry of a history: action, address, size, stream, time and frames."""
+_Event = tuple[str, int, int, int, float, Any, str]
+"""An entry of a history: action, address, size, stream, time, frames, and what the program has attached."""
 
 _Found = tuple[Segment, list[_Part]]
 
 _ACTIONS = {
     *("alloc", "free_requested", "free", "free_completed"),
     *("segment_alloc", "segment_map", "segment_free", "segment_unmap"),
+    "annotate",
 }
 """Of a history; others, such as "oom" and "snapshot", change nothing."""
+
+
+_PREFIX = "mallocWithAddress"
+"""Marks a block that the allocator takes and gives back at once, to come to an address behind it: nobody's memory."""
+
+
+def _made_up(one: dict[str, Any]) -> bool:
+    """Return whether an entry tells of such a block. Before torch 2.15 the mark ended the program's own metadata."""
+    user: str = one.get("user_metadata", "")
+    return _PREFIX in (one.get("internal_metadata"), user.rpartition("\n")[2])
 
 
 def _address(value: Any) -> int:
@@ -383,10 +409,15 @@ def _trace(device: int, events: Iterator[_Event], segments: list[_Found]) -> Tra
     base_allocated = base_unusable = 0
     now = 0.0
     before = ("", 0)
-    for action, address, size, stream, now, frames in events:
+    for action, address, size, stream, now, frames, label in events:
+        if action == "annotate":
+            known = live.get(address)
+            if known is not None:
+                known.label = f"{known.label}; {label}"[-checked.LETTERS :] if known.label else label
+            continue
         last, before = before, (action, address)
         if action == "alloc":
-            block = live[address] = Block(address, _rounded(size), stream, now, frames)
+            block = live[address] = Block(address, _rounded(size), stream, now, frames, label)
             blocks.append(block)
             allocated += block.size
         elif action in ("free_requested", "free"):
