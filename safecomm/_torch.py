@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import inspect
 import logging
 import operator
 import os
@@ -1022,6 +1023,23 @@ def kernel_launcher(
 
 
 # --- the caching allocator --------------------------------------------------------------------------
+
+
+def segments() -> list[dict[str, Any]]:
+    """Return what the caching allocator has from the driver, with the blocks in it, but for its history.
+
+    The history, which diagnostics switch on, takes torch up to 0.7 s to convert for 100,000 entries (torch #172672).
+    Versions that can't leave it out convert it. Raises RuntimeError where the allocator keeps no record.
+    """
+    snapshot = torch.cuda.memory_snapshot
+    found: list[dict[str, Any]] = snapshot(**_without_history(snapshot))  # type: ignore[no-untyped-call]
+    return found
+
+
+@functools.cache
+def _without_history(snapshot: Any) -> dict[str, bool]:
+    """Return the arguments that make ``snapshot`` leave the history out; none if it can't."""
+    return {"include_traces": False} if "include_traces" in inspect.signature(snapshot).parameters else {}
 
 
 def end_allocation_to_pool(index: int, pool: tuple[int, int]) -> None:

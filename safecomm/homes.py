@@ -104,7 +104,7 @@ class Homes:
     def allocated(self, pool: Any) -> list[tuple[int, int]]:
         return [
             (block["address"], block["address"] + block["size"])
-            for segment in torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+            for segment in _torch.segments()
             if tuple(segment.get("segment_pool_id", (0, 0))) == pool
             for block in segment["blocks"]
             if block["state"] != "inactive"
@@ -152,14 +152,14 @@ class Homes:
     def _search(self, pointer: int) -> dict[str, Any] | None:
         """Return the allocator's description of the segment at ``pointer``; None if that is not this allocator's."""
         try:
-            segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+            segments = _torch.segments()
         except RuntimeError:
             return None  # an allocator that keeps no record, such as a pluggable one
         # Only for this pointer, whose memory the caller keeps alive: any other segment of the snapshot may by now
         # have been unmapped by another thread, and its address given to a segment of another stream.
         for segment in segments:
             if segment["address"] <= pointer < segment["address"] + segment["total_size"]:
-                return segment  # type: ignore[no-any-return]
+                return segment
         return None
 
     def _pin(self, segment: dict[str, Any]) -> None:

@@ -407,7 +407,7 @@ def _blocks_awaiting_free(limit: int = 8) -> str:
     """Describe the largest of those, with the place of their allocation where torch has recorded it."""
     blocks = [
         block
-        for segment in torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+        for segment in _torch.segments()
         for block in segment["blocks"]
         if block["state"] not in ("active_allocated", "inactive")
     ]

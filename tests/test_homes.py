@@ -1,8 +1,12 @@
 """Where memory is at home, of what is known without a device: ``tests/gpu/collectives.py`` asks a real one."""
 
-import pytest
+import functools
+import inspect
 
-from safecomm import homes
+import pytest
+import torch
+
+from safecomm import homes, record_stream
 from safecomm.homes import GRANULE, Homes
 
 FIRST, SECOND, THIRD = (granule << GRANULE for granule in (8, 9, 10))
@@ -95,3 +99,40 @@ def test_a_question_asked_in_the_middle_of_another_leaves_that_one_alone_s1(aske
 
     monkeypatch.setattr(homes, "pointer_attribute", interrupted)
     assert asked.home(FIRST, SECOND) == 5
+
+
+def _snapshot_with_history(given, mempool_id=None, include_traces=True):
+    given.append(include_traces)
+    return SEGMENTS
+
+
+def _snapshot_that_has_no_choice(given, mempool_id=None):
+    given.append("no choice")
+    return SEGMENTS
+
+
+SEGMENTS = [
+    {
+        "device": 0, "address": FIRST, "total_size": 1 << GRANULE, "stream": 5, "segment_pool_id": (0, 3),
+        "blocks": [{"address": FIRST, "size": 512, "state": "active_awaiting_free", "frames": []}],
+    }
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("snapshot", "given"), [(_snapshot_with_history, False), (_snapshot_that_has_no_choice, "no choice")]
+)
+def test_the_allocator_is_asked_without_its_history_where_that_can_be_left_out(snapshot, given, monkeypatch):
+    """Torch takes ms to seconds to convert the history, which diagnostics switch on."""
+    asked = []
+
+    def memory_snapshot(*args, **kwargs):
+        return snapshot(asked, *args, **kwargs)
+
+    memory_snapshot.__signature__ = inspect.signature(functools.partial(snapshot, asked))
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", memory_snapshot)
+    found = Homes()
+    assert found._look_up(FIRST, 101) == (5, FIRST, SECOND, (0, 3))
+    assert found.allocated((0, 3)) == [(FIRST, FIRST + 512)]
+    assert record_stream._blocks_awaiting_free() == "512 bytes"
+    assert asked == [given] * 3

@@ -143,7 +143,7 @@ def look() -> Machine:
         pairs = [(one, two) for one in range(count) for two in range(count) if one != two]
         no_peers = [(one, two) for one, two in pairs if not torch.cuda.can_device_access_peer(one, two)]
         try:
-            torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+            _torch.segments()
         except RuntimeError:
             allocator_answers = False
         if torch.distributed.is_nccl_available():
