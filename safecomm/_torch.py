@@ -129,7 +129,10 @@ def _of(table: str, group: Any) -> Any:
 
 
 _private(f"{_C10D}._world.pg_names", None, "pending() shows no group", _a(dict))
-_private(f"{_C10D}._world.pg_map", None, "low_latency() leaves groups as they are", _a(dict))
+_private(
+    f"{_C10D}._world.pg_map", None,
+    "low_latency() leaves groups as they are, and patch(strict=True) sees only the default group", _a(dict),
+)  # fmt: skip
 
 
 def all_groups() -> list[Any]:
@@ -227,6 +230,33 @@ Backend: Any = _private(f"{_C_C10D}.Backend", _Never, _NOT_DIRECT, _is_class)
 
 HOOKS = hasattr(c10d.ProcessGroup, "register_pre_hook")
 """Whether groups have hooks (torch 2.14 and later): they see the calls of a group, and not those of its backend."""
+
+
+_register_group: Any = _private(
+    f"{_C10D}._register_process_group", None, "patch(strict=True) does not see groups that are made later"
+)
+"""What c10d calls with the name of each group that it makes, and the group."""
+
+
+def on_each_group(call: Callable[[Any], None]) -> Callable[[], None]:
+    """Call ``call`` with each group that there is, and from now on with each that is made; return what ends that."""
+    module: Any = c10d
+    before = getattr(module, "_register_process_group", None)
+
+    @functools.wraps(_register_group)
+    def register(name: str, group: Any) -> None:
+        before(name, group)  # type: ignore[misc]
+        call(group)
+
+    def end() -> None:
+        if getattr(module, "_register_process_group", None) is register:
+            module._register_process_group = before  # else somebody has put theirs over ours, which goes on to torch's
+
+    if _register_group is not None:
+        module._register_process_group = register
+    for group in {*(getattr(world, "pg_map", None) or ()), groups[DEFAULT]} - {None}:
+        call(group)
+    return end
 
 
 class Launch(NamedTuple):

@@ -1,6 +1,8 @@
 """Hooks of a group see safecomm's calls as they see torch's (torch 2.14 and later)."""
 
+import _thread
 import contextlib
+import functools
 import warnings
 
 import pytest
@@ -8,7 +10,8 @@ import torch
 import torch.distributed as stock
 import torch.distributed.distributed_c10d as c10d
 from calls import ALL, NOT_ON_GLOO, Setting, bits, finish
-from ranks import on
+from ranks import launch, on, until
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import safecomm
 
@@ -148,3 +151,169 @@ def test_the_flight_recorder_has_the_same_entries_s8():
     theirs = entries(stock)
     assert len(theirs) == 8
     assert entries(safecomm) == theirs
+
+
+# --- patch(strict=True) counts what hooks see ------------------------------------------------------------------------
+
+
+def names_and_lines():
+    """Return what went past: the name of each call and the function that it came from, and how often."""
+    return {(line.split()[0], line.rsplit(" in ", 1)[1]): count for line, count in safecomm.past().items()}
+
+
+@on(2)
+def test_strict_counts_each_call_of_cpp_once_at_the_line_of_the_program():
+    from torch.distributed import _functional_collectives as functional
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    group, mesh = stock.group.WORLD, init_device_mesh("cpu", (2,))
+    compiled = torch.compile(lambda tensor: functional.all_reduce(2 * tensor, "sum", group) + 1, backend="aot_eager")
+
+    def by_functional():
+        return functional.all_reduce(torch.ones(4), "sum", group).wait()
+
+    def by_dtensor():
+        return distribute_tensor(torch.ones(4), mesh, [Shard(0)]).full_tensor()
+
+    def by_compiler():
+        return compiled(torch.ones(4))
+
+    def by_python():
+        group.broadcast([torch.ones(4)], stock.BroadcastOptions()).wait()
+        return torch.tensor([2.0] * 4)
+
+    compiled(torch.ones(4))
+    with safecomm.patched(strict=True):
+        assert by_functional().tolist() == [2.0] * 4
+        assert by_dtensor().tolist() == [1.0] * 4
+        assert by_compiler().tolist() == [5.0] * 4
+        by_python()
+        by_python()
+    by_functional()
+    assert names_and_lines() == {
+        ("allreduce", "by_functional"): 1,
+        ("allgather_into_tensor_coalesced", "by_dtensor"): 1,
+        ("allreduce", "<lambda>"): 1,
+        ("broadcast", "by_python"): 2,
+    }
+
+
+@on(2)
+def test_strict_counts_what_the_reducer_of_ddp_launches():
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 3))
+
+    def backward():
+        model(torch.ones(2, 3)).sum().backward()
+
+    backward()  # the first rebuilds the buckets, and tells the other ranks
+    backward()
+
+    with safecomm.patched(strict=True):
+        for _ in range(3):
+            backward()
+    assert names_and_lines() == {("allreduce", "backward"): 3}
+
+
+class Mode(TorchDispatchMode):
+    """Sees each operation, and lets another function of the program go on with it."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return go_on(function, args, kwargs or {})
+
+
+def go_on(function, args, kwargs):
+    return function(*args, **kwargs)
+
+
+@on(2)
+def test_strict_counts_no_call_of_safecomm():
+    tensor, whole = torch.ones(4), torch.ones(8)
+
+    def calls(dist):
+        for asynchronous in (False, True):
+            for work in (
+                dist.all_reduce(tensor, async_op=asynchronous),
+                dist.all_gather_single(whole, tensor, async_op=asynchronous),
+                dist.reduce_scatter_single(tensor, whole, async_op=asynchronous),
+                dist.all_gather(list(whole.chunk(2)), tensor, async_op=asynchronous),
+                dist.broadcast(tensor, 0, async_op=asynchronous),
+            ):
+                if work is not None:
+                    work.wait()
+        with dist._coalescing_manager(async_ops=True) as works:
+            dist.all_reduce(tensor)
+            dist.all_reduce(tensor)
+        works.wait()
+
+    def functional():
+        return torch.distributed._functional_collectives.all_reduce(tensor, "sum", stock.group.WORLD).wait()
+
+    with safecomm.patched(strict=True):
+        for dist in (stock, safecomm):
+            calls(dist)
+            with safecomm.bucketed():
+                dist.all_reduce(tensor)
+                dist.all_reduce(tensor)
+            with contextlib.closing(safecomm.Arena(1 << 16, device="cpu")) as arena, safecomm.use_arena(arena):
+                dist.all_gather([torch.empty(4), torch.empty(4)], tensor)
+        safecomm.functional.all_reduce(tensor.clone().requires_grad_()).sum().backward()
+        stock.barrier()
+        with Mode():
+            calls(safecomm)
+        with safecomm.leaks.watch(torch.nn.Linear(1, 1)):
+            calls(safecomm)
+        assert safecomm.past() == {}
+        with Mode():
+            functional()
+        with safecomm.leaks.watch(torch.nn.Linear(1, 1)):
+            functional()
+        assert names_and_lines() == {("allreduce", "functional"): 2}
+
+
+@on(2)
+def test_strict_sees_groups_that_are_made_later_and_leaves_all_of_them_alone_in_the_end():
+    def call(group):
+        torch.distributed._functional_collectives.all_reduce(torch.ones(4), "sum", group).wait()
+
+    register = c10d._register_process_group
+    with safecomm.patched(strict=True):
+        new = stock.new_group([0, 1])
+        split = stock.split_group(stock.group.WORLD, [[0, 1]])
+        for group in (stock.group.WORLD, new, split):
+            call(group)
+        gone = stock.new_group([0, 1])
+        call(gone)
+        stock.destroy_process_group(gone)
+    assert names_and_lines() == {("allreduce", "call"): 4}
+    assert c10d._register_process_group is register
+    later = stock.new_group([0, 1])
+    for group in (stock.group.WORLD, new, split, later):
+        call(group)
+    assert names_and_lines() == {("allreduce", "call"): 4}
+    for group in (new, split, later):
+        stock.destroy_process_group(group)
+
+
+@on(2)
+def test_strict_counts_a_call_from_a_thread_without_python():
+    group, tensor = stock.group.WORLD, torch.ones(4)
+    with safecomm.patched(strict=True):
+        _thread.start_new_thread(functools.partial(group.allreduce, [tensor]), ())
+        until(lambda: tensor[0] == 2)
+        assert safecomm.past() == {"allreduce in a thread of C++": 1}
+
+
+KEPT = []
+
+
+def _ends_without_undoing(_):
+    safecomm.patch(strict=True)
+    KEPT.append(stock.group.WORLD)
+    torch.distributed._functional_collectives.all_reduce(torch.ones(4), "sum", stock.group.WORLD).wait()
+    assert len(safecomm.past()) == 1
+
+
+def test_a_process_ends_cleanly_with_the_hooks_of_strict_on_s7():
+    for ended in launch(2, _ends_without_undoing):
+        ended.check()

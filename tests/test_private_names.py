@@ -311,6 +311,38 @@ def test_without_the_use_count_nobody_is_known_to_be_the_only_holder(monkeypatch
     assert not a_fresh_copy().only_holder(storage)
 
 
+@on(1)
+def test_each_group_is_told_of_now_or_when_it_is_made_and_without_the_names_those_that_are_there():
+    def told_of(module):
+        seen = []
+        end = module.on_each_group(seen.append)
+        first = tuple(seen)
+        made = stock.new_group([0])
+        end()
+        later = stock.new_group([0])
+        for group in (made, later):
+            stock.destroy_process_group(group)
+        return first, seen[len(first) :] == [made]
+
+    register = c10d._register_process_group
+    (*first,), made = told_of(_torch)
+    assert stock.group.WORLD in first
+    assert made
+    assert c10d._register_process_group is register
+    log = logging.getLogger("safecomm")
+    before, log.disabled = log.disabled, True
+    try:
+        for name, replacement, expected in (
+            ("_register_process_group", object(), (tuple(first), False)),
+            ("_world.pg_map", _Gone(), ((stock.group.WORLD,), True)),
+        ):
+            with without(f"torch.distributed.distributed_c10d.{name}", replacement):
+                names = a_fresh_copy()
+            assert told_of(names) == expected, name
+    finally:
+        log.disabled = before
+
+
 def test_only_holder_takes_what_is_no_storage():
     assert not _torch.only_holder(object())
 

@@ -2,16 +2,106 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import logging
+import sys
+import types
+import weakref
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 from torch.distributed import ProcessGroup
 
+from safecomm import _torch
 from safecomm.sites import outside, place
 
 log = logging.getLogger("safecomm")
+
+
+class Strict:
+    """Tells the collectives of all groups that do not come by safecomm: ``past`` counts them, by name and call site.
+
+    Where groups have hooks (torch 2.14 and later) these are all that are launched, also from C++: by functional
+    collectives, DTensor, DDP's reducer, compiled graphs. Before, those that Python asks a group for. What is no
+    collective of c10d's, such as symmetric memory, is not seen.
+    """
+
+    def __init__(self) -> None:
+        self.past: Counter[str] = Counter()
+        self._watch = _Hooks(self._count) if _torch.HOOKS else _Methods(self._count)
+
+    def remove(self) -> None:
+        """Leave torch as it was."""
+        self._watch.remove()
+
+    def _count(self, name: str, frame: types.FrameType | None) -> None:
+        where = f"{name} {'in a thread of C++' if frame is None else f'at {place(frame)}'}"
+        self.past[where] += 1
+        if self.past[where] == 1:
+            log.warning("a collective went past safecomm: %s (reported once for this line)", where)
+
+
+_Count = Callable[[str, "types.FrameType | None"], None]
+
+
+# --- hooks ----------------------------------------------------------------------------------------------------------
+
+_ID = int.from_bytes(b"safecomm", "big")
+"""Of our hook. A program that registers one under the same number takes its place."""
+
+_NO_COLLECTIVES = {"BARRIER", "SPLIT", "NEW_WINDOW"}
+_NAMES = {"ALLGATHER_BASE": "all_gather_single", "REDUCE_SCATTER_BASE": "reduce_scatter_single"}
+"""What the methods of a group are called, where hooks name the operator under them; elsewhere it is the same."""
+
+_TORCHS = ("torch.", "contextlib.", "typing_extensions.")
+
+
+class _Hooks:
+    """Sees each collective of each group, those that are made later too, whoever calls it."""
+
+    def __init__(self, count: _Count) -> None:
+        self._count = count
+        self._groups: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._end = _torch.on_each_group(self._attach)
+        # A function of Python that C++ has kept to the end of the process takes it down there (torch 2.15).
+        atexit.register(self.remove)
+
+    def _attach(self, group: Any) -> None:
+        if isinstance(group, ProcessGroup):
+            group.register_pre_hook(_ID, self._launched)  # type: ignore[attr-defined, unused-ignore]
+            self._groups.add(group)
+
+    def remove(self) -> None:
+        """Take the hooks away."""
+        atexit.unregister(self.remove)
+        self._end()
+        for group in tuple(self._groups):
+            group.unregister_pre_hook(_ID)
+
+    def _launched(self, call: Any) -> None:
+        op = call.name.name
+        if op in _NO_COLLECTIVES:
+            return
+        found: types.FrameType | None = None
+        frame = sys._getframe().f_back  # None in a thread of C++, such as autograd's
+        while frame is not None:
+            if frame.f_code.co_name == "__torch_dispatch__":
+                found = None  # a mode, which saw the call on its way to the backend: it came from further out
+            elif (
+                found is None and (name := frame.f_globals.get("__name__")) is not None
+            ):  # what torch compiles has none
+                module = f"{name}."
+                if module.startswith("safecomm."):
+                    return
+                if not module.startswith(_TORCHS):
+                    found = frame
+            frame = frame.f_back
+        self._count(_NAMES.get(op, op.lower()), found)
+
+
+# --- methods --------------------------------------------------------------------------------------------------------
 
 _METHODS = (
     "_allgather_base", "_reduce_scatter_base", "all_gather_single", "allgather", "allgather_coalesced",
@@ -27,15 +117,11 @@ _BETWEEN = (
 )  # fmt: skip
 
 
-class Strict:
-    """Looks at each collective that Python asks a group for, and tells those that did not come by safecomm.
+class _Methods:
+    """Sees each collective that Python asks a group for."""
 
-    ``past`` counts them, by method and call site. Calls that C++ makes are not seen: functional collectives, DDP's
-    reducer, symmetric memory.
-    """
-
-    def __init__(self) -> None:
-        self.past: Counter[str] = Counter()
+    def __init__(self, count: _Count) -> None:
+        self._count = count
         self._originals = {name: vars(ProcessGroup)[name] for name in _METHODS if name in vars(ProcessGroup)}
         self._replacements = {name: self._watched(name) for name in self._originals}
         for name, replacement in self._replacements.items():
@@ -54,10 +140,7 @@ class Strict:
         def method(group: Any, *args: Any, **kwargs: Any) -> Any:
             frame = outside(_BETWEEN)
             if not str(frame.f_globals.get("__name__")).startswith("safecomm."):
-                where = f"{name} at {place(frame)}"
-                self.past[where] += 1
-                if self.past[where] == 1:
-                    log.warning("a collective went past safecomm: %s (reported once for this line)", where)
+                self._count(name, frame)
             return bare(group, *args, **kwargs)
 
         return method
