@@ -39,7 +39,8 @@ def test_a_machine_as_it_comes_is_green(machine):
 @pytest.mark.parametrize(
     ("machine", "said"),
     [
-        (H200, "can be used by groups"),
+        (H200, "can be used by groups of up to 8 ranks on this machine."),
+        (replace(H200, torch="2.15.0+cu132"), "such as torch's flight recorder, don't see it."),
         (replace(H200, low_latency="Triton is not installed"), "as they are: Triton is not installed."),
         (replace(H200, no_peer_access=((0, 1), (1, 0))), "as they are: not all GPUs reach each other's memory."),
     ],

@@ -3,6 +3,7 @@
 import _thread
 import contextlib
 import functools
+import re
 import warnings
 
 import pytest
@@ -12,8 +13,10 @@ import torch.distributed.distributed_c10d as c10d
 from calls import ALL, NOT_ON_GLOO, Setting, bits, finish
 from ranks import launch, on, until
 from torch.utils._python_dispatch import TorchDispatchMode
+from watching import Log
 
 import safecomm
+from safecomm.peers import low_latency
 
 SETTINGS = (
     Setting(),
@@ -317,3 +320,46 @@ def _ends_without_undoing(_):
 def test_a_process_ends_cleanly_with_the_hooks_of_strict_on_s7():
     for ended in launch(2, _ends_without_undoing):
         ended.check()
+
+
+# --- low_latency(), whose calls no hook sees --------------------------------------------------------------------------
+
+
+class _NoStaging:
+    """Where switching on gets to memory of the peers, nothing was against it before."""
+
+    def __init__(self, *_):
+        raise MemoryError("it got this far")
+
+
+@on(2)
+def test_a_hook_of_the_program_on_any_rank_keeps_low_latency_away_s8():
+    class Hook:
+        def __call__(self, call):
+            pass
+
+    group = stock.group.WORLD
+    low_latency.STAGINGS["gloo"] = _NoStaging
+
+    def reason():
+        with Log(), safecomm.low_latency() as low:
+            return low.reason
+
+    try:
+        recorder = c10d.FlightRecorderHook.attach(group, [0, 1])
+        with safecomm.patched(strict=True), Mode():
+            assert reason() == "no memory that peers can store into: it got this far"
+        recorder.remove()
+        for register, unregister in (
+            (group.register_pre_hook, group.unregister_pre_hook),
+            (group.register_post_hook, group.unregister_post_hook),
+        ):
+            for hook, name in ((lambda call: None, "<lambda>"), (Hook(), "__call__")):
+                if stock.get_rank() == 1:
+                    register(5, hook)
+                found = reason()
+                unregister(5)
+                assert re.fullmatch(rf"the program has hooks on it.*test_hooks.py:\d+ in {name}", found), found
+        assert reason() == "no memory that peers can store into: it got this far"
+    finally:
+        del low_latency.STAGINGS["gloo"]

@@ -216,7 +216,12 @@ def _of_the_machine(machine: Machine) -> Iterator[Check]:
             True,
             f"leaves groups as they are: {why_not}."
             if why_not
-            else "can be used by groups of up to 8 ranks on this machine.",
+            else "can be used by groups of up to 8 ranks on this machine"
+            + (
+                ". It makes no call of c10d's: hooks of groups, such as torch's flight recorder, don't see it."
+                if machine.at_least("2.14")
+                else "."
+            ),
         )
     yield Check(
         "allocation streams",

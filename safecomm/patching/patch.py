@@ -48,9 +48,9 @@ def patch(*, strict: bool | None = None, avoid_record_streams: bool | None = Non
     another one is in the middle of a call.
 
     ``strict`` reports each call of a group that did not come by safecomm, with its call site (logger ``safecomm``, and
-    :func:`past`): from torch 2.14 on also those of C++, such as DTensor's and DDP's; it costs 5 us of each call. ``avoid_record_streams`` also opens ``avoid_record_streams()`` for
-    as long as the patch is on. None: the environment variables ``SAFECOMM_STRICT`` and
-    ``SAFECOMM_AVOID_RECORD_STREAMS`` decide (1 is yes).
+    :func:`past`), from torch 2.14 on also those of C++, such as DTensor's and DDP's; it costs some us of each call.
+    ``avoid_record_streams`` also opens ``avoid_record_streams()`` for as long as the patch is on. None: the environment
+    variables ``SAFECOMM_STRICT`` and ``SAFECOMM_AVOID_RECORD_STREAMS`` decide (1 is yes).
 
     Each CUDA graph capture is seen, and owns what its collectives read and write (:class:`CapturedGraph`).
     Megatron's global buffers come from the arena in use, while there is one. :func:`destroy_process_group` raises

@@ -6,7 +6,9 @@ import importlib.util
 import logging
 import os
 import socket
+import sys
 import time
+import types
 import uuid
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -22,6 +24,7 @@ from safecomm.errors import LowLatencyError
 from safecomm.peers.choice import LowLatencyLimits, defaults, read
 from safecomm.peers.engine import Engine
 from safecomm.peers.staging import SymmetricStaging
+from safecomm.sites import place
 from safecomm.streams import HOST
 
 log = logging.getLogger("safecomm")
@@ -60,7 +63,8 @@ class low_latency:  # noqa: N801
     ----------
     group
         c10d's process group, by default the default group. One whose ranks do not share a host with peer access, that
-        is not NCCL's, or has more than 8 ranks, stays as it is: :attr:`reason` says why, and so does the log.
+        is not NCCL's, has more than 8 ranks, or has hooks of the program's own, stays as it is: :attr:`reason` says
+        why, and so does the log.
     limits
         Up to how many bytes calls are taken, as :class:`LowLatencyLimits`, or the file that ``python -m safecomm tune
         --low-latency`` has written; by default values for the number of ranks on Hopper GPUs.
@@ -213,6 +217,10 @@ def _make(
     assert found is not None
     layout = found.layout(world)
     device = torch.device("cpu") if index == HOST else torch.device("cuda", index)
+    if _torch.HOOKS:
+        hooks = sorted({place for places in _everyones(_hooks(group, device), group) for place in places})
+        if hooks:
+            return None, f"the program has hooks on it, which would not see its calls: {', '.join(hooks)}"
     timeout = timeout or _torch.group_timeout(group, device.type) or timedelta(minutes=10)
     staging: Any = None
     engine: Engine | None = None
@@ -246,6 +254,32 @@ def _everyones(mine: Any, group: Any) -> list[Any]:
     """Return what every rank of ``group`` has to say here."""
     found: list[Any] = [None] * group.size()
     c10d.all_gather_object(found, mine, group=group)
+    return found
+
+
+def _hooks(group: Any, device: torch.device) -> list[str]:
+    """Return where the program's own hooks of ``group`` are, as far as they are functions of Python.
+
+    Torch does not tell which there are (2.15). So this launches a collective, as all ranks do, and looks which
+    functions that calls. Hooks of C++ are not seen, such as torch's flight recorder, which is on most groups.
+    """
+    found: list[str] = []
+    here = sys._getframe()
+
+    def called(frame: types.FrameType, event: str, _: Any) -> None:
+        ours = str(frame.f_globals.get("__name__")).startswith("safecomm.")  # patch(strict=True)'s
+        if event == "call" and frame.f_back is here and not ours:
+            found.append(place(frame))
+
+    tensors, launch = [torch.zeros(1, device=device)], group.allreduce
+    with _torch.undisturbed():
+        before = sys.getprofile()
+        sys.setprofile(called)
+        try:
+            work = launch(tensors)
+        finally:
+            sys.setprofile(before)
+    work.wait()
     return found
 
 
