@@ -718,6 +718,32 @@ StorageWeakRef: Any = _private(
 """A weak reference to a storage, whose ``expired()`` says whether that has died."""
 
 
+def _comes_back(construct: Any) -> bool:
+    storage = _small_storage()
+    weak = StorageWeakRef(storage)
+    same = construct(weak.cdata)
+    alive = cdata_of(same) == cdata_of(storage)
+    del same, storage
+    return alive and construct(weak.cdata) is None
+
+
+_from_weak: Callable[[int], Any] | None = None
+if StorageWeakRef is not _NeverDead:
+    _from_weak = _private(
+        "torch.UntypedStorage._new_with_weak_ptr", None,
+        "what functional collectives leave unwaited on a GPU stays until the process ends", _comes_back,
+    )  # fmt: skip
+
+
+def alive(weak: Any) -> torch.UntypedStorage | None:
+    """Return the storage that a :data:`StorageWeakRef` is of, if :data:`WEAK_STORAGES`; None if it has died."""
+    return None if _from_weak is None else _from_weak(weak.cdata)
+
+
+WEAK_STORAGES = _from_weak is not None
+"""Whether a weak reference to a storage gives the storage out again."""
+
+
 def storage_over(pointer: int, device: torch.device, nbytes: int) -> torch.UntypedStorage | None:
     """Return a storage of memory that it does not own; None if torch can't make one."""
     return None if _construct_storage is None else _construct_storage(pointer, device, nbytes)
@@ -813,6 +839,74 @@ forward_ad: Any = torch.autograd.forward_ad
 if _private("torch.autograd.forward_ad._current_level", None, "lists in pieces are c10d's", _a(int)) is None:
     forward_ad = _NoForwardAD
 """``forward_ad._current_level`` is -1 where no tensor can have a tangent, which copies into given memory refuse."""
+
+
+# --- functional collectives ----------------------------------------------------------------------------
+
+
+_STAYS = "what functional collectives leave unwaited stays until the process ends, also under patch()"
+
+
+class Lone(NamedTuple):
+    """What is counted of a tensor that nobody else has."""
+
+    storage: int
+    """References in C++ to its storage."""
+    shared: int
+    """References in Python more, once C++ has the tensor too."""
+
+
+def _lone(use_count: Any) -> Lone:
+    with probing(), torch.enable_grad():
+        tensor = torch.ones(1, device="cpu")
+        users, references = use_count(tensor), sys.getrefcount(tensor)
+        storage = storage_use_count(cdata_of(tensor.untyped_storage()))
+        saved = torch.ones(1, device="cpu", requires_grad=True) * tensor  # which keeps the tensor, in C++
+        shared = sys.getrefcount(tensor) - references
+        if (users, use_count(tensor), shared in (0, 1)) != (1, 2, True):
+            raise RuntimeError("it does not count")
+        del saved
+        return Lone(storage, shared)
+
+
+tensor_use_count: Callable[[torch.Tensor], int] | None = _private(
+    "torch.Tensor._use_count", None, _STAYS, lambda found: _lone(found) is not None
+)
+"""How many references there are in C++ to a tensor, of which Python's own is one."""
+
+if not USE_COUNT:
+    tensor_use_count = None
+
+LONE: Lone = Lone(0, 0) if tensor_use_count is None else _lone(tensor_use_count)
+
+_size_of_registry: Callable[[], int] | None = _private(
+    f"{_C_C10D}._get_work_registry_size", None, "nobody is told of functional collectives that nobody waited for",
+    _answers(int), since="2.6",
+)  # fmt: skip
+
+
+def unwaited() -> int | None:
+    """Return how many functional collectives of this thread nobody has waited for; None if torch does not say."""
+    return None if _size_of_registry is None else _size_of_registry()
+
+
+def functional_collectives() -> Any:
+    """Return torch's module of functional collectives; None if it is not what safecomm takes it for."""
+    try:
+        import torch.distributed._functional_collectives as module
+
+        methods = vars(module.AsyncCollectiveTensor)
+    except (ImportError, AttributeError, TypeError):
+        return None
+    there = isinstance(methods.get("__new__"), staticmethod) and callable(getattr(module, "wait_tensor", None))
+    return module if there and {"trigger_wait", "wait", "elem", "completed"} <= set(methods) else None
+
+
+def waits_order_streams() -> bool:
+    """Return whether waiting for anything on a GPU orders a stream, and never blocks the host."""
+    configs = getattr(world, "pg_backend_config", {})
+    backends = {backend_name(group, "cuda") for group in tuple(configs)}
+    return backends <= {"nccl"} and not _any_set("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
 
 
 # --- the dispatcher --------------------------------------------------------------------------------

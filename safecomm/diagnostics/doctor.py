@@ -20,6 +20,7 @@ import torch.distributed
 from torch.torch_version import TorchVersion
 
 from safecomm import _torch, refcounts, versions
+from safecomm.diagnostics.record import unwaited_for
 from safecomm.peers.low_latency import lacking
 
 _PATIENCE = 20  # seconds for nvidia-smi
@@ -64,6 +65,8 @@ class Machine:
     backends: tuple[str, ...] = ()
     low_latency: str = ""
     """What ``low_latency()`` does not find; ``""`` for nothing."""
+    unwaited: int = 0
+    """Functional collectives of this thread that nobody has waited for."""
 
     @property
     def at_least(self) -> Callable[[str], bool]:
@@ -168,6 +171,7 @@ def look() -> Machine:
         uncounted=refcounts.WHY_NOT,
         backends=tuple(available),
         low_latency=lacking(),
+        unwaited=_torch.unwaited() or 0,
     )
 
 
@@ -190,6 +194,13 @@ def _of_the_machine(machine: Machine) -> Iterator[Check]:
             "reference counts",
             False,
             f"are not used, because {machine.uncounted}: {refcounts.COSTS}.",
+        )
+    if machine.unwaited:
+        yield Check(
+            "functional collectives",
+            False,
+            f"{unwaited_for(machine.unwaited)}. Wait for them (wait_tensor), or let patch() do so for those that were "
+            "dropped.",
         )
     if not machine.gpus:
         yield Check(

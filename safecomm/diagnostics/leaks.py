@@ -21,6 +21,7 @@ import torch
 from torch.autograd.function import FunctionCtx
 
 from safecomm import _torch
+from safecomm.diagnostics.record import unwaited_for
 from safecomm.errors import SafecommError
 from safecomm.ledger import LEDGER
 from safecomm.refcounts import HELD_ONCE, getrefcount
@@ -80,7 +81,8 @@ class watch:  # noqa: N801
 
     At the end ``leaks`` has a :class:`Leak` for each line and holder, the largest first, with the chain of references
     from the tensor to what keeps it, and each is logged as a warning. An exception that leaves the block is passed on,
-    and nothing is looked for.
+    and nothing is looked for. ``unwaited`` is how many functional collectives of this thread were launched inside, and
+    nobody has waited for them: torch keeps their tensors until somebody does.
 
     It holds no tensor, frees none, and orders no stream. While it watches, each operation costs some 10 us of host time
     more, so it is for debugging. Operations in other threads than the one that entered are only seen where autograd
@@ -122,6 +124,7 @@ class watch:  # noqa: N801
         if not isinstance(log_leaks, bool):
             raise TypeError(f"leaks.watch(log_leaks={log_leaks!r}): expected True or False")
         self.leaks: list[Leak] = []
+        self.unwaited = 0
         self.owners = owners
         self.steps = 0
         self._log_leaks = log_leaks
@@ -130,6 +133,7 @@ class watch:  # noqa: N801
         self._frames: list[types.FrameType] = []
         self._before: list[set[tuple[int, int]]] = []
         self._made = _Made()
+        self._unwaited_before = 0
 
     def __enter__(self) -> watch:
         self._frames = list(_callers())
@@ -138,6 +142,7 @@ class watch:  # noqa: N801
             if isinstance(module, torch.nn.Module):
                 self._hooks.append(module.register_forward_pre_hook(self._enter_module))
                 self._hooks.append(module.register_forward_hook(self._leave_module, always_call=True))
+        self._unwaited_before = _torch.unwaited() or 0
         self._mode = _mode(self._made)
         self._mode.__enter__()
         return self
@@ -150,6 +155,7 @@ class watch:  # noqa: N801
             if kind is None:
                 gc.collect()
                 self.leaks = self._search()
+                self.unwaited = max((_torch.unwaited() or 0) - self._unwaited_before, 0)
         finally:
             self._frames.clear()
             self._hooks.clear()
@@ -157,9 +163,12 @@ class watch:  # noqa: N801
         if self._log_leaks:
             for leak in self.leaks:
                 log.warning("leaks.watch(): %s", leak)
+            if self.unwaited:
+                log.warning("leaks.watch(): %s", unwaited_for(self.unwaited))
 
     def __str__(self) -> str:
-        return "\n\n".join(map(str, self.leaks)) or "no leaks"
+        unwaited = [unwaited_for(self.unwaited)] if self.unwaited else []
+        return "\n\n".join([*map(str, self.leaks), *unwaited]) or "no leaks"
 
     def _enter_module(self, *_: object) -> None:
         self._depth += 1

@@ -459,6 +459,9 @@ class MemoryReport:
     """Bytes that the caching allocator has from the driver."""
     arena: int | None
     """Bytes of arenas that are in use; None without an arena."""
+    unwaited: int = 0
+    """Functional collectives of this thread that nobody has waited for: torch keeps their tensors until somebody does.
+    0 if torch does not say."""
 
     @property
     def unusable(self) -> int:
@@ -472,8 +475,15 @@ class MemoryReport:
             lines.append(f"{shown:24}{mib(getattr(self, name))}")
         if self.arena is not None:
             lines.append(f"{'arena in use':24}{mib(self.arena)}")
+        if self.unwaited:
+            lines.append(unwaited_for(self.unwaited))
         lines += [f"  {one}" for one in self.held]
         return "\n".join(lines)
+
+
+def unwaited_for(count: int) -> str:
+    """Return a sentence about ``count`` functional collectives that nobody has waited for."""
+    return f"{count} functional collectives that nobody has waited for: torch keeps their tensors until somebody does"
 
 
 def mib(nbytes: float) -> str:
@@ -500,6 +510,7 @@ def memory_report() -> MemoryReport:
         allocated=figures.get("allocated", 0),
         reserved=figures.get("reserved", 0),
         arena=_arena_in_use(),
+        unwaited=_torch.unwaited() or 0,
     )
 
 
