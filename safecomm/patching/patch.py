@@ -227,8 +227,9 @@ def _apply() -> None:
     changes = {ORIGINALS[name]: replacement for name, replacement in REPLACEMENTS.items()} | _state.functional.changes
     found = aliases.sweep(changes, (*_KEEP, _state.functional.changes))
     log.info(
-        "patched %d functions of torch.distributed, and %d aliases of them: %s",
-        len(changes),
+        "patched %d functions of torch.distributed, %d functional ones, and %d aliases of them: %s",
+        len(REPLACEMENTS),
+        len(_state.functional.changes),
         len(found),
         ", ".join(found) or "none",
     )
