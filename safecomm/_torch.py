@@ -903,11 +903,9 @@ def functional_collectives() -> Any:
     return module if there and {"trigger_wait", "wait", "elem", "completed"} <= set(methods) else None
 
 
-def waits_order_streams() -> bool:
-    """Return whether waiting for anything on a GPU orders a stream, and never blocks the host."""
-    configs = getattr(world, "pg_backend_config", {})
-    backends = {backend_name(group, "cuda") for group in tuple(configs)}
-    return backends <= {"nccl"} and not _any_set("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
+def waits_block() -> bool:
+    """Return whether the program has asked for waits on NCCL that block the host."""
+    return _any_set("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
 
 
 # --- the dispatcher --------------------------------------------------------------------------------

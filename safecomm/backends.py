@@ -86,3 +86,8 @@ def of(group: Any, device_type: str) -> Kind:
     if isinstance(group, ProcessGroup) and type(group) is not ProcessGroup:
         return OTHER  # somebody's own, whose works need not be its backend's
     return kind_of(_torch.backend_of(group, device_type))
+
+
+def waits_order_streams() -> bool:
+    """Return whether waiting for anything on a GPU orders a stream, and never blocks the host."""
+    return not _torch.waits_block() and all(of(group, "cuda").streamed for group in _torch.all_groups())

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from safecomm import _torch
+from safecomm import _torch, backends
 from safecomm.entries import Entry, Lane, keys_of
 from safecomm.refcounts import COUNTED, HELD_ONCE, getrefcount
 from safecomm.streams import HOST, Streams, capture_of
@@ -202,7 +202,7 @@ class Unwaited:
                 lane.entries.move_to_end(result)  # the next call looks at others
         if lane.index == HOST:
             self._wait_in_a_thread(ready)
-        elif ready and _torch.waits_order_streams():
+        elif ready and backends.waits_order_streams():
             for result in ready:
                 if not capture_of(self._streams, result.stream):
                     self.take(result)

@@ -133,7 +133,7 @@ def _serve(rank: int, world: int, port: int, connection: Connection, stacks: str
 
 
 def _check_clean() -> None:
-    """Whatever a test did, it leaves nothing held (S2, S3), no coalescing region open and torch's modes as they were."""
+    """Whatever a test did, it leaves nothing held (S2, S3), no coalescing region open, torch's modes as they were."""
     import safecomm
     from safecomm._torch import world
 
