@@ -76,6 +76,7 @@ def main():
             print("passed" if outcome["passed"] else "FAILED", name, json.dumps(outcome), flush=True)
             with open(arguments.out, "w") as file:
                 file.write(without_directories(json.dumps(results, indent=1).replace(ROOT, "")) + "\n")
+    settle()  # graphs that are garbage would keep the group alive
     safecomm.destroy_process_group()
     if local == 0:
         print(f"{len(results['cases']) - failures} passed, {failures} failed", flush=True)
