@@ -28,6 +28,7 @@ The direction of dependency, top to bottom; nothing imports upwards (``tests/tes
     refcounts              who else refers to an object
     _torch, _submodules    private names of torch and of the driver; torch.distributed's submodules under our name
     versions               the versions of torch, and what was tested on them
+    replacing              the switch that forbids what replaces anything of torch's
     errors, sites, block   few, flat; call sites; blocks of a with statement that no exception leaves open
 """
 

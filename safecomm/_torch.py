@@ -920,6 +920,10 @@ if not _private("torch.utils._python_dispatch.TorchDispatchMode", None, "leaks.w
     TorchDispatchMode = None  # type: ignore[assignment, misc]
 
 
+OVERRIDDEN: weakref.WeakKeyDictionary[Override, str] = weakref.WeakKeyDictionary()
+"""The operators that have another kernel than torch's, by what has put it there, whose death puts torch's back."""
+
+
 class Override:
     """A Python function in place of torch's own kernel of ``operator`` (such as ``"aten::record_stream"``).
 
@@ -944,9 +948,11 @@ class Override:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns of every kernel that is replaced
             self._library.impl(name, function, key)
+        OVERRIDDEN[self] = operator
 
     def remove(self) -> None:
         """Put torch's own kernel back."""
+        OVERRIDDEN.pop(self, None)
         library, self._library = self._library, None
         if library is not None and _destroys:
             library._destroy()  # else it does so by itself, now that nobody refers to it

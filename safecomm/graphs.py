@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed
 
-from safecomm import captures
+from safecomm import captures, replacing
 from safecomm.captures import CapturedGraph
 from safecomm.errors import CaptureBoundaryError
 from safecomm.ledger import LEDGER
@@ -39,6 +39,8 @@ class graph:  # noqa: N801
     ------
     CaptureBoundaryError
         On leaving, for works that were not joined. The graph is reset then.
+    SafecommError
+        On entering, if ``SAFECOMM_REPLACE=0`` forbids it.
 
     Examples
     --------
@@ -66,6 +68,7 @@ class graph:  # noqa: N801
         self._inside = contextlib.ExitStack()
 
     def __enter__(self) -> CapturedGraph:
+        replacing.ask("graph()")
         settle_before_capture()
         for group in self._groups:
             torch.distributed.all_reduce(torch.zeros(1, device="cuda"), group=group)

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from safecomm import _torch, captures
+from safecomm import _torch, captures, replacing
 from safecomm.arena.arena import OPEN
 from safecomm.block import Block
 from safecomm.errors import RecordStreamError
@@ -75,6 +75,8 @@ class avoid_record_streams(Block):  # noqa: N801
         For an unknown mode or release.
     RecordStreamError
         See ``mode="raise"`` and ``strict``.
+    SafecommError
+        On entering, if ``SAFECOMM_REPLACE=0`` forbids it.
 
     Examples
     --------
@@ -106,6 +108,7 @@ class avoid_record_streams(Block):  # noqa: N801
         return avoid_record_streams(self.mode, release=self.release, this_thread=self.this_thread, strict=self.strict)
 
     def __enter__(self) -> avoid_record_streams:
+        replacing.ask("avoid_record_streams()")
         self._unusable_before = _unusable()
         key = object()
         try:

@@ -21,6 +21,7 @@ from torch.torch_version import TorchVersion
 
 from safecomm import _torch, refcounts, versions
 from safecomm.diagnostics.record import unwaited_for
+from safecomm.diagnostics.replaced import replaced
 from safecomm.peers.low_latency import lacking
 
 _PATIENCE = 20  # seconds for nvidia-smi
@@ -63,6 +64,8 @@ class Machine:
     uncounted: str = ""
     """Why counts of references are not used; ``""`` where they are."""
     backends: tuple[str, ...] = ()
+    replaced: tuple[str, ...] = ()
+    """What of torch's safecomm has replaced in this process."""
     low_latency: str = ""
     """What ``low_latency()`` does not find; ``""`` for nothing."""
     unwaited: int = 0
@@ -170,6 +173,7 @@ def look() -> Machine:
         not_yet=tuple(_torch.missing(expected=True)),
         uncounted=refcounts.WHY_NOT,
         backends=tuple(available),
+        replaced=tuple(replaced()),
         low_latency=lacking(),
         unwaited=_torch.unwaited() or 0,
     )
@@ -189,6 +193,13 @@ def _of_the_machine(machine: Machine) -> Iterator[Check]:
         yield Check("private names of torch", False, what)
     for what in machine.not_yet:
         yield Check("private names of torch", True, f"{what} Later versions of torch have it.")
+    yield Check(
+        "replaced",
+        True,
+        f"of torch's own, in this process: {', '.join(machine.replaced)}."
+        if machine.replaced
+        else "nothing of torch's, in this process. patch() and a few contexts do it; SAFECOMM_REPLACE=0 forbids it.",
+    )
     if machine.uncounted:
         yield Check(
             "reference counts",

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed
 
-from safecomm import captures, versions
+from safecomm import captures, replacing, versions
 from safecomm.ledger import drain, pending
 from safecomm.patching import aliases
 from safecomm.patching.functional import Functional
@@ -65,6 +65,8 @@ def patch(*, strict: bool | None = None, avoid_record_streams: bool | None = Non
     ------
     ValueError
         If such a variable is neither 0 nor 1. Nothing is patched then.
+    SafecommError
+        If ``SAFECOMM_REPLACE=0`` forbids it.
 
     Examples
     --------
@@ -73,6 +75,7 @@ def patch(*, strict: bool | None = None, avoid_record_streams: bool | None = Non
     True
     >>> unpatch()
     """
+    replacing.ask("patch()")
     strict, avoid = wanted(strict, avoid_record_streams)
     with _lock:
         if not _state.on:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
+from safecomm import replacing
 from safecomm.arena.arena import OPEN, bytes_of
 from safecomm.arena.use import VARIABLE as ARENA
 from safecomm.arena.use import read_environment
@@ -34,6 +35,7 @@ def check(
     record: str = "",
 ) -> None:
     """Raise what there is to say against :func:`run`: FileNotFoundError, IsADirectoryError, ImportError, ValueError."""
+    replacing.ask("run")
     patching.wanted(strict or None, avoid_record_streams or None)
     if arena:
         bytes_of(arena, "--arena")

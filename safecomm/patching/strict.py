@@ -55,7 +55,9 @@ _NO_COLLECTIVES = {"BARRIER", "SPLIT", "NEW_WINDOW"}
 _NAMES = {"ALLGATHER_BASE": "all_gather_single", "REDUCE_SCATTER_BASE": "reduce_scatter_single"}
 """What the methods of a group are called, where hooks name the operator under them; elsewhere it is the same."""
 
-_TORCHS = ("torch.", "contextlib.", "typing_extensions.")
+_AROUND = ("torch.", "contextlib.", "typing_extensions.", "safecomm.patching.")
+"""What is around a launch, and neither the program nor what holds a call of safecomm: functional collectives are noted
+by the patch, and torch's own."""
 
 
 class _Hooks:
@@ -93,9 +95,9 @@ class _Hooks:
                 found is None and (name := frame.f_globals.get("__name__")) is not None
             ):  # what torch compiles has none
                 module = f"{name}."
-                if module.startswith("safecomm."):
-                    return
-                if not module.startswith(_TORCHS):
+                if not module.startswith(_AROUND):
+                    if module.startswith("safecomm."):
+                        return
                     found = frame
             frame = frame.f_back
         self._count(_NAMES.get(op, op.lower()), found)

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 import torch.distributed.distributed_c10d as c10d
 
-from safecomm import _torch, backends, captures
+from safecomm import _torch, backends, captures, replacing
 from safecomm.collectives.call import ENGINES, GATHER, NOT_TAKEN, REDUCE, SCATTER, default_group
-from safecomm.errors import LowLatencyError
+from safecomm.errors import LowLatencyError, SafecommError
 from safecomm.peers.choice import LowLatencyLimits, defaults, read
 from safecomm.peers.engine import Engine
 from safecomm.peers.staging import SymmetricStaging
@@ -82,6 +82,8 @@ class low_latency:  # noqa: N801
         On entering or leaving inside of a CUDA graph capture.
     LiveGraphError
         On leaving while a graph is alive that runs collectives of the group.
+    SafecommError
+        On entering, if ``SAFECOMM_REPLACE=0`` forbids it.
 
     Examples
     --------
@@ -120,6 +122,7 @@ class low_latency:  # noqa: N801
         group = self._group or default_group()
         if not isinstance(group, c10d.ProcessGroup):
             raise LowLatencyError(f"low_latency({group!r}): expected a process group that this rank is in")
+        replacing.ask("low_latency()")  # which sees captures
         captures.refuse_capture("low_latency()")
         before = ENGINES.get(group)
         if isinstance(before, Engine):
@@ -389,7 +392,7 @@ class _Everywhere:
         if backends.of(group, "cuda").name in STAGINGS and group.size() > 1:
             try:
                 low_latency(group, limits=self._limits).enable()
-            except LowLatencyError as error:  # on all ranks the same, and nobody has written it into the program
+            except SafecommError as error:  # on all ranks the same, and nobody has written it into the program
                 log.warning("%s; the calls of group %s stay NCCL's", error, _torch.group_name(group))
             if isinstance(ENGINES[group], Engine):
                 ENGINES[group].everywhere = True
