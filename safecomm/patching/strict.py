@@ -89,16 +89,13 @@ class _Hooks:
         found: types.FrameType | None = None
         frame = sys._getframe().f_back  # None in a thread of C++, such as autograd's
         while frame is not None:
+            module = f"{frame.f_globals.get('__name__', 'torch')}."  # code that torch has generated may have no module
             if frame.f_code.co_name == "__torch_dispatch__":
                 found = None  # a mode, which saw the call on its way to the backend: it came from further out
-            elif (
-                found is None and (name := frame.f_globals.get("__name__")) is not None
-            ):  # what torch compiles has none
-                module = f"{name}."
-                if not module.startswith(_AROUND):
-                    if module.startswith("safecomm."):
-                        return
-                    found = frame
+            elif found is None and not module.startswith(_AROUND):
+                if module.startswith("safecomm."):
+                    return
+                found = frame
             frame = frame.f_back
         self._count(_NAMES.get(op, op.lower()), found)
 
