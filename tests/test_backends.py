@@ -245,23 +245,24 @@ def test_aliases_are_for_backends_that_hold_too_long(monkeypatch, backend, alias
 
 
 def _under_detail(rank):
-    group = c10d._get_default_group()
+    stock.set_debug_level(stock.DebugLevel.DETAIL)
+    group = stock.new_group()
     assert type(_torch.backend_of(group, "cpu")) is c10d._ProcessGroupWrapper
     tensor = torch.full((4,), float(rank))
-    assert safecomm.all_reduce(tensor, async_op=True).wait()
+    assert safecomm.all_reduce(tensor, group=group, async_op=True).wait()
     assert tensor.tolist() == [1.0] * 4
-    lane = LEDGER.direct[id(group)]
-    assert lane.kind is backends.GLOO
-    safecomm.all_reduce(tensor)
+    assert LEDGER.direct[id(group)].kind is backends.GLOO
+    safecomm.all_reduce(tensor, group=group)
     assert tensor.tolist() == [2.0] * 4
-    work = (safecomm.isend if rank == 0 else safecomm.irecv)(tensor, 1 - rank)
+    work = (safecomm.isend if rank == 0 else safecomm.irecv)(tensor, 1 - rank, group=group)
     assert work.lane.blind, "S3: gloo's, so it is not asked"
     assert work.wait()
     assert safecomm.pending() == []
+    del group, work
+    safecomm.destroy_process_group()
 
 
-def test_gloo_is_gloo_where_everything_is_checked(monkeypatch):
-    """With TORCH_DISTRIBUTED_DEBUG=DETAIL, which wraps each backend."""
-    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
+def test_gloo_is_gloo_where_everything_is_checked():
+    """As with TORCH_DISTRIBUTED_DEBUG=DETAIL, which wraps each backend."""
     for ended in launch(2, _under_detail):
         ended.check()
