@@ -1,8 +1,10 @@
 """Functional collectives that nobody waits for: finished under patch() at the next call (S3, S4), counted without."""
 
+import contextlib
 import ctypes
 import gc
 import logging
+import sys
 import threading
 import warnings
 from datetime import timedelta
@@ -20,7 +22,8 @@ from safecomm import _torch
 from safecomm.diagnostics import leaks
 from safecomm.diagnostics.doctor import examine, look
 from safecomm.ledger import LEDGER
-from safecomm.unwaited import Result
+from safecomm.trails import Trails
+from safecomm.unwaited import Result, Unwaited
 
 pytestmark = pytest.mark.skipif(
     _torch.tensor_use_count is None or _torch.unwaited() is None, reason="this torch does not count"
@@ -185,6 +188,12 @@ def test_a_view_that_is_another_wrapper_keeps_its_wait():
         assert _torch.unwaited() == 1
         assert view.tolist() == [2, 3, 0, 1]
         assert _torch.unwaited() == 0
+        first = gather(torch.arange(4.0))
+        second = funcol.AsyncCollectiveTensor(first.elem)
+        del first
+        safecomm.drain()
+        assert not results()
+        assert second.tolist() == [0, 1, 2, 3] * 2
 
 
 @on(2)
@@ -333,6 +342,83 @@ def test_without_the_patch_they_are_counted():
     assert safecomm.memory_report().unwaited == 0
     assert not [check for check in examine(look(), {}) if check.name == "functional collectives"]
     assert said is not None
+
+
+class Device:
+    """What a ledger asks of a device, of which stream 7 is the current one."""
+
+    captured = 0
+
+    def __init__(self):
+        self.stream = 7
+        self.homes = {}
+
+    def current(self, _):
+        return self.stream
+
+    def capture(self, stream):
+        return self.captured if stream == 7 else 0
+
+    def home(self, pointer, *_):
+        return self.homes[pointer]
+
+    @contextlib.contextmanager
+    def using(self, _, stream):
+        self.stream, before = stream, self.stream
+        yield
+        self.stream = before
+
+    def mark(self, *_):
+        return "event"
+
+
+class Wrapper:
+    """Something that can die."""
+
+
+@pytest.mark.parametrize(("home", "trails"), [(7, 0), (9, 1)])
+def test_on_a_device_the_stream_of_the_launch_waits_and_inputs_of_another_become_a_trail_s1(monkeypatch, home, trails):
+    device, busy, waits, failed = Device(), {}, [], []
+    trail = Trails(device, busy, lag=4, budget=1)
+    unwaited = Unwaited(device, busy, trail, lambda *what: failed.append(what))
+    unwaited.wait_for = lambda tensor: waits.append((device.stream, tensor.data_ptr()))
+    monkeypatch.setattr(unwaited, "_over", lambda _: False)
+
+    def drop(*, known=True):
+        tensor, given, wrapper = torch.ones(4), torch.ones(4), Wrapper()
+        device.homes |= {tensor.data_ptr(): 7, given.data_ptr(): home}
+        unwaited.wrapped(wrapper, tensor, sys._getframe())
+        (result,) = unwaited._results.values()
+        result.lane, result.stream = unwaited._lane(0), 7
+        if known:
+            unwaited.launched(tensor, "all_gather", [given], sys._getframe())
+        return result.lane, tensor.data_ptr(), given
+
+    lane, _, _ = drop(known=False)
+    assert not lane.entries  # a wait could give what it reads back too early, so it stays torch's
+    lane, pointer, given = drop()
+    device.stream = 3
+    monkeypatch.setattr(_torch, "waits_order_streams", lambda: False)
+    unwaited.sweep(lane)
+    monkeypatch.setattr(_torch, "waits_order_streams", lambda: True)
+    device.captured = 5
+    unwaited.sweep(lane)
+    assert waits == []
+    device.captured = 0
+    unwaited.sweep(lane)
+    assert waits == [(7, pointer)]
+    assert not lane.entries
+    assert trail.count == trails
+    assert [[one.data_ptr() for one in entry.storages] for lane in busy for entry in lane.entries] == [
+        [given.data_ptr()]
+    ] * trails
+    device.stream = 7
+    lane, _, _ = drop()
+    unwaited.wait_for = lambda tensor: 1 / 0
+    unwaited.sweep(lane)
+    ((result, error),) = failed  # its memory is for the quarantine
+    assert len(result.storages) == 2
+    assert isinstance(error, ZeroDivisionError)
 
 
 MIB = 1 << 20
