@@ -88,6 +88,6 @@ def of(group: Any, device_type: str) -> Kind:
     return kind_of(_torch.backend_of(group, device_type))
 
 
-def waits_order_streams() -> bool:
-    """Return whether waiting for anything on a GPU orders a stream, and never blocks the host."""
-    return not _torch.waits_block() and all(of(group, "cuda").streamed for group in _torch.all_groups())
+def waits_order_streams(group: Any) -> bool:
+    """Return whether waiting for a work of ``group`` on a GPU orders a stream, and never blocks the host."""
+    return of(group, "cuda").streamed and not _torch.waits_block()

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from safecomm import _torch, backends
+from safecomm import _torch
 from safecomm.entries import Entry, Lane, keys_of
 from safecomm.refcounts import COUNTED, HELD_ONCE, getrefcount
 from safecomm.streams import HOST, Streams, capture_of
@@ -47,7 +47,7 @@ class Result(Entry):
     tensor: Any  # until somebody has waited for it
     uses: int  # references to its storage in C++ when nobody else had it
     wrappers: dict[Any, None]  # weak references to those that live
-    given: tuple[Any, ...] | None = None  # weak references to the storages that the collective reads; None: unknown
+    given: tuple[Any, ...] | None = None  # weak references to the storages that it reads; None: nothing is known of it
     waiter: threading.Thread | None = None  # who waits for it, on the host
 
     @property
@@ -125,14 +125,19 @@ class Unwaited:
             self._results[key] = result
         result.wrappers[weakref.ref(wrapper, functools.partial(self._ended, result))] = None
 
-    def launched(self, tensor: torch.Tensor, op: str, given: Iterable[torch.Tensor], frame: types.FrameType) -> None:
-        """Note that ``op``, called in ``frame``, reads ``given``, and writes to the ``tensor`` that was wrapped."""
+    def launched(
+        self, tensor: torch.Tensor, op: str, given: Iterable[torch.Tensor], frame: types.FrameType, *, orders: bool
+    ) -> None:
+        """Note that ``op``, called in ``frame``, reads ``given``, and writes to the ``tensor`` that was wrapped.
+
+        ``orders``: a wait for it orders a stream, and does not block the host.
+        """
         result = self._results.get(_torch.cdata_of(tensor.untyped_storage()))
         if result is not None and result.tensor is not None:
             result.op = op
             result.code, result.instruction = frame.f_code, frame.f_lasti
             result.uses = min(result.uses, _torch.storage_use_count(result.key))
-            if _torch.WEAK_STORAGES:
+            if _torch.WEAK_STORAGES and (orders or result.lane.index == HOST):
                 result.given = tuple(_torch.StorageWeakRef(one.untyped_storage()) for one in given)
 
     def waited(self, tensor: torch.Tensor) -> None:
@@ -151,7 +156,8 @@ class Unwaited:
         if result.tensor is None:
             return
         if result.lane.index != HOST and result.given is None:
-            result.tensor = None  # nobody knows what it reads, which a wait could give back too early: torch keeps it
+            # A wait might block the host, or give back too early what the collective reads. Torch keeps it.
+            result.tensor = None
             return
         result.lane.entries[result] = None
         self._busy[result.lane] = None
@@ -202,10 +208,10 @@ class Unwaited:
                 lane.entries.move_to_end(result)  # the next call looks at others
         if lane.index == HOST:
             self._wait_in_a_thread(ready)
-        elif ready and backends.waits_order_streams():
-            for result in ready:
-                if not capture_of(self._streams, result.stream):
-                    self.take(result)
+            return
+        for result in ready:
+            if not capture_of(self._streams, result.stream):
+                self.take(result)
 
     def _wait_in_a_thread(self, results: list[Result]) -> None:
         if not results or (self._waiter is not None and self._waiter.is_alive()):
@@ -239,7 +245,7 @@ class Unwaited:
             result.release()
             return
         storages = (tensor.untyped_storage(), *_read_by(result))
-        with self._streams.using(index, result.stream):
+        with self._streams.lenient(), self._streams.using(index, result.stream):
             try:
                 self._wait_undisturbed(tensor)
             except Exception as error:

@@ -8,13 +8,16 @@ the rest. While torch traces, all of it does what torch does.
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from typing import Any
 
 import torch
 from torch.compiler import is_compiling
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
-from safecomm import _torch
+from safecomm import _torch, backends
 from safecomm.collectives.call import flatten
 from safecomm.ledger import LEDGER
 from safecomm.sites import outside
@@ -64,6 +67,7 @@ class Functional:
 
 def _noting(original: Any, wrapper: type) -> Any:
     """Return what stands in for a functional collective."""
+    place = list(inspect.signature(original).parameters).index("group")
 
     @functools.wraps(original)
     def function(*args: Any, **kwargs: Any) -> Any:
@@ -78,11 +82,21 @@ def _noting(original: Any, wrapper: type) -> Any:
         if wrappers:
             given = args[0] if args else kwargs.get("self", kwargs.get("inputs"))
             frame = outside(("torch.", f"{__name__}."))
+            orders = wrappers[0].elem.is_cuda and _orders(args[place] if len(args) > place else kwargs["group"])
             for one in wrappers:
-                LEDGER.unwaited.launched(one.elem, original.__name__, list(flatten(given)), frame)
+                LEDGER.unwaited.launched(one.elem, original.__name__, list(flatten(given)), frame, orders=orders)
         return result
 
     return function
+
+
+def _orders(group: Any) -> bool:
+    """Return whether a wait on a GPU orders a stream, of ``group`` in any form that is given; False if it is others."""
+    if isinstance(group, tuple) and len(group) == 2 and isinstance(group[0], DeviceMesh):
+        group = group[0].get_group(group[1])
+    elif isinstance(group, DeviceMesh) and group.ndim == 1:
+        group = group.get_group()
+    return isinstance(group, ProcessGroup) and backends.waits_order_streams(group)
 
 
 def _telling(original: Any) -> Any:
