@@ -388,7 +388,7 @@ class WorkLane(Lane):
         self.world = 0  # ranks of the group
         self.alone = False  # a region of one call does what that call does
         self.brief = False  # block_current_stream() does what the backend's first wait() for a work does
-        self.queries = False  # wait() asks the device, so that it is to be called by wait_for()
+        self.queries = False  # launches and waits ask the device, and are to be made by launch() and wait_for()
         # Whether one tensor, or two, are like those of an earlier direct call; see look_alike(). Of two there are two
         # kinds at hand: sequence parallelism gathers one and scatters another in turns.
         self.like_one: Callable[..., bool] = _torch.unlike
@@ -426,6 +426,18 @@ class WorkLane(Lane):
         self.entries[work] = None
         self.busy[self] = None
         return work
+
+    def launch(self, function: Callable[..., Any], *given: Any) -> Any:
+        """Launch by ``function(*given)``, and end no other thread's capture by it (S5).
+
+        For backends whose ``wait()`` asks the device: they ask for earlier works as they launch one too (torch 2.15).
+        Not in a capture of this thread: there nothing is asked, and what CUDA does not allow is to be an error.
+        """
+        stream = self.current(self.index)
+        if stream and self.ledger.streams.is_capturing(self.index, stream):
+            return function(*given)
+        with self.ledger.streams.lenient():
+            return function(*given)
 
     def wait_for(self, inner: Any, timeout: timedelta | None = None) -> bool:
         """Wait for the backend's ``inner``, and end no other thread's capture by it (S5).

@@ -126,11 +126,11 @@ def as_nccl2():
         mock.patch.object(call, "relaxed", side_effect=lambda *_: lenient()),
         mock.patch.object(LEDGER.streams, "lenient", lenient),
     ):
-        lane.queries = True
+        lane.queries, lane.current = True, lambda index: 0
         try:
             yield modes
         finally:
-            lane.queries = False
+            lane.queries, lane.current = False, LEDGER.streams.current
 
 
 @on(2)
@@ -160,7 +160,38 @@ def test_so_are_synchronous_calls_s5():
     for name, make in CALLS.items():
         with as_nccl2() as modes:
             make()
-        assert modes == ["relaxed", "as it was"], name
+        # The direct way launches, and then waits.
+        assert modes in (["relaxed", "as it was"], ["relaxed", "as it was"] * 2), name
+
+
+@on(2)
+def test_so_are_launches_s5():
+    """S5: ProcessGroupNCCL2 asks for earlier works when it launches one."""
+    launches = {
+        "all_reduce": lambda: safecomm.all_reduce(torch.ones(4), async_op=True),
+        "all_gather": lambda: GATHER(torch.ones(8), torch.ones(4), async_op=True),
+        "reduce_scatter": lambda: SCATTER(torch.ones(2), torch.ones(4), async_op=True),
+        "broadcast": lambda: safecomm.broadcast(torch.ones(4), 0, async_op=True),
+    }
+    lane = LEDGER.lane_of(c10d._get_default_group(), HOST)
+    for name, launch_one in launches.items():
+        with as_nccl2() as modes, mock.patch.object(lane, "streamed", True):
+            work = launch_one()
+            assert modes == ["relaxed", "as it was"], name
+        work.wait()
+
+
+@on(2)
+def test_a_launch_inside_of_a_capture_is_in_its_mode():
+    """What CUDA does not allow there is an error of its own, and not hidden by the relaxed mode."""
+    lane = LEDGER.lane_of(c10d._get_default_group(), HOST)
+    with (
+        as_nccl2() as modes,
+        mock.patch.object(lane, "current", return_value=7),
+        mock.patch.object(LEDGER.streams, "is_capturing", lambda index, stream: stream == 7),
+    ):
+        assert lane.launch(sum, [1, 2]) == 3
+    assert modes == []
 
 
 @on(2)

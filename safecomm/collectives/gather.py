@@ -123,7 +123,10 @@ def _all_gather(output_tensor: Any, input_tensor: Any, group: Any = None, async_
     if async_op:
         if lane.streamed:
             storages = (output_tensor.untyped_storage(), input_tensor.untyped_storage())
-            inner = _launch(launcher, output_tensor, input_tensor, _async_options)
+            if lane.queries:
+                inner = lane.launch(_launch, launcher, output_tensor, input_tensor, _async_options)
+            else:
+                inner = _launch(launcher, output_tensor, input_tensor, _async_options)
         else:  # see call.host_alias; what comes after the launch takes no time, because gloo runs in threads of its own
             to_write, to_read = output_tensor, input_tensor
             if not (to_write.requires_grad or to_read.requires_grad):
@@ -132,7 +135,10 @@ def _all_gather(output_tensor: Any, input_tensor: Any, group: Any = None, async_
             storages = (output_tensor.untyped_storage(), input_tensor.untyped_storage())
         frame = _caller(_getframe(1)) if _RENAMED else _getframe(1)
         return inner and lane.hold(Work(), _NAME, inner, storages, home, frame)
-    inner = _launch(launcher, output_tensor, input_tensor, _sync_options)
+    if lane.queries:
+        inner = lane.launch(_launch, launcher, output_tensor, input_tensor, _sync_options)
+    else:
+        inner = _launch(launcher, output_tensor, input_tensor, _sync_options)
     if inner is not None:
         if lane.queries:
             wait_for(lane, inner, _NAME, to, [output_tensor, input_tensor], _caller(_getframe(1)))

@@ -109,9 +109,15 @@ def all_reduce(tensor: Any, op: Any = c10d.ReduceOp.SUM, group: Any = None, asyn
     if async_op:
         storages = (tensor.untyped_storage(),)
         one = tensor if lane.streamed or tensor.requires_grad else tensor.detach()  # see call.host_alias
-        inner = _launch_all_reduce(launcher, [one], options)
+        if lane.queries:
+            inner = lane.launch(_launch_all_reduce, launcher, [one], options)
+        else:
+            inner = _launch_all_reduce(launcher, [one], options)
         return inner and lane.hold(Work(), "all_reduce", inner, storages, home, _getframe(1))
-    inner = _launch_all_reduce(launcher, [tensor], options)
+    if lane.queries:
+        inner = lane.launch(_launch_all_reduce, launcher, [tensor], options)
+    else:
+        inner = _launch_all_reduce(launcher, [tensor], options)
     if inner is not None:  # None where ProcessGroupNCCL ran it on the current stream (torch 2.8 and later)
         if lane.queries:
             wait_for(lane, inner, "all_reduce", to, [tensor], _getframe(1))
@@ -190,7 +196,10 @@ def _reduce_scatter(
     if async_op:
         storages = (output.untyped_storage(), input.untyped_storage())
         if lane.streamed:
-            inner = _launch_reduce_scatter(launcher, output, input, options)
+            if lane.queries:
+                inner = lane.launch(_launch_reduce_scatter, launcher, output, input, options)
+            else:
+                inner = _launch_reduce_scatter(launcher, output, input, options)
             frame = _caller(_getframe(1)) if _RENAMED else _getframe(1)
             return inner and lane.hold(Work(), _NAME, inner, storages, home, frame)
         # gloo's; see call.host_alias. It can't be polled, as point-to-point calls can't.
@@ -200,7 +209,10 @@ def _reduce_scatter(
         inner = _launch_reduce_scatter(launcher, to_write, to_read, options)
         frame = _caller(_getframe(1)) if _RENAMED else _getframe(1)
         return inner and LEDGER.hold(handle(once=True), _NAME, inner, to, index, storages, frame, p2p=True)
-    inner = _launch_reduce_scatter(launcher, output, input, options)
+    if lane.queries:
+        inner = lane.launch(_launch_reduce_scatter, launcher, output, input, options)
+    else:
+        inner = _launch_reduce_scatter(launcher, output, input, options)
     if inner is not None:
         if lane.queries:
             wait_for(lane, inner, _NAME, to, [output, input], _caller(_getframe(1)))
