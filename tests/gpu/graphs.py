@@ -292,7 +292,7 @@ def s1_point_to_point_leaves_nothing_unusable():
     return result
 
 
-@case(60)
+@case(60, ranks=2)
 def s1_point_to_point_dropped():
     """isend and irecv, handles and tensors dropped at once, main allocates: nothing is corrupted."""
     bad = 0
@@ -315,7 +315,7 @@ def s1_point_to_point_dropped():
     return {"corrupted": bad}
 
 
-@case(60)
+@case(60, ranks=2)
 def calls_past_the_dispatcher_are_reported():
     """torch's own point-to-point records streams where nobody can intercept it: counted, and raised if strict."""
     settle()
@@ -659,7 +659,7 @@ def s6_graphs_share_memory():
     return result
 
 
-@case(300)
+@case(300, ranks=2)
 def s8_replay_against_eager():
     """1,000 replays with fresh inputs of each collective against eager: bit for bit."""
     world = stock.get_world_size()

@@ -12,11 +12,11 @@ MIB = 1 << 20
 LIBRARIES = {"stock": stock, "safecomm": safecomm}
 
 
-def case(limit):
-    """Register a case that may take ``limit`` seconds."""
+def case(limit, ranks=1):
+    """Register a case that may take ``limit`` seconds and takes ``ranks`` at least."""
 
     def register(function):
-        CASES[function.__name__] = (function, limit)
+        CASES[function.__name__] = (function, limit, ranks)
         return function
 
     return register

@@ -50,7 +50,7 @@ def expected_of(op, tensors):
     return stacked.sum(0) if op == stock.ReduceOp.SUM else stacked.mean(0)
 
 
-@case(120)
+@case(120, ranks=2)
 def low_latency_results():
     """Every operation, type and size, in place, out of place, at odd addresses: wrong results."""
     world = stock.get_world_size()
@@ -83,7 +83,7 @@ def low_latency_results():
     return {"calls": calls, "wrong": 0}
 
 
-@case(60)
+@case(60, ranks=2)
 def low_latency_error_and_bits():
     """Error against fp64 of random data, ours and NCCL's; ranks and runs whose bits differ."""
     world = stock.get_world_size()
@@ -113,7 +113,7 @@ def low_latency_error_and_bits():
     return {"mean error": worst, "differing": differing}
 
 
-@case(120)
+@case(120, ranks=2)
 def low_latency_graphs_and_streams():
     """1,000 replays of a graph of several calls, on several streams, between eager calls and NCCL's: wrong elements."""
     world = stock.get_world_size()
@@ -160,7 +160,7 @@ def low_latency_graphs_and_streams():
     return {"replays": 1000, "wrong": wrong.item()}
 
 
-@case(150)
+@case(150, ranks=2)
 def low_latency_stress():
     """A million random calls, ranks delayed at random, eager, replayed, NCCL's, poisoned buffers: wrong elements."""
     world = stock.get_world_size()
@@ -228,7 +228,7 @@ def low_latency_stress():
     return {"calls": calls, "taken": taken, "replayed": replays, "wrong elements": wrong.item()}
 
 
-@case(60)
+@case(60, ranks=2)
 def low_latency_a_peer_that_does_not_come():
     """One rank stays away: seconds until the others have an error, and whether the process is usable after it."""
     on = safecomm.low_latency(limits=LIMITS, timeout=timedelta(seconds=2)).enable()
@@ -257,7 +257,7 @@ def low_latency_a_peer_that_does_not_come():
     return {"seconds": round(took, 2)}
 
 
-@case(60)
+@case(60, ranks=2)
 def low_latency_ranks_that_differ():
     """check=True names the call when one rank's size differs; nothing is launched."""
     with switched_on(check=True):
@@ -272,7 +272,7 @@ def low_latency_ranks_that_differ():
     return {}
 
 
-@case(90)
+@case(90, ranks=2)
 def low_latency_lists():
     """List forms in the region: every type, size and way to lie, on three streams, in graphs: wrong elements."""
     world, me = stock.get_world_size(), rank()
@@ -380,7 +380,7 @@ def low_latency_lists():
     return {"calls": 400, "replays": 200, "wrong": 0, "MiB beyond the arguments": peaks}
 
 
-@case(60)
+@case(60, ranks=2)
 def low_latency_memory_comes_back():
     """MiB in use after ten times on and off, against once."""
 

@@ -15,6 +15,7 @@ import time
 import traceback
 
 import arena  # noqa: F401
+import backends  # noqa: F401
 import collectives  # noqa: F401
 import diagnostics  # noqa: F401
 import ends  # noqa: F401
@@ -35,6 +36,7 @@ def versions():
     return {
         "torch": torch.__version__,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        "backend": type(stock.group.WORLD._get_backend(torch.device("cuda"))).__name__,
         "python": sys.version.split()[0],
         "device": torch.cuda.get_device_name(),
         "world": stock.get_world_size(),
@@ -52,10 +54,18 @@ def main():
     torch.cuda.set_device(local)
     stock.init_process_group("nccl", device_id=torch.device("cuda", local))
     stock.all_reduce(torch.ones(1, device="cuda"))
-    results = {"command": "torchrun tests/gpu/run.py", **versions(), "cases": {}}
+    command = f"torchrun --nproc-per-node {stock.get_world_size()} tests/gpu/run.py"
+    if arguments.only:
+        command += f" --only {arguments.only}"
+    if arguments.skip:
+        command += f" --skip {' '.join(arguments.skip)}"
+    results = {"command": command, **versions(), "cases": {}}
     failures = 0
-    for name, (function, limit) in CASES.items():
+    for name, (function, limit, ranks) in CASES.items():
         if arguments.only not in name or name in arguments.skip:
+            continue
+        if stock.get_world_size() < ranks:
+            results.setdefault("not run: they take more ranks", []).append(name)
             continue
         faulthandler.dump_traceback_later(limit, exit=True)
         start = time.perf_counter()
