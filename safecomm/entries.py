@@ -204,7 +204,7 @@ def leave_empty(alias: torch.Tensor) -> None:
     key = alias.dtype, alias.device
     empty = _EMPTY.get(key)
     if empty is None:
-        with torch.inference_mode(False):
+        with _torch.inference_mode(False):
             empty = torch.empty(0, dtype=alias.dtype, device=alias.device)
         if type(empty) is torch.Tensor and _torch.has_plain_keys(empty):  # and not a mode's
             _EMPTY[key] = empty

@@ -454,7 +454,7 @@ class Arena:
         storage: Any = _torch.storage_over(pointer, self._device, slot.asked)
         # What is made inside of a transform is dead outside of it. What is made in inference mode can never be saved
         # for a backward pass.
-        with _torch.undisturbed(), torch.inference_mode(False):
+        with _torch.undisturbed(), _torch.inference_mode(False):
             template = torch.empty(0, dtype=dtype, device=self._device)
             template.set_(storage, 0, shape)  # type: ignore[call-overload]
         if COUNTED or self.index != HOST:

@@ -526,5 +526,5 @@ def _unpack(flat: torch.Tensor, tensors: list[torch.Tensor], lines: list[torch.T
 
 
 def _flat(like: torch.Tensor, numel: int) -> torch.Tensor:
-    with torch.inference_mode(False):  # gloo's threads write to it outside of that
+    with _torch.inference_mode(False):  # gloo's threads write to it outside of that
         return buffer((numel,), like)
