@@ -906,7 +906,6 @@ def test_a_patched_program_waits_for_what_it_leaves_in_a_capture_s5(device, ledg
     device.switch(0)
     device.finish()
     assert ledger.drain(wait=True) == 0
-    group.forget()
 
 
 def test_what_cuda_finds_unjoined_is_a_clear_error_s5(device, ledger, cuda_graph, monkeypatch):
