@@ -29,7 +29,7 @@ test: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 # Each version has an environment of its own, outside of the tree: some 5 GB, made, used and deleted one after another.
 compat: $(READY)

@@ -35,6 +35,9 @@ FILES = (
 MUTANTS = "test_machine_catches_a_ledger_that or test_programs_catch_an_arena_that"
 """What is left out: that the random programs catch a wrong ledger or arena does not depend on torch."""
 
+NEEDS = ("pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100", "typing-extensions>=4.6")
+"""What the environments have besides torch and numpy."""
+
 HANGS = "2.5"
 """Before it, gloo now and then hangs when a group is destroyed, with or without safecomm: torch 2.4.1 did in 3 of 60
 plain programs of five all_reduces of a new tensor each. A few tests that fail there are run a second time."""
@@ -62,7 +65,7 @@ def make(version: str, minor: str, python: str, extra: list[str]) -> Path:
         shutil.rmtree(folder, ignore_errors=True)
         subprocess.run([python, "-m", "venv", folder], check=True)
         numpy = "numpy<2" if TorchVersion(version) < "2.5" else "numpy"
-        needs = [f"torch=={version}", numpy, "pytest>=8", "hypothesis>=6.100", "typing-extensions>=4.6", *extra]
+        needs = [f"torch=={version}", numpy, *NEEDS, *extra]
         pip = [folder / "bin" / "python", "-m", "pip", "install", "--quiet", "--no-compile", "--no-cache-dir"]
         subprocess.run([*pip, *needs], check=True)
         (folder / "ready").touch()
@@ -72,7 +75,8 @@ def make(version: str, minor: str, python: str, extra: list[str]) -> Path:
 def run(folder: Path, files: list[str], results: Path) -> tuple[dict[str, int], list[str], dict[str, str]]:
     """Run the tests of ``files``; return the counts, what failed, and what was skipped with its reason."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [folder / "bin" / "python", "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={results}"]
+    command: list[Any] = [folder / "bin" / "python", "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    command += ["-n", "2", "--dist", "loadfile", f"--junitxml={results}"]
     if files:
         command += ["-k", f"not ({MUTANTS})"]
     results.unlink(missing_ok=True)

@@ -33,7 +33,7 @@ import pytest
 import torch
 import torch.distributed as stock
 
-LIMIT = 60
+LIMIT = 100
 """Seconds until a test counts as hanging: far more than any takes, below pytest's own dump of the stacks."""
 
 GRACE = 5
