@@ -334,7 +334,7 @@ STEPS = 20
 
 def test_random_programs_of_the_arena() -> None:
     """S1, S5, S6 and no leak: in 5,000 programs no byte has two owners, and none is kept for nobody."""
-    for running in [Running(ArenaPrograms, 1500, STEPS, number) for number in range(2)]:
+    for running in [Running(ArenaPrograms, 1000, STEPS, number) for number in range(2)]:
         running.check()
 
 

@@ -338,21 +338,31 @@ class Output:
     """The one before the last; its result is gone."""
 
 
-def test_an_output_is_not_taken_for_an_earlier_one_that_was_in_its_place():
+def _places_of_outputs():
+    """Return where each step's output lay, and what was watched."""
     model, out, places = Model(), Output(), []
     Output.before = Output()
     with leaks.watch(model) as watched:
         for _ in range(6):
             result = model(torch.randn(4, 8)).detach()
             del Output.before
-            following = Output()  # which is given the place that has just become free
+            following = Output()  # which is given the place that has just become free, unless another thread gets it
             out.result = None
             Output.before, out = out, following
             out.result = result
             places.append(id(out))
             del following, result
-    assert places[0] == places[2] == places[4] != places[1] == places[3] == places[5]
-    assert watched.leaks == [], str(watched)
+    return places, watched
+
+
+def test_an_output_is_not_taken_for_an_earlier_one_that_was_in_its_place():
+    for _ in range(20):
+        places, watched = _places_of_outputs()
+        assert watched.leaks == [], str(watched)
+        if places[0] == places[2] == places[4] != places[1] == places[3] == places[5]:
+            break
+    else:
+        pytest.fail("no output came to the place of an earlier one")
 
 
 def test_what_only_the_first_steps_make_is_a_cache():

@@ -573,7 +573,7 @@ class HostPrograms(RuleBasedStateMachine):
 
 
 STEPS = 30
-COUNTS = {Programs: 600, CapturingPrograms: 700, Nccl2Programs: 200, GraphPrograms: 600, HostPrograms: 300}
+COUNTS = {Programs: 400, CapturingPrograms: 450, Nccl2Programs: 200, GraphPrograms: 400, HostPrograms: 200}
 
 
 @pytest.fixture(scope="module")
