@@ -115,6 +115,7 @@ def _serve(rank: int, world: int, port: int, connection: Connection, stacks: str
         os.environ["TRITON_INTERPRET"] = "1"  # before anybody imports it
     torch.set_num_threads(1)
     warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", "Guards may run slower on Python 3.13.0", RuntimeWarning)  # as in pyproject.toml
     with Path(stacks).open("w") as file:
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
         _join(rank, world, port, "pool", LIMIT)
