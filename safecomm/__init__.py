@@ -19,7 +19,6 @@ The direction of dependency, top to bottom; nothing imports upwards (``tests/tes
     captures               what CUDA graphs own
     work                   the handle
     ledger                 what is held, until when: it and trails decide every release, and nothing else does
-    unwaited               functional collectives that nobody waited for
     trails                 what was used on another stream than its own, and what record_stream was called for
     entries                what an entry is, and the lanes that entries are kept in
     streams                where are we: streams, captures, events

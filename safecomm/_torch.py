@@ -242,13 +242,16 @@ def on_each_group(call: Callable[[Any], None]) -> Callable[[], None]:
     """Call ``call`` with each group that there is, and from now on with each that is made; return what ends that."""
     module: Any = c10d
     before = getattr(module, "_register_process_group", None)
+    ended: list[bool] = []
 
     @functools.wraps(_register_group)
     def register(name: str, group: Any) -> None:
         before(name, group)  # type: ignore[misc]
-        call(group)
+        if not ended:
+            call(group)
 
     def end() -> None:
+        ended.append(True)
         if getattr(module, "_register_process_group", None) is register:
             module._register_process_group = before  # else somebody has put theirs over ours, which goes on to torch's
 
@@ -718,32 +721,6 @@ StorageWeakRef: Any = _private(
 """A weak reference to a storage, whose ``expired()`` says whether that has died."""
 
 
-def _comes_back(construct: Any) -> bool:
-    storage = _small_storage()
-    weak = StorageWeakRef(storage)
-    same = construct(weak.cdata)
-    alive = cdata_of(same) == cdata_of(storage)
-    del same, storage
-    return alive and construct(weak.cdata) is None
-
-
-_from_weak: Callable[[int], Any] | None = None
-if StorageWeakRef is not _NeverDead:
-    _from_weak = _private(
-        "torch.UntypedStorage._new_with_weak_ptr", None,
-        "what functional collectives leave unwaited on a GPU stays until the process ends", _comes_back,
-    )  # fmt: skip
-
-
-def alive(weak: Any) -> torch.UntypedStorage | None:
-    """Return the storage that a :data:`StorageWeakRef` is of, if :data:`WEAK_STORAGES`; None if it has died."""
-    return None if _from_weak is None else _from_weak(weak.cdata)
-
-
-WEAK_STORAGES = _from_weak is not None
-"""Whether a weak reference to a storage gives the storage out again."""
-
-
 def storage_over(pointer: int, device: torch.device, nbytes: int) -> torch.UntypedStorage | None:
     """Return a storage of memory that it does not own; None if torch can't make one."""
     return None if _construct_storage is None else _construct_storage(pointer, device, nbytes)
@@ -844,42 +821,6 @@ if _private("torch.autograd.forward_ad._current_level", None, "lists in pieces a
 # --- functional collectives ----------------------------------------------------------------------------
 
 
-_STAYS = "what functional collectives leave unwaited stays until the process ends, also under patch()"
-
-
-class Lone(NamedTuple):
-    """What is counted of a tensor that nobody else has."""
-
-    storage: int
-    """References in C++ to its storage."""
-    shared: int
-    """References in Python more, once C++ has the tensor too (torch 2.13: 1). Means nothing where none are counted."""
-
-
-def _lone(use_count: Any) -> Lone:
-    getrefcount = getattr(sys, "getrefcount", lambda _: 0)
-    with probing(), torch.enable_grad():
-        tensor = torch.ones(1, device="cpu")
-        users, references = use_count(tensor), getrefcount(tensor)
-        storage = storage_use_count(cdata_of(tensor.untyped_storage()))
-        saved = torch.ones(1, device="cpu", requires_grad=True) * tensor  # which keeps the tensor, in C++
-        shared = getrefcount(tensor) - references
-        if (users, use_count(tensor)) != (1, 2):
-            raise RuntimeError("it does not count")
-        del saved
-        return Lone(storage, shared)
-
-
-tensor_use_count: Callable[[torch.Tensor], int] | None = _private(
-    "torch.Tensor._use_count", None, _STAYS, lambda found: _lone(found) is not None
-)
-"""How many references there are in C++ to a tensor, of which Python's own is one."""
-
-if not USE_COUNT:
-    tensor_use_count = None
-
-LONE: Lone = Lone(0, 0) if tensor_use_count is None else _lone(tensor_use_count)
-
 _size_of_registry: Callable[[], int] | None = _private(
     f"{_C_C10D}._get_work_registry_size", None, "nobody is told of functional collectives that nobody waited for",
     _answers(int), since="2.6",
@@ -889,23 +830,6 @@ _size_of_registry: Callable[[], int] | None = _private(
 def unwaited() -> int | None:
     """Return how many functional collectives of this thread nobody has waited for; None if torch does not say."""
     return None if _size_of_registry is None else _size_of_registry()
-
-
-def functional_collectives() -> Any:
-    """Return torch's module of functional collectives; None if it is not what safecomm takes it for."""
-    try:
-        import torch.distributed._functional_collectives as module
-
-        methods = vars(module.AsyncCollectiveTensor)
-    except (ImportError, AttributeError, TypeError):
-        return None
-    there = isinstance(methods.get("__new__"), staticmethod) and callable(getattr(module, "wait_tensor", None))
-    return module if there and {"trigger_wait", "wait", "elem", "completed"} <= set(methods) else None
-
-
-def waits_block() -> bool:
-    """Return whether the program has asked for waits on NCCL that block the host."""
-    return _any_set("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
 
 
 # --- the dispatcher --------------------------------------------------------------------------------

@@ -86,8 +86,3 @@ def of(group: Any, device_type: str) -> Kind:
     if isinstance(group, ProcessGroup) and type(group) is not ProcessGroup:
         return OTHER  # somebody's own, whose works need not be its backend's
     return kind_of(_torch.backend_of(group, device_type))
-
-
-def waits_order_streams(group: Any) -> bool:
-    """Return whether waiting for a work of ``group`` on a GPU orders a stream, and never blocks the host."""
-    return of(group, "cuda").streamed and not _torch.waits_block()

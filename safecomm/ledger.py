@@ -47,7 +47,6 @@ from safecomm.errors import CaptureBoundaryError, PendingWorkError
 from safecomm.refcounts import COUNTED, QUEUED, getrefcount
 from safecomm.streams import HOST, CudaStreams, Streams, capture_of, home_of
 from safecomm.trails import Trails
-from safecomm.unwaited import ResultLane, Unwaited
 
 log = logging.getLogger("safecomm")
 _now = time.perf_counter
@@ -97,7 +96,6 @@ class Ledger:
         self._budget = budget
         self._patience = patience
         self.trails = Trails(streams, self.busy, lag=lag, budget=trail_budget)
-        self.unwaited = Unwaited(streams, self.busy, self.trails, self.fail)  # functional collectives
         self.direct: dict[int, WorkLane] = {}  # by the id of a group that is c10d's own: the lane of its ordinary calls
         self._diverted: dict[int, WorkLane] = {}  # the same while they take the long way
         self._diverting: dict[object, None] = {}  # who wants them to
@@ -391,9 +389,6 @@ class Ledger:
             for lane in lanes:
                 if not lane.entries and lane is not self.trails.orphanage:
                     lane.emptied()  # an exception has kept it from that
-                elif isinstance(lane, ResultLane):
-                    if not capturing:
-                        self.unwaited.sweep(lane, thorough=thorough)
                 elif not isinstance(lane, WorkLane):
                     self.trails.sweep(lane, capturing, thorough=thorough)
                 elif lane.capture:
@@ -652,7 +647,7 @@ class Ledger:
             )
         deadline = None if timeout is None else time.monotonic() + timeout.total_seconds()
         if blind:
-            for entry in [entry for entry in self._unsettled(group) if entry.lane.blind]:
+            for entry in [entry for entry in self._entries(group) if entry.lane.blind]:
                 self._wait_blind(entry, deadline)
         self._await_all(group, deadline, blind=blind)
 
@@ -670,12 +665,12 @@ class Ledger:
         return [entry for lane in keys_of(self.busy) for entry in keys_of(lane.entries) if entry.belongs_to(group)]
 
     def _unsettled(self, group: Any = None) -> list[Entry]:
-        """Return the entries that the device will be over with: not those of what others still use."""
+        """Return the entries that the device will be over with: not the records of what others still use."""
         return [
             entry
             for entry in self._entries(group)
             # What a capture holds is over with the capture, which may be another thread's.
-            if not entry.lane.capture and not self.trails.in_use(entry) and not self.unwaited.in_use(entry)
+            if not entry.lane.capture and not self.trails.in_use(entry)
         ]
 
     def _wait_blind(self, entry: Entry, deadline: float | None) -> None:

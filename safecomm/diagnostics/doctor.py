@@ -210,8 +210,7 @@ def _of_the_machine(machine: Machine) -> Iterator[Check]:
         yield Check(
             "functional collectives",
             False,
-            f"{unwaited_for(machine.unwaited)}. Wait for them (wait_tensor), or let patch() do so for those that were "
-            "dropped.",
+            f"{unwaited_for(machine.unwaited)}. Wait for them (wait_tensor).",
         )
     if not machine.gpus:
         yield Check(

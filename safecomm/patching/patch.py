@@ -15,7 +15,6 @@ import torch.distributed
 from safecomm import captures, replacing, versions
 from safecomm.ledger import drain, pending
 from safecomm.patching import aliases
-from safecomm.patching.functional import Functional
 from safecomm.patching.megatron import Buffers
 from safecomm.patching.strict import Strict
 from safecomm.patching.table import MODULES, ORIGINALS, REPLACEMENTS
@@ -31,7 +30,6 @@ class _State:
 
     on = False
     buffers: Buffers | None = None
-    functional: Functional | None = None
     strict: Strict | None = None
     past: Strict | None = None  # the last strict one, also when it is off again
     avoided: _avoid_record_streams | None = None
@@ -226,13 +224,10 @@ def _apply() -> None:
     captures.set_unedited(True)
     captures.watch(_state)
     _state.buffers = Buffers()
-    _state.functional = Functional()
-    changes = {ORIGINALS[name]: replacement for name, replacement in REPLACEMENTS.items()} | _state.functional.changes
-    found = aliases.sweep(changes, (*_KEEP, _state.functional.changes))
+    found = aliases.sweep({ORIGINALS[name]: replacement for name, replacement in REPLACEMENTS.items()}, _KEEP)
     log.info(
-        "patched %d functions of torch.distributed, %d functional ones, and %d aliases of them: %s",
+        "patched %d functions of torch.distributed, and %d aliases of them: %s",
         len(REPLACEMENTS),
-        len(_state.functional.changes),
         len(found),
         ", ".join(found) or "none",
     )
@@ -248,14 +243,7 @@ def _remove() -> None:
     _state.on = False
     captures.set_unedited(False)
     captures.unwatch(_state)
-    changes = {replacement: ORIGINALS[name] for name, replacement in REPLACEMENTS.items()}
-    keep: tuple[Any, ...] = _KEEP
-    if _state.functional is not None:
-        _state.functional.remove()
-        changes |= {replacement: original for original, replacement in _state.functional.changes.items()}
-        keep = (*_KEEP, _state.functional.changes)
-        _state.functional = None
-    aliases.sweep(changes, keep)
+    aliases.sweep({replacement: ORIGINALS[name] for name, replacement in REPLACEMENTS.items()}, _KEEP)
     drain()
     left = pending()
     log.info("unpatched%s", f"; {len(left)} works are still held, until drain() finds them over" if left else "")

@@ -1,16 +1,12 @@
 """What the classes of backends differ in: how long they hold what they use, and what they ask of the device."""
 
-import gc
 import threading
-import warnings
 
 import torch
 import torch.distributed as stock
-import torch.distributed._functional_collectives as functional
-from harness import LIBRARIES, MIB, case, held, rank, require
+from harness import LIBRARIES, MIB, case, rank, require
 
 import safecomm
-from safecomm import _torch
 
 TRIES = 10
 TAIL = 4096
@@ -124,41 +120,3 @@ def s5_launches_and_waits_beside_a_capture():
     torch.cuda.synchronize()
     require(captured.tolist() == [3] * 8, captured)
     return {"captures that survived": 1}
-
-
-@case(60)
-def s3_functional_results_nobody_waited_for():
-    """40 functional collectives of 16 MiB that are dropped: MiB that stay, and what is right of one that is used."""
-    tensor, figures = torch.ones(4 * MIB, device="cuda"), {}
-    world, group = stock.get_world_size(), stock.group.WORLD
-    for label in ("plain", "patched"):
-        gc.collect()
-        before, waiting = held(), (_torch.unwaited() or 0)
-        highest = 0
-        if label == "patched":
-            safecomm.patch()
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", FutureWarning)
-                for _ in range(20):
-                    functional.all_reduce(tensor, "sum", group)
-                    functional.all_gather_tensor(tensor, 0, group)
-                    stock.all_reduce(torch.ones(1, device="cuda"))
-                    highest = max(highest, held() - before)
-            used = functional.all_reduce(tensor * 3, "sum", group)
-            require(bool((used == 3 * world).all()), "what is used is wrong")
-            del used
-            if label == "patched":
-                safecomm.drain(wait=True)
-            torch.cuda.synchronize()
-        finally:
-            safecomm.unpatch()
-        figures[f"{label}: MiB more, highest, works that wait"] = [
-            (held() - before) // MIB,
-            highest // MIB,
-            (_torch.unwaited() or 0) - waiting,
-        ]
-    more, _, works = figures["patched: MiB more, highest, works that wait"]
-    require(works == 0, figures)
-    require(more <= 64, figures)
-    return figures
