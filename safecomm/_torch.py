@@ -137,7 +137,7 @@ _private(
 
 def all_groups() -> list[Any]:
     """Return all groups of this process; none if torch does not say."""
-    found = getattr(world, "pg_names", None)
+    found = getattr(world, "pg_map", None)
     return list(found) if isinstance(found, dict) else []
 
 
@@ -257,7 +257,7 @@ def on_each_group(call: Callable[[Any], None]) -> Callable[[], None]:
 
     if _register_group is not None:
         module._register_process_group = register
-    for group in {*(getattr(world, "pg_map", None) or ()), groups[DEFAULT]} - {None}:
+    for group in {*all_groups(), groups[DEFAULT]} - {None}:
         call(group)
     return end
 

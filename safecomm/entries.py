@@ -11,12 +11,14 @@ group do, so waiting for one of them settles all before it; Megatron and DeepSpe
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 import types
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
@@ -30,6 +32,8 @@ from safecomm.streams import HOST, Streams
 # Bound once: each of these is read on every call.
 _now = time.perf_counter
 _profiler = _torch.profiler
+
+_NOTHING = contextlib.nullcontext()
 
 
 @dataclass(frozen=True)
@@ -427,16 +431,21 @@ class WorkLane(Lane):
         self.busy[self] = None
         return work
 
-    def launch(self, function: Callable[..., Any], *given: Any) -> Any:
-        """Launch by ``function(*given)``, and end no other thread's capture by it (S5).
+    def relaxed(self) -> AbstractContextManager[Any]:
+        """Return the context for a launch that may ask the device, so that it ends no other thread's capture (S5).
 
-        For backends whose ``wait()`` asks the device: they ask for earlier works as they launch one too (torch 2.15).
-        Not in a capture of this thread: there nothing is asked, and what CUDA does not allow is to be an error.
+        For backends whose ``wait()`` asks: they ask for earlier works as they launch one too (torch 2.15). Not in a
+        capture of this thread: there nothing is asked, and what CUDA does not allow is an error, as it is to be.
         """
+        if not self.queries:
+            return _NOTHING
         stream = self.current(self.index)
-        if stream and self.ledger.streams.is_capturing(self.index, stream):
-            return function(*given)
-        with self.ledger.streams.lenient():
+        capturing = stream and self.ledger.streams.is_capturing(self.index, stream)
+        return _NOTHING if capturing else self.ledger.streams.lenient()
+
+    def launch(self, function: Callable[..., Any], *given: Any) -> Any:
+        """Launch by ``function(*given)``, and end no other thread's capture by it; see :meth:`relaxed`."""
+        with self.relaxed():
             return function(*given)
 
     def wait_for(self, inner: Any, timeout: timedelta | None = None) -> bool:

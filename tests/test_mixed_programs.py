@@ -223,14 +223,6 @@ MUTANTS = [
 ]
 
 
-@pytest.mark.parametrize("broken", MUTANTS)
-def test_programs_find_a_safecomm_that(broken):
-    """The promises are really tested: safecomm with one rule broken does not get through."""
-    with broken():
-        ended = run_many(16, range(BOUND), stop=1)
-    assert ended["failures"] != []
-
-
 # --- the same with ProcessGroupNCCL2's rules -----------------------------------------------------------------------
 
 
@@ -281,9 +273,11 @@ MUTANTS_NCCL2 = [
 ]
 
 
-@pytest.mark.parametrize("broken", MUTANTS_NCCL2)
-def test_programs_with_nccl2_find_a_safecomm_that(broken):
-    """S1 and S5 are really tested on ProcessGroupNCCL2's rules."""
+@pytest.mark.parametrize(
+    ("broken", "nccl"), [*((one, "nccl") for one in MUTANTS), *((one, "nccl2") for one in MUTANTS_NCCL2)]
+)
+def test_programs_find_a_safecomm_that(broken, nccl):
+    """The promises are really tested: safecomm with one rule broken does not get through."""
     with broken():
-        ended = run_many(16, range(BOUND), nccl="nccl2", stop=1)
+        ended = run_many(16, range(BOUND), nccl=nccl, stop=1)
     assert ended["failures"] != []

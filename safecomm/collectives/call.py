@@ -309,11 +309,7 @@ def kind_for(group: Any, index: int) -> Kind:
 
 
 def relaxed(group: Any, tensors: list[Any]) -> AbstractContextManager[Any]:
-    """Return the context for a function of c10d's that may wait for what it launches on ``group`` (S5).
-
-    So that it ends no capture of another thread, where waiting asks the device. Not in a capture of this thread: there
-    nothing is asked, and what CUDA does not allow is an error, as it is to be.
-    """
+    """Return the context for a function of c10d's that may wait for what it launches; see ``WorkLane.relaxed``."""
     if not backends.SOME_QUERY or not isinstance(group, c10d.ProcessGroup):
         return _NOTHING
     index = None
@@ -321,10 +317,7 @@ def relaxed(group: Any, tensors: list[Any]) -> AbstractContextManager[Any]:
         index = index_of(tensors[0])
     elif torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         index = _torch.current_device()
-    if index is None or index < 0 or not LEDGER.lane_of(group, index).queries:
-        return _NOTHING
-    stream = _current(index)
-    return _NOTHING if stream and LEDGER.streams.is_capturing(index, stream) else LEDGER.streams.lenient()
+    return _NOTHING if index is None or index < 0 else LEDGER.lane_of(group, index).relaxed()
 
 
 def wait_for(
@@ -602,17 +595,14 @@ def hold_launched(
     op: str, inner: Any, lane: WorkLane, group: Any, tensors: list[torch.Tensor], asynchronous: bool,
     frame: types.FrameType,
 ) -> Work | None:  # fmt: skip
-    """Hold what a launch on the backend of ``lane`` uses, one or two plain tensors; return what the caller gets."""
+    """Hold what a launch on ``lane``'s ProcessGroupNCCL uses, one or two plain tensors; return what the caller gets."""
     index = lane.index
     home = HOST if index < 0 else _home(tensors[0].data_ptr(), tensors[-1].data_ptr())
     if asynchronous:
         storages = tuple([tensor.untyped_storage() for tensor in tensors])
         return inner and lane.hold(Work(), op, inner, storages, home, frame)
     if inner is not None:
-        if lane.queries:
-            wait_for(lane, inner, op, group, tensors, frame)
-        else:
-            inner.wait()
+        inner.wait()
     if index >= 0 and home != _current(index):
         LEDGER.trail(op, group, index, storages_of(tensors), frame)
     return None

@@ -56,7 +56,7 @@ _NAMES = {"ALLGATHER_BASE": "all_gather_single", "REDUCE_SCATTER_BASE": "reduce_
 """What the methods of a group are called, where hooks name the operator under them; elsewhere it is the same."""
 
 _AROUND = ("torch.", "contextlib.", "typing_extensions.", "safecomm.patching.")
-"""What is around a launch, and neither the program nor what holds a call of safecomm."""
+"""What is around a launch, and neither the program nor what holds a call of safecomm: torch, and what runs programs."""
 
 
 class _Hooks:
