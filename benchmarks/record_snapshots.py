@@ -1,7 +1,7 @@
 """Memory snapshots of the forum's program, with record_stream and under safecomm, for the report and its tests.
 
-    torchrun --nproc-per-node 2 benchmarks/record_snapshots.py --out tests/recorded
-    python -m safecomm report tests/recorded/stock.pickle tests/recorded/safecomm.pickle --html page.html --png plot.png
+    torchrun --nproc-per-node 2 benchmarks/record_snapshots.py --out safecomm/recorded
+    python -m safecomm report safecomm/recorded/stock.pickle safecomm/recorded/safecomm.pickle --html page.html
 
 Eight layers by five iterations of a matmul and an all_reduce on a side stream, as in the forum thread that the library
 began with. ``stock`` calls record_stream; ``safecomm`` is the same program inside of ``avoid_record_streams()``. Rank 0

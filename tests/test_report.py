@@ -16,6 +16,7 @@ import pytest
 import snapshots
 from snapshots import MIB, Allocator, forum, stack, write
 
+import safecomm
 from safecomm.__main__ import main
 from safecomm.diagnostics.page import make_page
 from safecomm.diagnostics.report import make_reports, waiting
@@ -27,7 +28,7 @@ GONE = "/home/me/train.py:23 in layer"
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
 
-RECORDED = Path(__file__).parent / "recorded"
+RECORDED = Path(safecomm.__file__).parent / "recorded"
 """Snapshots of a real run, by ``benchmarks/record_snapshots.py``."""
 
 
@@ -652,12 +653,7 @@ def test_a_browser_shows_recordings_and_what_has_no_history(tmp_path):
 
 # --- snapshots of a real run ----------------------------------------------------------------------------------------
 
-recorded = pytest.mark.skipif(
-    not (RECORDED / "figures.json").exists(), reason="no snapshots of a real run: benchmarks/record_snapshots.py"
-)
 
-
-@recorded
 def test_in_a_real_run_the_stripes_are_found_with_the_allocators_bytes_and_the_right_line():
     figures = json.loads((RECORDED / "figures.json").read_text())
     assert sum(path.stat().st_size for path in RECORDED.iterdir()) < 2 * MIB
@@ -672,7 +668,6 @@ def test_in_a_real_run_the_stripes_are_found_with_the_allocators_bytes_and_the_r
     assert not [text for text in ours.advice if "unusable" in text]
 
 
-@recorded
 @needs_browser
 def test_in_a_real_run_the_page_shows_the_forums_two_pictures(tmp_path):
     found, _ = probed([RECORDED / "stock.pickle", RECORDED / "safecomm.pickle"], tmp_path)

@@ -136,7 +136,7 @@ def words(value):
 
 
 RESULTS = [
-    path for folder in ("benchmarks/results", "tests/recorded") for path in (ROOT.parent / folder).glob("*.json")
+    path for folder in ("benchmarks/results", "safecomm/recorded") for path in (ROOT.parent / folder).glob("*.json")
 ]
 
 
