@@ -283,7 +283,7 @@ class World:
         put(mock.patch.object(torch.cuda, "graph_pool_handle", handle))
         put(mock.patch.object(torch.cuda, "current_device", return_value=INDEX))
         put(mock.patch.object(_torch, "Override", Kernel))
-        put(mock.patch.object(_torch, "end_allocation_to_pool", lambda *_: None))  # of a pool that torch knows
+        put(mock.patch.object(_torch, "end_allocation_to_pool"))  # of a pool that torch knows
         put(mock.patch.object(record_stream, "_over", Over))
         put(mock.patch.object(record_stream, "stream_object", lambda index, stream: Stream(world.device, stream)))
         put(mock.patch.object(record_stream, "_intercept", intercept))
