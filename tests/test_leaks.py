@@ -17,6 +17,7 @@ from ranks import on
 from torch.utils.checkpoint import checkpoint
 
 import safecomm
+from safecomm import functional
 from safecomm.diagnostics import leaks
 
 HERE = __file__
@@ -270,6 +271,16 @@ def test_an_unwaited_work():
     else:
         safecomm.drain(wait=True)
     assert safecomm.pending() == []
+
+
+@on(2)
+def test_what_safecomm_allocates_is_made_at_the_programs_line():
+    with leaks.watch() as watched:
+        KEPT.append(functional.all_gather(torch.ones(500)))
+    KEPT.clear()
+    leak = one(watched)
+    assert leak.nbytes == 4000
+    assert leak.created.endswith("in test_what_safecomm_allocates_is_made_at_the_programs_line")
 
 
 # --- no false alarms ----------------------------------------------------------------------------------------------

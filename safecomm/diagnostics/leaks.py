@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import sys
 import types
 from collections import Counter, deque
@@ -39,8 +40,8 @@ MOST = 2000
 
 _WARM_UP = 2  # what only the first steps make, and later ones keep, is a cache
 _CO_OPTIMIZED = 1  # the code of a function: its locals are not a dictionary
-_TORCH = str(Path(torch.__file__).parent)
-_OURS = str(Path(__file__).parent)
+_TORCH = str(Path(torch.__file__).parent) + os.sep
+_OURS = str(Path(__file__).parents[1]) + os.sep
 
 Place = tuple[types.CodeType, int]
 
