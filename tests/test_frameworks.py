@@ -132,6 +132,35 @@ def test_megatrons_buffers_come_from_the_runners_arena(runs):
     assert "of 16.00 MiB" in said
 
 
+@needs_megatron
+def test_the_example_runs_a_script_twice_and_compares(runs, monkeypatch, capsys):
+    """It begins what the fixture has run already."""
+    spec = importlib.util.spec_from_file_location("example", ROOT / "examples" / "megatron.py")
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    way = next(way for way in WAYS if "--dist-opt" in WAYS[way])
+    begun, by_runner = [], runs["by the runner"].of(way)
+
+    def train(command):
+        begun.append(command)
+        return by_runner if "safecomm" in command else runs["unpatched"].of(way)
+
+    monkeypatch.setattr(example, "train", train)
+    monkeypatch.setattr(sys, "argv", ["megatron.py", "--cpu"])
+    assert example.main() == 0
+    place = begun[0].index(str(SCRIPT))
+    assert begun[1] == [*begun[0][:place], "-m", "safecomm", "run", "--strict", *begun[0][place:]]
+    assert set(WAYS[way]) < set(begun[0])
+    loss = f"{by_runner['losses'][-1]:.4f}"
+    ways = "the script -> -m safecomm run the script"
+    assert capsys.readouterr().out.splitlines()[-1] == f"loss {loss} -> {loss} ({ways}; memory needs a GPU)"
+
+    with monkeypatch.context() as other:
+        other.setitem(by_runner, "losses", [0.0])
+        assert example.main() == 1
+        assert "DIFFERENT" in capsys.readouterr().out
+
+
 WHO_ASKS = """
 import torch
 import safecomm
