@@ -20,6 +20,9 @@ import time
 import torch
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT / "tests" / "gpu"))
+from paths import without_directories  # noqa: E402
+
 RESULTS = ROOT / "benchmarks" / "results" / "examples.json"
 README = ROOT / "examples" / "README.md"
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
@@ -133,7 +136,7 @@ def main():
         print(f"{name}: {said(row)}", *row.get("error", []), sep="\n  ", flush=True)
         # GPUs first; after each example, so that what was measured is not lost when the machine is.
         results["runs"] = sorted([*kept, measured], key=lambda one: (one["device"] == "CPU", -one["ranks"]))
-        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+        RESULTS.write_text(without_directories(json.dumps(results, indent=1)) + "\n")
     write_readme(results, check=False)
     return any("failed" in row for row in measured["examples"].values())
 

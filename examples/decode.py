@@ -92,7 +92,7 @@ def main() -> int:
     if dist.get_rank() == 0:
         print("low_latency():", f"the group stays as it is: {low.reason}" if low.reason else "on")
         for way, (made, taken) in ways.items():
-            print(f"{way}: {taken:.0f} us a token, tokens {made[:8]} ...")
+            print(f"{way}:", *([f"{taken:.0f} us a token,"] if device.type == "cuda" else []), f"tokens {made[:8]} ...")
         print(f"{same} of {TOKENS} tokens are the same")
         if device.type == "cuda":
             print(f"a token {before:.0f} us -> {after:.0f} us (eager -> {last})")

@@ -80,7 +80,7 @@ def runs(tmp_path_factory):
     named = [f"{name}:{store.port}" for name, store in zip(names, stores, strict=True)]
     into = folder / "found"
     into.mkdir()
-    ended = start_ranks(2, str(driver), str(into), str(ROOT / "examples"), *named, cwd=str(folder), limit=95).end()
+    ended = start_ranks(2, str(driver), str(into), str(ROOT / "examples"), *named, cwd=str(folder), limit=110).end()
     found = [json.loads((into / str(rank)).read_text()) if (into / str(rank)).exists() else {} for rank in (0, 1)]
     return found, ended
 
