@@ -6,7 +6,7 @@ what is not wrapped is the very same object.
 
 The direction of dependency, top to bottom; nothing imports upwards (``tests/test_structure.py`` keeps it):
 
-    __init__, __main__     the face, and the shell
+    __init__, __main__, commands   the face; the shell, whose arguments are in safecomm_shell.py, which imports no torch
     demo, tune             the program that shows what it is for; the best size of a bucket
     patching               patch(), unpatch(), and the runner
     diagnostics            where memory goes, and what keeps it; loaded when asked for
@@ -29,6 +29,7 @@ The direction of dependency, top to bottom; nothing imports upwards (``tests/tes
     versions               the versions of torch, and what was tested on them
     replacing              the switch that forbids what replaces anything of torch's
     errors, sites, block   few, flat; call sites; blocks of a with statement that no exception leaves open
+    _version               the version
 """
 
 import logging
@@ -46,6 +47,7 @@ from torch.distributed import *  # noqa: F403
 
 from safecomm import _submodules
 from safecomm import functional as functional
+from safecomm._version import __version__ as __version__
 from safecomm.arena import Arena as Arena
 from safecomm.arena import ArenaStats as ArenaStats
 from safecomm.arena import BucketStats as BucketStats
@@ -122,8 +124,6 @@ if TYPE_CHECKING:
     from safecomm.diagnostics.record import record_memory as record_memory
     from safecomm.peers.choice import LowLatencyLimits as LowLatencyLimits
     from safecomm.peers.low_latency import low_latency as low_latency
-
-__version__ = "0.1.0"
 
 _LAZY = {
     "LowLatencyLimits": ("safecomm.peers.choice", "LowLatencyLimits"),

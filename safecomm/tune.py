@@ -11,15 +11,13 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import logging
 import os
 import random
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as stock
@@ -196,7 +194,22 @@ def _plot(us: dict[str, float], sizes: Sequence[float], png: Path) -> None:
 
 
 def launch(world: int | None, arguments: Sequence[str]) -> int:
-    """Start ``tune`` on ``world`` ranks of this machine, and return the exit status."""
+    """Start ``tune`` on ``world`` ranks of this machine, and return the exit status of the first that failed, or 0.
+
+    A rank says itself what is wrong: what torchrun would add, a traceback of its own, is left out.
+    """
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
     ranks = world or (torch.cuda.device_count() if torch.cuda.is_available() else 2)
-    command: list[Any] = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    return subprocess.run([*command, "-m", "safecomm", "tune", *arguments], check=False).returncode
+    logging.disable(logging.ERROR)
+    try:
+        torchrun.main(["--standalone", "--nproc-per-node", str(ranks), "-m", "safecomm_shell", "tune", *arguments])
+    except ChildFailedError as error:
+        return max(1, error.get_first_failure()[1].exitcode)
+    except SignalException:
+        raise KeyboardInterrupt from None
+    finally:
+        logging.disable(logging.NOTSET)
+    return 0

@@ -147,7 +147,7 @@ class Device(ArenaDevice):
         for past, block in tuple(self.deferred):
             if not past & ~self.done:
                 self.deferred.remove((past, block))
-                self._check_free(block)
+                self.check_free(block)
                 self._free.append(block)
         super().settle()
 
@@ -157,7 +157,7 @@ class Device(ArenaDevice):
         for stream in self.recorded.pop(block, ()):
             self.deferred.append((self.streams[stream].eager, block))
         if not any(one is block for _, one in self.deferred):
-            self._check_free(block)
+            self.check_free(block)
             self._free.append(block)
 
     def begin_capture(self, stream: int) -> None:

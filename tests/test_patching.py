@@ -603,9 +603,12 @@ def test_an_interrupt_ends_it_as_without(tmp_path):
         (["-m", "no_such_module"], "no module named 'no_such_module'"),
         (["-m", "nothing.of.the.kind"], "no module named"),
         ([], "target"),
-        (["--unknown", "x.py"], "unrecognized"),
+        (["--unknown", "x.py"], "there is no option '--unknown'"),
         (["--arena", "much", "runner_target.py"], "--arena='much'"),
-        (["--record", "nowhere", "runner_target.py"], "nowhere is not a directory"),
+        (
+            ["--record", "runner_target.py/in", "runner_target.py"],
+            "--record: runner_target.py/in can't be made a directory",
+        ),
     ],
 )
 def test_bad_arguments_run_nothing(tmp_path, arguments, said):
@@ -707,9 +710,8 @@ def test_what_is_wrong_with_a_variable_is_said_before_the_script_begins(tmp_path
         "--arena",
         "2MiB",
         "--record",
-        tmp_path / "new",
+        tmp_path / "new" / "and made",
     ]
-    (tmp_path / "new").mkdir()
     (tmp_path / "script.py").write_text(
         "import safecomm, safecomm.patching.patch as patch\n"
         "from safecomm.collectives.call import ENGINES\n"

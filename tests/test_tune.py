@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 
@@ -11,7 +12,7 @@ from ranks import on
 
 import safecomm
 from safecomm.__main__ import main
-from safecomm.tune import best
+from safecomm.tune import best, launch
 
 
 def test_the_smallest_size_that_is_about_as_fast_is_the_best():
@@ -84,3 +85,23 @@ def test_a_rank_that_is_no_number_is_refused(capsys, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "²")
     assert main(["tune"]) == 2
     assert "LOCAL_RANK" in capsys.readouterr().err
+
+
+def test_a_rank_that_fails_gives_its_status_and_no_traceback_of_torchrun(monkeypatch):
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+    def fail(arguments):
+        assert arguments[:3] == ["--standalone", "--nproc-per-node", "3"]
+        raise ChildFailedError("tune", {1: ProcessFailure(1, 4711, 2, "/nowhere")})
+
+    monkeypatch.setattr(run, "main", fail)
+    assert launch(3, []) == 2
+
+    def interrupt(arguments):
+        raise SignalException("Ctrl-C", signal.SIGINT)
+
+    monkeypatch.setattr(run, "main", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        launch(3, [])

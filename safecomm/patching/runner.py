@@ -34,13 +34,14 @@ def check(
     arena: str = "",
     record: str = "",
 ) -> None:
-    """Raise what there is to say against :func:`run`: FileNotFoundError, IsADirectoryError, ImportError, ValueError."""
+    """Raise what there is to say against :func:`run`: FileNotFoundError, IsADirectoryError, ImportError, ValueError.
+
+    Makes the directory ``record``, if there is nothing to say and it is not there.
+    """
     replacing.ask("run")
     patching.wanted(strict or None, avoid_record_streams or None)
     if arena:
         bytes_of(arena, "--arena")
-    if record and not os.path.isdir(record):
-        raise NotADirectoryError(f"--record: {record} is not a directory")
     if module:
         _go_to(os.getcwd())  # as python -m does
         if importlib.util.find_spec(name.partition(".")[0]) is None:  # the rest would import the package, too early
@@ -49,6 +50,11 @@ def check(
         raise IsADirectoryError(f"{name} is a directory: expected a script")
     elif not os.path.exists(name):
         raise FileNotFoundError(f"{name}: no such script")
+    if record:
+        try:
+            os.makedirs(record, exist_ok=True)
+        except OSError as error:
+            raise NotADirectoryError(f"--record: {record} can't be made a directory: {error.strerror}") from None
 
 
 def run(

@@ -1,0 +1,215 @@
+"""What the shell commands do, each a few lines over the library. What they take is in ``safecomm_shell.py``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+
+import safecomm
+from safecomm.diagnostics.checked import printable
+from safecomm_shell import DONE, INTERRUPTED, USAGE, WRONG, speaks
+
+
+def _say(line: str) -> None:
+    try:
+        print(printable(line), file=sys.stderr, flush=True)
+    except BrokenPipeError:  # nobody reads it any more; what was asked for is still to be done
+        _silence(sys.stderr)
+
+
+def _print(text: str) -> None:
+    """Print what the terminal, or what stands for it, may have no letters for."""
+    encoding = sys.stdout.encoding or "utf-8"
+    print(text.encode(encoding, "backslashreplace").decode(encoding))
+
+
+def _coloured() -> bool:
+    """Return whether what is printed may be coloured (https://no-color.org)."""
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def _silence(stream: TextIO) -> None:
+    """Let what is printed to ``stream``, whose reader has gone, go nowhere, now and when the process ends."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
+
+
+def _write_page(path: Path, reports: Sequence[Any]) -> None:
+    from safecomm.diagnostics.page import make_page
+
+    try:
+        path.write_text(make_page(reports), encoding="utf-8", errors="backslashreplace")
+    except OSError as error:
+        raise ValueError(f"--html: {path} can't be written: {error.strerror}") from None
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from safecomm.demo import pictures
+    from safecomm.demo.show import demo
+
+    page: Path = options.html or Path("safecomm-demo.html")
+    for name, path in (("html", page), ("json", options.json)):
+        if path is not None and (path.is_dir() or not os.access(path.absolute().parent, os.W_OK)):
+            raise ValueError(f"--{name}: {path} can't be written; name another place")
+    names = ("world", "layers", "iterations", "rows", "cols", "dtype", "passes", "limit")
+    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    found = demo(options.device, given, _say)
+    _write_page(page, found.reports)
+    if options.json is not None:
+        options.json.write_text(json.dumps(found.to_json(), indent=1) + "\n")
+    letters = pictures.BLOCKS if pictures.BLOCKS.fit(sys.stdout.encoding or "ascii") else pictures.PLAIN
+    _print(found.text(shutil.get_terminal_size().columns, letters, colour=_coloured()))
+    _print(f"\n{page.absolute()}")
+    if not found.ok:
+        raise safecomm.SafecommError("not all came out as it must")
+    return DONE
+
+
+def _run(options: argparse.Namespace) -> Callable[[], int]:
+    from safecomm.patching.runner import check, run
+
+    try:
+        check(
+            options.target[0],
+            module=options.module,
+            strict=options.strict,
+            avoid_record_streams=options.avoid_record_streams,
+            arena=options.arena,
+            record=options.record,
+        )
+    except (OSError, ImportError) as error:
+        raise ValueError(str(error)) from None
+
+    def begin() -> int:  # outside of what handles our own errors: the script's are the script's
+        run(
+            options.target,
+            module=options.module,
+            strict=options.strict,
+            avoid_record_streams=options.avoid_record_streams,
+            arena=options.arena,
+            record=options.record,
+            low_latency=options.low_latency,
+        )
+        return DONE
+
+    return begin
+
+
+def _report(options: argparse.Namespace) -> int:
+    from safecomm.diagnostics.plot import plot
+    from safecomm.diagnostics.report import make_reports
+
+    reports = make_reports(options.files, progress=_say)
+    if options.html is not None:  # before what is printed, whose reader may go away
+        _write_page(options.html, reports)
+    if options.png is not None:
+        plot(reports, options.png)
+    _print("\n\n\n".join(map(str, reports)))
+    return DONE
+
+
+def _tune(options: argparse.Namespace) -> Callable[[], int] | int:
+    from safecomm import tune
+    from safecomm.peers.tuning import kept
+
+    sizes = options.mib or tune.SIZES
+    if not all(0 < size <= tune.LARGEST for size in sizes):
+        raise ValueError(f"sizes have to be larger than 0, and at most {tune.LARGEST:g} MiB")
+    if options.rounds < 1 or (options.world is not None and options.world < 1):
+        raise ValueError("rounds and ranks have to be larger than 0")
+    for path in (options.out, options.png):
+        if path is not None and (os.path.isdir(path) or not os.path.isdir(path.absolute().parent)):
+            raise ValueError(f"{path} can't be written to")
+        if path is not None and len(os.fsencode(path.name)) > 255:  # of the common file systems
+            raise ValueError(f"{path.name[:40]}... is too long a name for a file")
+    if options.low_latency:
+        kept(options.out)  # not after all has been measured
+    if not os.environ.get("LOCAL_RANK", "0").isascii() or not os.environ.get("LOCAL_RANK", "0").isdigit():
+        raise ValueError(f"LOCAL_RANK={os.environ['LOCAL_RANK']!r}: expected a number, as torchrun sets it")
+
+    if "LOCAL_RANK" not in os.environ:
+        if options.low_latency and torch.cuda.device_count() < 2:
+            raise safecomm.SafecommError(
+                "there is nothing to tune: low_latency() needs two GPUs, and here there are "
+                f"{torch.cuda.device_count()}"
+            )
+        arguments = ["--mib", *map(str, sizes), "--rounds", str(options.rounds), "--out", str(options.out)]
+        if options.png is not None:
+            arguments += ["--png", str(options.png)]
+        if options.low_latency:
+            arguments.append("--low-latency")
+        return tune.launch(options.world, arguments)
+
+    def begin() -> int:
+        try:
+            if not options.low_latency:
+                tune.tune(sizes, options.out, options.png, options.rounds, _say)
+                return DONE
+            tune.tune_low_latency(options.out, options.rounds, _say)
+        except KeyboardInterrupt:  # whoever has started the ranks says so
+            return INTERRUPTED
+        except RuntimeError as error:
+            if not options.low_latency:
+                raise
+            if speaks():
+                _say(f"safecomm tune: {error}")
+            return WRONG
+        return DONE
+
+    return begin
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from safecomm.diagnostics.doctor import diagnose
+
+    found = diagnose()
+    if options.json:
+        print(json.dumps(found.to_json(), indent=1))
+    else:
+        print(f"safecomm {safecomm.__version__}")
+        print(found.text(colour=_coloured()))
+    return DONE if found.ok else WRONG
+
+
+_COMMANDS: dict[str, Callable[[argparse.Namespace], Any]] = {
+    "demo": _demo,
+    "run": _run,
+    "report": _report,
+    "tune": _tune,
+    "doctor": _doctor,
+}
+"""What each command does. It gives the exit status, or a last step, the errors of which are the program's own."""
+
+
+def execute(options: argparse.Namespace, prog: str) -> int:
+    """Run the command that ``options`` name, and return the exit status."""
+    try:
+        outcome = _COMMANDS[options.command](options)
+        if not callable(outcome):
+            sys.stdout.flush()
+    except BrokenPipeError:  # as of "| head"
+        _silence(sys.stdout)
+        return DONE
+    except ValueError as error:
+        status, text = USAGE, str(error)
+    except (safecomm.SafecommError, OSError) as error:
+        status, text = WRONG, str(error)
+    except KeyboardInterrupt:
+        status, text = INTERRUPTED, "interrupted"
+    else:
+        return int(outcome() if callable(outcome) else outcome)
+    lines = text.split("\n") if status == WRONG else [text]  # a stack of a rank that failed, or the name of a file
+    # What is wrong with the arguments is wrong on all ranks, and one of them says so.
+    if status == WRONG or speaks():
+        for number, line in enumerate(lines):
+            _say(line if number else f"{prog} {options.command}: {line}")
+    return status

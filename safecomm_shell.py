@@ -1,0 +1,228 @@
+"""The shell command ``safecomm``: its arguments, its help, and its answers to mistakes, all of it without torch.
+
+It is beside the package and not in it, because whoever imports the package imports torch, which takes seconds of a
+processor. ``python -m safecomm`` is the same command. What the commands do is in ``safecomm/commands.py``.
+
+Exit statuses: 0 done, 1 it ran and something is wrong, 2 bad arguments, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import runpy
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+DONE, WRONG, USAGE, INTERRUPTED = 0, 1, 2, 130
+
+_PACKAGE = Path(__file__).with_name("safecomm")
+
+
+def version() -> str:
+    """Return the version of the package, which is not imported for it."""
+    return str(runpy.run_path(str(_PACKAGE / "_version.py"))["__version__"])
+
+
+def speaks() -> bool:
+    """Return whether this process is the one to say what every rank of a machine finds wrong in the same way."""
+    return os.environ.get("LOCAL_RANK", "0") in ("", "0") or not os.environ["LOCAL_RANK"].isdecimal()
+
+
+class _Formatter(argparse.HelpFormatter):
+    """Leaves what has lines of its own as it is."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return text if "\n" in text else super()._fill_text(text, width, indent)
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose mistakes are told with its own usage, once for all ranks of a machine."""
+
+    def error(self, message: str) -> NoReturn:
+        if speaks():
+            super().error(message)
+        sys.exit(USAGE)
+
+    def unknown(self, what: str, word: str, known: Sequence[str]) -> NoReturn:
+        """Say that there is no ``what`` such as ``word``, and which of those that are ``known`` may be meant."""
+        import difflib
+
+        near = difflib.get_close_matches(word.lstrip("-"), [one.lstrip("-") for one in known], n=1)
+        meant = [one for one in known if one.lstrip("-") in near]
+        self.error(f"there is no {what} {word!r}" + (f": did you mean {meant[0]}?" if meant else ""))
+
+
+def main(arguments: Sequence[str] | None = None, *, prog: str = "safecomm") -> int:
+    """Run the command that ``arguments`` (by default the process's own) name, and return the exit status."""
+    options = _parsed(list(sys.argv[1:] if arguments is None else arguments), prog)
+    try:
+        with warnings.catch_warnings():
+            if options.command != "run":  # whose program may want to know
+                warnings.filterwarnings("ignore", "Failed to initialize NumPy")
+            from safecomm import commands
+    except KeyboardInterrupt:
+        status, text = INTERRUPTED, "interrupted"
+    except ImportError as error:  # of a torch that is missing, or too old
+        status, text = WRONG, str(error)
+    else:
+        return commands.execute(options, prog)
+    if speaks() and (status != INTERRUPTED or "LOCAL_RANK" not in os.environ):  # else who started the ranks says so
+        print(f"{prog} {options.command}: {text}", file=sys.stderr)
+    return status
+
+
+def _parsed(arguments: list[str], prog: str) -> argparse.Namespace:
+    parser = _Parser(
+        prog=prog,
+        description="Memory-safe collectives for PyTorch.",
+        epilog=_examples(prog, ("demo", "what it is for, in two pictures"), ("COMMAND --help", "what a command takes")),
+        formatter_class=_Formatter,
+    )
+    parser.add_argument("--version", action="version", version=f"safecomm {version()}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
+    for name, (add_arguments, text, examples) in COMMANDS.items():
+        command = commands.add_parser(
+            name,
+            help=text,
+            description=text[0].upper() + text[1:] + ".",
+            epilog=_examples(prog, *examples),
+            formatter_class=_Formatter,
+        )
+        add_arguments(command)
+    word = next((word for word in arguments if not word.startswith("-")), None)
+    if word is not None and word not in COMMANDS:
+        parser.unknown("command", word, list(COMMANDS))
+    options, rest = parser.parse_known_args(arguments)
+    if rest:
+        command = commands.choices[options.command]
+        known = [option for action in command._actions for option in action.option_strings]
+        command.unknown("option" if rest[0].startswith("-") else "argument", rest[0].partition("=")[0], known)
+    return options
+
+
+def _examples(prog: str, *examples: tuple[str, str]) -> str:
+    return "\n".join(["examples:", *(f"  {prog} {words}\n      {what}" for words, what in examples)])
+
+
+# --- what the commands take -----------------------------------------------------------------------------------------
+
+
+def _demo_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto",
+        help="cuda: run it on GPUs; cpu: show what was recorded on GPUs (default: GPUs if there are two)",
+    )  # fmt: skip
+    parser.add_argument("--html", type=Path, metavar="PATH", help="the page to write (default: safecomm-demo.html)")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="also write what was found to PATH")
+    group = parser.add_argument_group("on GPUs")
+    group.add_argument("--world", type=int, metavar="N", help="ranks (default: every GPU)")
+    group.add_argument("--layers", type=int, metavar="N", help="layers of an iteration (default: 8)")
+    group.add_argument("--iterations", type=int, metavar="N", help="iterations of a pass (default: 5)")
+    group.add_argument("--rows", type=int, metavar="N", help="rows of a layer's result (default: what fits)")
+    group.add_argument("--cols", type=int, metavar="N", help="columns of a layer's result (default: what fits)")
+    group.add_argument("--dtype", metavar="TYPE", help="element type (default: bfloat16)")
+    group.add_argument("--passes", type=int, metavar="N", help="measured passes of each way (default: 3)")
+    group.add_argument("--limit", type=float, metavar="S", help="seconds that a way may take (default: 120)")
+
+
+def _run_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--strict", action="store_true", help="report the calls that still go past safecomm")
+    parser.add_argument(
+        "--avoid-record-streams", action="store_true", help="convert record_stream calls, in captures too"
+    )
+    parser.add_argument("--arena", default="", metavar="SIZE", help="communication buffers out of an arena, as 256MiB")
+    parser.add_argument(
+        "--record", default="", metavar="DIR", help="record the memory of the run, for report; DIR is made if need be"
+    )
+    parser.add_argument(
+        "--low-latency", action="store_true", help="run small collectives as one kernel, on every group that can"
+    )
+    parser.add_argument("-m", dest="module", action="store_true", help="run a module, as python -m does")
+    parser.add_argument(
+        "target", nargs=argparse.PARSER, metavar="target",
+        help="the script or module, and its arguments; what comes after it is its own",
+    )  # fmt: skip
+
+
+def _report_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "files", nargs="+", type=Path, metavar="FILE",
+        help="of record_memory(), or a memory snapshot of torch, of any program",
+    )  # fmt: skip
+    parser.add_argument("--html", type=Path, metavar="PATH", help="also write a page with the timelines, side by side")
+    parser.add_argument("--png", type=Path, metavar="PATH", help="also write a plot (needs matplotlib)")
+
+
+def _tune_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--world", type=int, metavar="N", help="ranks (default: every GPU, or 2 on the CPU)")
+    parser.add_argument(
+        "--mib", type=float, nargs="+", metavar="MIB", help="sizes of a bucket to try, in MiB (default: 1 to 64)"
+    )
+    parser.add_argument("--rounds", type=int, default=30, metavar="N", help="how often each is run (default: 30)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("safecomm-tuned.json"), metavar="PATH",
+        help="the file to write (default: safecomm-tuned.json)",
+    )  # fmt: skip
+    parser.add_argument("--png", type=Path, metavar="PATH", help="also write a plot (needs matplotlib)")
+    parser.add_argument(
+        "--low-latency", action="store_true", help="measure instead up to which sizes low_latency() is faster than NCCL"
+    )
+
+
+def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+_Arguments = Callable[[argparse.ArgumentParser], None]
+
+COMMANDS: dict[str, tuple[_Arguments, str, tuple[tuple[str, str], ...]]] = {
+    "demo": (
+        _demo_arguments,
+        "show the memory of one program with record_stream and with safecomm, in two pictures and a page",
+        (
+            ("demo", "on the GPUs of this machine, or as it was recorded"),
+            ("demo --html /tmp/page.html", "the page goes there"),
+        ),
+    ),
+    "run": (
+        _run_arguments,
+        "run a script or module that uses torch.distributed, unedited, with safecomm's collectives",
+        (
+            ("run train.py --lr 1e-4", "as python train.py --lr 1e-4"),
+            ("run --avoid-record-streams --record memory -m train", "a module, and a recording in memory/"),
+        ),
+    ),
+    "report": (
+        _report_arguments,
+        "tell where communication memory went, from a recording or a memory snapshot of torch",
+        (
+            ("report run.jsonl", "all ranks of a recording, in words"),
+            ("report before.pickle after.pickle --html page.html", "two snapshots of torch, side by side"),
+        ),
+    ),
+    "tune": (
+        _tune_arguments,
+        "measure which size of a bucket is the best for bucketed(), on the ranks of this machine or of torchrun",
+        (
+            ("tune", "on every GPU; writes safecomm-tuned.json"),
+            ("tune --low-latency --out limits.json", "for low_latency('limits.json')"),
+        ),
+    ),
+    "doctor": (
+        _doctor_arguments,
+        "look at this machine, its versions and its environment; the exit status is 1 if something is red",
+        (
+            ("doctor", "in words"),
+            ("doctor --json > doctor.json", "for a script, or for an issue"),
+        ),
+    ),
+}
+"""Each command's arguments, a line of help, and two examples."""
+
+
+if __name__ == "__main__":
+    sys.exit(main())
