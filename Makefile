@@ -1,71 +1,92 @@
-# make demo        run the demo, on the GPUs of this machine or on the CPU
+# make demo        show what it is for: on the GPUs of this machine, or as it was recorded; the page is build/demo.html
 # make test        lint, types, and all tests that need no GPU
 # make compat      what depends on torch, on each version of it that is tested; COMPAT="2.4.1 newest" for some
 # make gpu-test    the tests that need GPUs; results in build/gpu-test.json
 # make bench       the benchmarks, on GPUs; results in build/bench.json
+# make dist        build the wheel, install it into an empty environment, and try it there
 # make clean       remove the virtual environment and what tools left behind
 #
-# Each makes the virtual environment .venv when it is not there, or when pyproject.toml has changed.
+# Each makes the virtual environment .venv when it is not there, or when pyproject.toml has changed: torch and the package
+# for the demo, and what the tests need besides when they first do.
 
 PYTHON ?= python3
-# What pip is to install as torch on a machine without an NVIDIA GPU: a version that is tested there.
+# What pip is to install as torch on a machine without an NVIDIA GPU: a version that is tested there. From PyPI that is a
+# build for CUDA, which runs there too and brings several GB; CPU_INDEX may name an index that has one for the CPU.
 CPU_TORCH ?= torch==2.13.0
+CPU_INDEX ?=
 # GPUs that gpu-test and bench run on.
 N ?= $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
 # Arguments for the tests of other versions of torch, such as COMPAT="2.8.0 --keep"; COMPAT=--help tells them.
 COMPAT ?=
-# Arguments for the demo, such as ARGS="--world 4 --json demo.json".
+# Arguments for the demo, such as ARGS="--json demo.json".
 ARGS ?=
 
 BIN := .venv/bin
 READY := .venv/.ready
+READY_FOR_TESTS := .venv/.ready-for-tests
+PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 
-.PHONY: demo test compat gpu-test bench clean venv
+.PHONY: demo test compat gpu-test bench dist clean venv
 
 demo: $(READY)
-	$(BIN)/python -m safecomm demo $(ARGS)
+	@mkdir -p build
+	@$(BIN)/safecomm demo --html build/demo.html $(ARGS)
 
-test: $(READY)
+test: $(READY_FOR_TESTS)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 # Each version has an environment of its own, outside of the tree: some 5 GB, made, used and deleted one after another.
-compat: $(READY)
+compat: $(READY_FOR_TESTS)
 	$(BIN)/python tests/compat.py $(COMPAT)
 
-gpu-test: $(READY)
+gpu-test: $(READY_FOR_TESTS)
 	@test "$(N)" -ge 2 || { echo "gpu-test needs two GPUs"; exit 2; }
 	mkdir -p build
 	$(BIN)/python -m torch.distributed.run --nproc-per-node $(N) tests/gpu/run.py --out build/gpu-test.json
 
-bench: $(READY)
+bench: $(READY_FOR_TESTS)
 	@test "$(N)" -ge 2 || { echo "bench needs two GPUs"; exit 2; }
 	mkdir -p build
 	$(BIN)/python -m torch.distributed.run --nproc-per-node $(N) benchmarks/host_time.py --out build/bench.json
 
-venv: $(READY)
+# Tried from inside of the empty environment's folder: what is imported there is not the tree.
+dist: BIN := build/empty/bin
+dist:
+	rm -rf build/dist build/empty
+	$(PYTHON) -m venv build/empty
+	$(PIP) $(if $(CPU_INDEX),--index-url $(CPU_INDEX)) $(CPU_TORCH)
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir build/dist .
+	$(PIP) build/dist/*.whl
+	cd build/empty && bin/python -W ignore -c 'import safecomm; print(safecomm.__file__)' | grep build/empty
+	cd build/empty && bin/safecomm --version && bin/safecomm demo --device cpu && bin/safecomm doctor
+	@echo; ls build/dist/*.whl
 
-# With a GPU, a CUDA torch that the system's Python has is used, and otherwise the newest one is installed. Without one,
-# plain "torch" would bring several GB of CUDA packages.
+venv: $(READY_FOR_TESTS)
+
+# With a GPU, a CUDA torch that the system's Python has is used, and otherwise the newest one is installed.
 $(READY): pyproject.toml
-	rm -rf .venv
+	@rm -rf .venv
 	@set -e; \
 	if command -v nvidia-smi >/dev/null 2>&1 || [ -e /dev/nvidia0 ]; then \
 		if $(PYTHON) -c 'import sys, torch; sys.exit(not torch.version.cuda)' 2>/dev/null; then \
 			echo "a GPU, and a Python that has torch for it"; \
-			$(PYTHON) -m venv --system-site-packages .venv; torch=; \
+			$(PYTHON) -m venv --system-site-packages .venv; \
 		else \
 			echo "a GPU: installing torch for it"; \
-			$(PYTHON) -m venv .venv; torch=torch; \
+			$(PYTHON) -m venv .venv; $(PIP) torch; \
 		fi; \
 	else \
 		echo "no GPU: installing $(CPU_TORCH)"; \
-		$(PYTHON) -m venv .venv; torch='$(CPU_TORCH)'; \
-	fi; \
-	[ -z "$$torch" ] || $(BIN)/python -m pip install --quiet "$$torch"; \
-	$(BIN)/python -m pip install --quiet --editable '.[test,lint]'
+		$(PYTHON) -m venv .venv; $(PIP) $(if $(CPU_INDEX),--index-url $(CPU_INDEX)) $(CPU_TORCH); \
+	fi
+	@$(PIP) --editable .
+	@touch $@
+
+$(READY_FOR_TESTS): $(READY)
+	$(PIP) --editable '.[test,lint]'
 	touch $@
 
 clean:
