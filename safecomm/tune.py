@@ -26,6 +26,7 @@ import torch.distributed.distributed_c10d as c10d
 from safecomm.arena.use import use_arena
 from safecomm.collectives.bucketed import bucketed
 from safecomm.collectives.reduce import all_reduce
+from safecomm.diagnostics.table import laid_out
 from safecomm.peers import tuning
 
 SIZES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
@@ -155,12 +156,26 @@ def tune_low_latency(out: Path, rounds: int, say: Callable[[str], None]) -> None
         tuning.tune(device, out, rounds, say)
 
 
+def _milliseconds(us: float) -> str:
+    """Return ``us`` in ms, with three digits that say something.
+
+    Examples
+    --------
+    >>> [_milliseconds(us) for us in (3.21, 4567.8, 234567.8)]
+    ['0.00321', '4.57', '235']
+    """
+    ms = us / 1e3
+    return f"{ms:.3g}" if ms < 1000 else f"{ms:.0f}"
+
+
 def _tell(us: dict[str, float], sizes: Sequence[float], device: torch.device, out: Path, png: Path | None) -> None:
     chosen = best({size: us[_name(size)] for size in sizes})
     print("200 all_reduces of 4 KiB to 256 KiB: time on the slowest rank, median\n")
-    for name, took in us.items():
-        mark = "   <- use this" if name == _name(chosen) else ""
-        print(f"{name:30}{took:10.0f} us{took / us[ONE_BY_ONE]:8.2f} of one by one{mark}")
+    rows = [
+        (name, f"{_milliseconds(took)} ms", f"{took / us[ONE_BY_ONE]:.2f}", "<- use this" * (name == _name(chosen)))
+        for name, took in us.items()
+    ]
+    print("\n".join(laid_out(("way", "time", "of one by one", ""), rows)))
     found = {
         "bucket_mb": chosen,
         "us": us,
