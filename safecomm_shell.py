@@ -151,7 +151,7 @@ def _run_arguments(parser: argparse.ArgumentParser) -> None:
 def _report_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "files", nargs="+", type=Path, metavar="FILE",
-        help="of record_memory(), or a memory snapshot of torch, of any program",
+        help="of record_memory(), or a memory snapshot of torch, of any program; or a folder of them",
     )  # fmt: skip
     parser.add_argument("--html", type=Path, metavar="PATH", help="also write a page with the timelines, side by side")
     parser.add_argument("--png", type=Path, metavar="PATH", help="also write a plot (needs matplotlib)")

@@ -15,6 +15,7 @@ import torch
 
 import safecomm
 from safecomm.diagnostics.checked import printable
+from safecomm.progress import Progress
 from safecomm_shell import DONE, INTERRUPTED, USAGE, WRONG, speaks
 
 
@@ -106,14 +107,18 @@ def _run(options: argparse.Namespace) -> Callable[[], int]:
 
 def _report(options: argparse.Namespace) -> int:
     from safecomm.diagnostics.plot import plot
-    from safecomm.diagnostics.report import make_reports
+    from safecomm.diagnostics.report import compared, make_reports
 
-    reports = make_reports(options.files, progress=_say)
+    with Progress() as progress:
+        reports = make_reports(options.files, progress)
     if options.html is not None:  # before what is printed, whose reader may go away
         _write_page(options.html, reports)
     if options.png is not None:
         plot(reports, options.png)
-    _print("\n\n\n".join(map(str, reports)))
+    _print(compared(reports))
+    for path in (options.html, options.png):
+        if path is not None:
+            _print(f"\nwrote {printable(str(path))}")
     return DONE
 
 
@@ -151,10 +156,11 @@ def _tune(options: argparse.Namespace) -> Callable[[], int] | int:
 
     def begin() -> int:
         try:
-            if not options.low_latency:
-                tune.tune(sizes, options.out, options.png, options.rounds, _say)
-                return DONE
-            tune.tune_low_latency(options.out, options.rounds, _say)
+            with Progress() as progress:
+                if options.low_latency:
+                    tune.tune_low_latency(options.out, options.rounds, progress)
+                else:
+                    tune.tune(sizes, options.out, options.png, options.rounds, progress)
         except KeyboardInterrupt:  # whoever has started the ranks says so
             return INTERRUPTED
         except RuntimeError as error:

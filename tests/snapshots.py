@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import pickle
 
+from safecomm.diagnostics.snapshot import Block, Snapshot, Stacks, Trace
+
 MIB = 1 << 20
 SEGMENT = 20 * MIB
 
@@ -173,6 +175,14 @@ def forum(*, stripes, layers=8, iterations=5, size=64 * MIB, lag=6):
     return allocator, most
 
 
+def pair(folder):
+    """Write two snapshots of the forum's program, with stripes and without, and return their paths."""
+    return [
+        write(folder / f"{name}.pickle", forum(stripes=stripes)[0].snapshot())
+        for name, stripes in (("stock", True), ("safecomm", False))
+    ]
+
+
 def large(nbytes):
     """Return a snapshot whose pickle has about ``nbytes``."""
     entries = []
@@ -196,6 +206,40 @@ def large(nbytes):
                 }
             )
     return {"segments": [], "device_traces": [entries], "allocator_settings": {}, "external_annotations": []}
+
+
+def many(path, count):
+    """Return a snapshot of ``count`` allocations as it is read, without the file: some wait when they are freed.
+
+    Of sizes from 512 B to 1 MB, and freed when others have been allocated.
+    """
+    import numpy as np
+
+    stacks = Stacks()
+    stack_of = [stacks.number(stack((number, f"layer{number % 40}"))) for number in range(1, 61)]
+    numbers = np.arange(count)
+    sizes = 512 * np.array((1, 2, 3, 500, 2000, 1, 700))[numbers % 7]
+    made = 5 * numbers
+    freed = made + 2 + 5 * np.where(numbers % 500 == 0, 20000, 1 + numbers * numbers % 199)
+    back = freed + np.where(sizes > 300000, 500, 0)
+    end = int(made[-1])
+    moments, places = np.unique(np.concatenate((made, freed, back)), return_inverse=True)
+    used, waiting = (np.zeros(len(moments), dtype=np.int64) for _ in range(2))
+    for changed, when, sign in ((used, 0, 1), (used, 1, -1), (waiting, 1, 1), (waiting, 2, -1)):
+        np.add.at(changed, places[when * count : (when + 1) * count], sign * sizes)
+    blocks = []
+    rows = zip((made / 1e6).tolist(), freed.tolist(), back.tolist(), sizes.tolist(), strict=True)
+    for number, (start, given, usable, size) in enumerate(rows):
+        block = Block(number, size, 0, start, stack_of[number % 60])
+        block.freed_at = block.made_at
+        block.requested = given / 1e6 if given <= end else None
+        block.completed = usable / 1e6 if usable <= end else None
+        blocks.append(block)
+    shown = moments <= end
+    trace = Trace(0, end / 1e6, blocks, (moments[shown] / 1e6).tolist())
+    trace.allocated, trace.unusable = used.cumsum()[shown].tolist(), waiting.cumsum()[shown].tolist()
+    trace.reserved = [0] * len(trace.times)
+    return Snapshot(path, [], [trace], stacks)
 
 
 def write(path, snapshot):

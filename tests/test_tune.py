@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -35,7 +36,8 @@ def test_it_measures_says_and_writes(tmp_path):
     assert f"bucketed({found['bucket_mb']:g})" in next(
         line for line in done.stdout.splitlines() if line.endswith("use this")
     )
-    assert "round 1 of" in done.stdout + done.stderr
+    assert "round 1 of" not in done.stdout + done.stderr  # which no terminal shows
+    assert re.search(r"^one by one +\d[\d.]* ms +1\.00$", done.stdout, re.MULTILINE)
     assert png.stat().st_size > 1000
 
 

@@ -45,15 +45,15 @@ class Block:
 
     __slots__ = ("address", "completed", "freed_at", "label", "made", "made_at", "requested", "size", "stream")
 
-    def __init__(self, address: int, size: int, stream: int, made: float, made_at: Any, label: str = "") -> None:
+    def __init__(self, address: int, size: int, stream: int, made: float, made_at: int, label: str = "") -> None:
         self.address = address
         self.size = size
         self.stream = stream
         self.made = made  # 0 for what was there before
-        self.made_at = made_at  # the frames of the allocation; None if that is before the trace
+        self.made_at = made_at  # the number of the stack of the allocation; 0 if that is before the trace
         self.requested: float | None = None  # when the program freed it; None if it has not
         self.completed: float | None = None  # when the allocator could give it out again; as requested if at once
-        self.freed_at: Any = None  # the frames of that
+        self.freed_at = 0  # the number of the stack of that
         self.label = label  # what the program has attached to it: torch's user_metadata
 
 
@@ -193,7 +193,7 @@ class _Progress(io.BufferedReader):
 
 
 @contextlib.contextmanager
-def _without_collection() -> Iterator[None]:
+def without_collection() -> Iterator[None]:
     """Keep the garbage collector off: it would look again and again through the millions of objects that are made."""
     enabled = gc.isenabled()
     gc.disable()
@@ -214,7 +214,7 @@ def read_snapshot(path: Path, progress: Callable[[int, int], None] = lambda done
     ValueError
         If it is not a whole snapshot. The message says in what way.
     """
-    with _without_collection():
+    with without_collection():
         try:
             with path.open("rb") as plain, mmap.mmap(plain.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 _look_through(data)
@@ -293,7 +293,7 @@ class _Reader:
             if type(state) is not str:
                 raise ValueError(f"{type(state).__name__} instead of a state")
             place = _address(block.get("address", place))
-            blocks.append(_Part(place, checked.whole(self._field(block, "size")), state, self._frames(block)))
+            blocks.append(_Part(place, checked.whole(self._field(block, "size")), state, self._stack(block)))
             place += blocks[-1].size
         free = [block.size for block in blocks if block.state == "inactive"]
         segment = Segment(
@@ -315,9 +315,13 @@ class _Reader:
         now = 0.0
         seen = self._stacks.seen
         for number, one in enumerate(history):
-            action = self._field(one, "action")
+            action = one.get("action") if type(one) is dict else None
+            if action is None:
+                action = self._field(one, "action")
             # Before torch 2.1 entries have no time: then the number of the entry stands for it.
-            time = checked.whole(one.get("time_us", number), 0, 1 << 53)
+            time = one.get("time_us", number)
+            if type(time) is not int or not 0 <= time < 1 << 53:
+                time = checked.whole(time, 0, 1 << 53)
             if not number and "time_us" in one:
                 start = time
             later = (time - start) / 1e6
@@ -336,10 +340,8 @@ class _Reader:
                 ):
                     address, size = _address(self._field(one, "addr")), checked.whole(self._field(one, "size"))
                     stream = _stream(stream)
-                frames = one.get("frames")
-                if id(frames) not in seen:
-                    self._frames(one)
-                yield action, address, size, stream, now, frames, label
+                known = seen.get(id(one.get("frames")))
+                yield action, address, size, stream, now, known[1] if known else self._stack(one), label
 
     def _label(self, value: Any) -> str:
         if type(value) is not str:
@@ -349,12 +351,11 @@ class _Reader:
             label = self._labels[value] = checked.text(value)
         return label
 
-    def _frames(self, one: dict[str, Any]) -> Any:
+    def _stack(self, one: dict[str, Any]) -> int:
         frames = one.get("frames")
         if frames is not None and type(frames) is not list:
             raise ValueError(f"{type(frames).__name__} instead of a stack")
-        self._stacks.number(frames)  # where it is looked at
-        return frames
+        return self._stacks.number(frames)
 
 
 class _Part(NamedTuple):
@@ -363,11 +364,11 @@ class _Part(NamedTuple):
     address: int
     size: int
     state: str
-    frames: Any
+    stack: int
 
 
-_Event = tuple[str, int, int, int, float, Any, str]
-"""An entry of a history: action, address, size, stream, time, frames, and what the program has attached."""
+_Event = tuple[str, int, int, int, float, int, str]
+"""An entry of a history: action, address, size, stream, time, stack, and what the program has attached."""
 
 _Found = tuple[Segment, list[_Part]]
 
@@ -409,7 +410,7 @@ def _trace(device: int, events: Iterator[_Event], segments: list[_Found]) -> Tra
     base_allocated = base_unusable = 0
     now = 0.0
     before = ("", 0)
-    for action, address, size, stream, now, frames, label in events:
+    for action, address, size, stream, now, stack, label in events:
         if action == "annotate":
             known = live.get(address)
             if known is not None:
@@ -417,23 +418,23 @@ def _trace(device: int, events: Iterator[_Event], segments: list[_Found]) -> Tra
             continue
         last, before = before, (action, address)
         if action == "alloc":
-            block = live[address] = Block(address, _rounded(size), stream, now, frames, label)
+            block = live[address] = Block(address, _rounded(size), stream, now, stack, label)
             blocks.append(block)
             allocated += block.size
         elif action in ("free_requested", "free"):
             known = live.get(address)
             if known is None:  # allocated before the trace begins
-                known = live[address] = Block(address, _rounded(size), stream, 0.0, None)
+                known = live[address] = Block(address, _rounded(size), stream, 0.0, 0)
                 blocks.append(known)
                 base_allocated += known.size
             known.requested = now
-            known.freed_at = frames
+            known.freed_at = stack
             allocated -= known.size
             unusable += known.size
         elif action == "free_completed":
             known = live.pop(address, None)
             if known is None:  # freed before the trace begins
-                known = Block(address, _rounded(size), stream, 0.0, None)
+                known = Block(address, _rounded(size), stream, 0.0, 0)
                 known.requested = 0.0
                 blocks.append(known)
                 base_unusable += known.size
@@ -456,7 +457,7 @@ def _trace(device: int, events: Iterator[_Event], segments: list[_Found]) -> Tra
     for segment, parts in segments:
         for part in parts:
             if part.state != "inactive" and part.address not in live:  # there from the beginning to the end
-                known = Block(part.address, part.size, segment.stream, 0.0, part.frames or None)
+                known = Block(part.address, part.size, segment.stream, 0.0, part.stack)
                 blocks.append(known)
                 if part.state in _AWAITING:
                     known.requested = 0.0

@@ -14,7 +14,7 @@ from safecomm import leaks
 from safecomm.diagnostics.doctor import diagnose
 from safecomm.diagnostics.record import read_recording
 from safecomm.diagnostics.report import make_reports, waiting
-from safecomm.diagnostics.snapshot import Stacks, read_snapshot
+from safecomm.diagnostics.snapshot import read_snapshot
 
 
 def layers(library, x, count, side):
@@ -64,7 +64,7 @@ def diagnostics_snapshots_of_a_program_with_stripes():
             (trace.allocated[-1], stats["allocated_bytes.all.current"]),
         ):
             require(abs(told - counted) <= 0.01 * counted, name, told, counted)
-        stripes = waiting(trace, Stacks())
+        stripes = waiting(trace, snapshot.stacks)
         if name == "stock":
             require(max(trace.unusable) >= 10 * 64 * MIB, max(trace.unusable))
             require(stripes[0][0].endswith(f"diagnostics.py:{LINE} in layers"), stripes[0])
