@@ -85,7 +85,7 @@ def _legend(timelines: Sequence[Timeline], numbers: dict[str, int]) -> list[Any]
 
 def _draw(axes: Any, timeline: Timeline, numbers: dict[str, int]) -> None:
     from matplotlib import rcParams
-    from matplotlib.collections import PolyCollection
+    from matplotlib.collections import LineCollection, PolyCollection
 
     def colour(site: str) -> str:
         return colours.LINES[numbers[site]] if site in numbers else colours.OTHER
@@ -109,6 +109,11 @@ def _draw(axes: Any, timeline: Timeline, numbers: dict[str, int]) -> None:
                     {"hatch": "////", "edgecolors": colours.HATCH} if hatched else {"edgecolors": "face"}
                 )
                 axes.add_collection(PolyCollection(corners, facecolors=fills, linewidths=0, **look))
+        # A thin line tells a block from the next, where there is room for one.
+        least = max(values) / 100
+        apart = [one for one in drawn if one[0].nbytes / MIB > least]
+        lines = [[(start * 1e3, bottom / MIB), (end * 1e3, bottom / MIB)] for _, start, end, bottom in apart]
+        axes.add_collection(LineCollection(lines, colors="white", linewidths=0.5))
     if timeline.bands:
         times = sorted({time for points in timeline.bands.values() for time, _ in points})
         heights = [[value / MIB for value in _stepped(points, times)] for points in timeline.bands.values()]
