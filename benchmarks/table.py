@@ -1,4 +1,8 @@
-"""Write the README's figures from the committed results: ``python benchmarks/table.py``; ``--check`` only compares."""
+"""Write the figures of ``docs/benchmarks.md``, and the README's six, from the committed results.
+
+    python benchmarks/table.py          # writes them
+    python benchmarks/table.py --check  # only compares
+"""
 
 import json
 import pathlib
@@ -294,52 +298,120 @@ def imported(results):
 
 def failed(cases):
     names = [f"`{name}`" for name, case in cases.items() if not case["passed"]]
-    return f"not {', '.join(names)} (see Limits)." if names else "none failed."
+    return f"not {', '.join(names)} (see [limits.md](limits.md))." if names else "none failed."
 
 
 def figures():
+    """Return all of them, for ``docs/benchmarks.md``."""
     gpu, times = load("gpu_tests.json"), load("host_time.json")
     cases = gpu["cases"]
     parts = [
         "Measured by `torchrun --nproc-per-node 2 tests/gpu/run.py` and `... benchmarks/host_time.py`:",
         f"{setting(gpu)}. The results are in",
-        "[benchmarks/results](benchmarks/results), and `python benchmarks/table.py` makes these tables of them.",
+        "[benchmarks/results](../benchmarks/results), and `python benchmarks/table.py` makes these tables of them.",
         "Absolute times are one machine's; the ratios are medians of interleaved runs.",
         f"Of {len(cases)} cases {sum(case['passed'] for case in cases.values())} passed; {failed(cases)}",
         f"They ran at the commits {', '.join(sorted({case['commit'] for case in cases.values()}))}, the times of calls",
-        f"at {times['commit']}; what has changed since is under Limits.\n",
+        f"at {times['commit']}; [limits.md](limits.md#what-was-measured-and-what-was-not) says what has changed since.",
+        "\n## Corrupted tensors\n",
         safety(cases),
+        "## Memory\n",
         memory(cases),
+        "## record_stream and CUDA graphs\n",
         recorded(cases),
+        "## Compute and communication side by side\n",
         overlap(cases),
+        "## The arena\n",
         arena(
             load("arena_host_time.json"),
             load("arena_lists.json"),
             load("arena_fragmentation.json"),
             cases,
         ),
+        "## Many small collectives\n",
         bucketed(load("bucketed.json")),
+        "## Low-latency collectives\n",
         low_latency(load("low_latency.json")),
         low_latency(load("low_latency_4.json")),
+        "## Megatron\n",
         megatron(load("megatron.json")),
+        "## Host time of a call\n",
         host(times, times["backend"]),
         host(load("host_time_gloo.json"), "gloo, one rank"),
+        "## Import\n",
         imported(load("import_time.json")),
     ]
     return "\n".join(parts)
 
 
-def main():
-    readme = ROOT / "README.md"
-    text = readme.read_text()
+def six():
+    """Return the figures of the README."""
+    gpu, times, latency = load("gpu_tests.json"), load("host_time.json"), load("low_latency.json")
+    cases = gpu["cases"]
+    streams = cases["s1_every_combination_of_streams"]["figures"]
+    trials = streams["programs"] * streams["trials each"] * gpu["world"]
+    forum = cases["s2_forum_program_with_record_stream"]["figures"]
+    captured = cases["s5_record_stream_in_a_capture"]["figures"]
+    dropped = cases["s3_dropped_handles"]["figures"]
+    small = latency["us in graphs"]["all_reduce"][str(8 << 10)]
+    reduce = times["rows"]["all_reduce, sync, default stream"]
+    ratios = [row["ratio"] for row in times["rows"].values()]
+
+    def deepest(library):
+        return captured[f"Python, {library}: MiB at 4, 16, 64 layers"][-1]
+
+    rows = [
+        (
+            f"{streams['programs']} programs on three streams: corrupted tensors, of {trials}",
+            streams["stock corrupted"],
+            streams["safecomm corrupted"],
+        ),
+        (
+            "`all_reduce` on a side stream and `record_stream`: peak, MiB "
+            f"(without `record_stream` {forum['stock, no record_stream']['peak MiB']})",
+            forum["stock"]["peak MiB"],
+            forum["converted"]["peak MiB"],
+        ),
+        ("64 layers of it in a CUDA graph: MiB", deepest("stock"), deepest("safecomm")),
+        (
+            "16 dropped handles of 32 MiB: MiB still held when complete",
+            dropped["stock, drain: MiB held"],
+            dropped["safecomm, drain: MiB held"],
+        ),
+        ("`all_reduce` of 8 KiB in a CUDA graph, `low_latency()`: us", small["NCCL"], small["safecomm"]),
+        (
+            f"host time of `all_reduce`, 1 KiB: us (all calls: {min(ratios):.2f} to {max(ratios):.2f} of torch's)",
+            reduce["stock"],
+            reduce["safecomm"],
+        ),
+    ]
+    (where,) = {f"{one['world']} x {one['device']}, torch {one['torch']}" for one in (gpu, times, latency)}
+    return table((where, "torch.distributed", "safecomm"), rows)
+
+
+MADE = {"README.md": six, "docs/benchmarks.md": figures}
+"""What makes the figures of each document, between the two marks in it."""
+
+
+def made(name):
+    """Return a document as it is, and as it should be."""
+    text = (ROOT / name).read_text(encoding="utf-8")
     before, rest = text.split(BEGIN)
     _, after = rest.split(END)
-    made = f"{before}{BEGIN}\n{figures()}{END}{after}"
-    if "--check" in sys.argv:
-        if made != text:
-            sys.exit("README.md is not what benchmarks/table.py makes of the results")
-        return
-    readme.write_text(made)
+    return text, f"{before}{BEGIN}\n{MADE[name]()}{END}{after}"
+
+
+def stale():
+    """Return the documents whose figures are not those of the results."""
+    return [name for name in MADE if len(set(made(name))) > 1]
+
+
+def main():
+    if "--check" not in sys.argv:
+        for name in MADE:
+            (ROOT / name).write_text(made(name)[1], encoding="utf-8")
+    elif wrong := stale():
+        sys.exit(f"{', '.join(wrong)}: not what benchmarks/table.py makes of the results")
 
 
 if __name__ == "__main__":

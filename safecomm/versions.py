@@ -1,7 +1,7 @@
 """The versions of torch: which are needed, which were tested and how, and what is said of the others.
 
-The one table of them: the import, ``patch()``, the doctor, ``make compat`` read it, and the README and
-``docs/torch_versions.md`` have it as :func:`markdown` makes it.
+The one table of them: the import, ``patch()``, the doctor, ``make compat`` read it. ``docs/torch_versions.md`` has it as
+:func:`markdown` makes it, and the README as :func:`brief` does.
 """
 
 from __future__ import annotations
@@ -162,5 +162,27 @@ def markdown() -> str:
         "| | tested | tried by hand | not tried |",
         "| --- | --- | --- | --- |",
         *(f"| {one.what} | {one.tested or '-'} | {one.tried or '-'} | {one.untried} |" for one in SUPPORT),
+    ]
+    return "\n".join(rows)
+
+
+def brief() -> str:
+    """Return one table of what was tested and what was not.
+
+    It has one row for all versions of torch, and none for what that row names already.
+
+    Examples
+    --------
+    >>> brief().splitlines()[0]
+    '| | tested | not tried |'
+    """
+    on_cpu = ", ".join(one.torch for one in TESTED)
+    on_gpus = ", ".join(f"{one.torch} ({one.gpu})" for one in TESTED if one.gpu)
+    rows = [
+        "| | tested | not tried |",
+        "| --- | --- | --- |",
+        f"| torch on the CPU, with gloo | {on_cpu} | others from {OLDEST} on |",
+        f"| torch on GPUs, with NCCL | {on_gpus} | others |",
+        *(f"| {one.what} | {one.tested or '-'} | {one.untried} |" for one in SUPPORT if one.untried != "others"),
     ]
     return "\n".join(rows)

@@ -142,7 +142,7 @@ def _is_asynchronous(case: Case) -> bool:
     return case["async"] in ("True", "1", "numpy True") or case["call"] == "isend_irecv"
 
 
-_LIMITS = "README, Limits: "
+_LIMITS = "docs/limits.md: "
 
 KNOWN = [
     (

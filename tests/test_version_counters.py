@@ -209,7 +209,7 @@ def test_tensors_that_require_a_gradient_raise_as_torchs_do_s8(name):
 @pytest.mark.parametrize("name", {**REDUCTIONS, **MOVES})
 @on(2)
 def test_asynchronous_outputs_that_require_a_gradient_raise_as_torchs_or_record_nothing_s8(name):
-    # The README's limit: where torch raises in gloo's thread, safecomm may write, and then records no gradient.
+    # docs/limits.md: where torch raises in gloo's thread, safecomm may write, and then records no gradient.
     expected, found = _both(name, True, _leaf_in_place if name in IN_PLACE else _leaf)
     if found != expected:
         assert isinstance(expected[0], type), (expected, found)

@@ -96,9 +96,22 @@ def test_the_table_is_in_order_and_says_of_each_what_ran():
         assert one.pythons
 
 
-@pytest.mark.parametrize("file", ["README.md", "docs/torch_versions.md"])
-def test_the_documents_have_the_table(file):
+@pytest.mark.parametrize(("file", "table"), [("README.md", "brief"), ("docs/torch_versions.md", "markdown")])
+def test_the_documents_have_the_table(file, table):
     text = (ROOT / file).read_text(encoding="utf-8")
     found = re.search(r"<!-- versions:begin -->\n(.*?)\n<!-- versions:end -->", text, re.DOTALL)
     assert found, f"{file} has no table of versions"
-    assert found[1] == versions.markdown(), f"{file} is out of date: it should have what versions.markdown() returns"
+    made = getattr(versions, table)()
+    assert found[1] == made, f"{file} is out of date: it should have what versions.{table}() returns"
+
+
+def test_the_short_table_leaves_out_no_torch_and_nothing_that_was_not_tried():
+    told = versions.brief()
+    for one in versions.TESTED:
+        assert one.torch in told
+        assert one.gpu in told
+    for one in versions.SUPPORT:
+        if one.untried == "others":
+            assert f"{one.tested.split()[-1]}" in told, "the row of torch on GPUs says it"
+        else:
+            assert one.untried in told
