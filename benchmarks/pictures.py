@@ -17,7 +17,7 @@ from safecomm.diagnostics.plot import plot
 from safecomm.diagnostics.report import MIB, make_reports
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-RECORDED = ROOT / "tests" / "recorded"
+RECORDED = ROOT / "safecomm" / "recorded"
 PICTURES = ROOT / "docs" / "pictures"
 TITLES = {"stock": "torch.distributed and record_stream", "safecomm": "the same program, with safecomm"}
 INKS = {"light": "#1f2328", "dark": "#e6edf3"}
