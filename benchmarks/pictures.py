@@ -1,7 +1,7 @@
 """Draw the README's picture from the recorded runs: ``python benchmarks/pictures.py``; ``--check`` only compares.
 
-The memory of the forum's program with ``record_stream`` and inside of ``avoid_record_streams()``, as ``report --png`` draws
-it, in the colours of a light and of a dark page.
+The memory of the forum's program with ``record_stream`` and inside of ``avoid_record_streams()``, as ``report --png``
+draws it, in the colours of a light and of a dark page.
 """
 
 import dataclasses
@@ -69,8 +69,8 @@ def make(reports, folder):
 def stale():
     """Return the names of the pictures that are not what :func:`make` draws of the recorded runs.
 
-    Each version of matplotlib writes other text. So with another one than has drawn a picture, or with none, it is asked
-    only whether the picture was drawn from the same data.
+    Each version of matplotlib writes other text. So with another one than has drawn a picture, or with none, it is
+    asked only whether the picture was drawn from the same data.
     """
     reports = drawn()
     here = None

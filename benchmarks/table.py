@@ -1,7 +1,7 @@
 """Write the figures of ``docs/benchmarks.md``, and the README's six, from the committed results.
 
-    python benchmarks/table.py          # writes them
-    python benchmarks/table.py --check  # only compares
+python benchmarks/table.py          # writes them
+python benchmarks/table.py --check  # only compares
 """
 
 import json

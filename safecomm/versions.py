@@ -1,7 +1,7 @@
 """The versions of torch: which are needed, which were tested and how, and what is said of the others.
 
-The one table of them: the import, ``patch()``, the doctor, ``make compat`` read it. ``docs/torch_versions.md`` has it as
-:func:`markdown` makes it, and the README as :func:`brief` does.
+The one table of them: the import, ``patch()``, the doctor, ``make compat`` read it. ``docs/torch_versions.md`` has it
+as :func:`markdown` makes it, and the README as :func:`brief` does.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ SUPPORT = (
     Support("CUDA", "13.0", "", "others"),
     Support("GPUs", "NVIDIA H200", "", "others"),
     Support("GPUs of one machine", "2, 4", "", "8 and others"),
-    Support("several machines", "", "", "none: that is torchrun and NCCL, nothing of safecomm's own"),
+    Support("several machines", "", "", "all of it: torchrun and NCCL do that, nothing of safecomm's own"),
     Support("ROCm", "", "", "all of it"),
 )
 

@@ -41,7 +41,7 @@ def test_internal_links_lead_to_files_and_headings(path):
 
 def test_links_are_found_and_broken_ones_are_too(tmp_path):
     page = tmp_path / "page.md"
-    page.write_text("# S1. Alive `x` here\n[a](page.md#s1-alive-x-here) `[b](c)` [d](https://e)\n<img src=\"f.svg\">\n")
+    page.write_text('# S1. Alive `x` here\n[a](page.md#s1-alive-x-here) `[b](c)` [d](https://e)\n<img src="f.svg">\n')
     assert links(page) == ["page.md#s1-alive-x-here", "f.svg"]
     assert anchors(page) == {"s1-alive-x-here"}
 
