@@ -4,36 +4,48 @@ Every tensor that a collective reads or writes is held exactly as long as it is 
 ``record_stream`` and without blocking the host. Everything that ``torch.distributed`` has is here under the same name;
 what is not wrapped is the very same object.
 
-The direction of dependency, top to bottom; nothing imports upwards (``tests/test_structure.py`` keeps it):
+    >>> import safecomm as dist
+    >>> work = dist.all_reduce(tensor, async_op=True)
+    >>> work.wait()  # from here on the tensor may be read, and freed
+    >>> dist.pending()  # what is still held, and by which line
+    >>> dist.drain()  # give back what is over
 
-    __init__, __main__, commands   the face; the shell, whose arguments are in safecomm_shell.py, which imports no torch
-    demo, tune             the program that shows what it is for; the best size of a bucket
-    patching               patch(), unpatch(), and the runner
-    diagnostics            where memory goes, and what keeps it; loaded when asked for
-    functional             autograd-aware collectives out of the arena
-    graphs                 graph(): a capture in which collectives behave
-    peers                  low_latency(): small collectives as one kernel over peer memory
-    record_stream          avoid_record_streams(): intercept, convert, verify
-    collectives            the wrapped collectives, a file a family
-    arena                  one contiguous block of communication buffers
-    captures               what CUDA graphs own
-    work                   the handle
-    ledger                 what is held, until when: it and trails decide every release, and nothing else does
-    trails                 what was used on another stream than its own, and what record_stream was called for
-    entries                what an entry is, and the lanes that entries are kept in
-    streams                where are we: streams, captures, events
-    homes                  the stream that memory was allocated on
-    backends               what the works of each class of backend do
-    refcounts              who else refers to an object
-    _torch, _submodules    private names of torch and of the driver; torch.distributed's submodules under our name
-    versions               the versions of torch, and what was tested on them
-    replacing              the switch that forbids what replaces anything of torch's
-    errors, sites, block   few, flat; call sites; blocks of a with statement that no exception leaves open
-    _version               the version
+``patch()`` does it for programs that import ``torch.distributed`` themselves, ``avoid_record_streams()`` for code that
+calls ``record_stream``, and ``graph()`` for CUDA graphs. ``functional`` has autograd-aware collectives, ``Arena`` has
+buffers out of one block, ``low_latency()`` has small collectives as one kernel, and ``memory_report()`` tells where
+memory is. ``help(safecomm.all_reduce)`` ends with what safecomm does beside torch.
 """
+
+# The direction of dependency, top to bottom; nothing imports upwards (``tests/test_structure.py`` keeps it):
+#
+#     __init__, __main__, commands   the face; the shell, whose arguments are in safecomm_shell.py, which needs no torch
+#     demo, tune, progress   the program that shows what it is for; the best size of a bucket; how far a command is
+#     patching               patch(), unpatch(), and the runner
+#     diagnostics            where memory goes, and what keeps it; loaded when asked for
+#     functional             autograd-aware collectives out of the arena
+#     graphs                 graph(): a capture in which collectives behave
+#     peers                  low_latency(): small collectives as one kernel over peer memory
+#     record_stream          avoid_record_streams(): intercept, convert, verify
+#     collectives            the wrapped collectives, a file a family
+#     arena                  one contiguous block of communication buffers
+#     captures               what CUDA graphs own
+#     work                   the handle
+#     ledger                 what is held, until when: it and trails decide every release, and nothing else does
+#     trails                 what was used on another stream than its own, and what record_stream was called for
+#     entries                what an entry is, and the lanes that entries are kept in
+#     streams                where are we: streams, captures, events
+#     homes                  the stream that memory was allocated on
+#     backends               what the works of each class of backend do
+#     refcounts              who else refers to an object
+#     _torch, _submodules    private names of torch and of the driver; torch.distributed's submodules under our name
+#     versions               the versions of torch, and what was tested on them
+#     replacing              the switch that forbids what replaces anything of torch's
+#     errors, sites, block   few, flat; call sites; blocks of a with statement that no exception leaves open
+#     _version               the version
 
 import logging
 import os
+import types
 from typing import TYPE_CHECKING, Any
 
 # First, because it refuses a torch that lacks what the rest imports.
@@ -134,6 +146,28 @@ _LAZY = {
 }
 """What is imported when it is first asked for: the module, and the name in it."""
 
+_OWN = (
+    "Arena", "ArenaError", "ArenaFullError", "ArenaStats", "BucketStats", "CaptureBoundaryError", "CapturedGraph",
+    "Lease", "LiveGraphError", "LowLatencyError", "LowLatencyLimits", "P2POp", "PeerTimeoutError", "Pending",
+    "PendingWorkError", "Plan", "RecordStreamError", "SafecommError", "StaleGraphError", "Work", "avoid_record_streams",
+    "bucketed", "drain", "empty", "functional", "graph", "is_patched", "leaks", "low_latency", "memory_report",
+    "original", "past", "patch", "patched", "pending", "record_memory", "record_plan", "settle_before_capture",
+    "unpatch", "use_arena",
+)  # fmt: skip
+"""The public names that are safecomm's own, beside the calls that are wrapped."""
+
+
+def _is_torchs(thing: object) -> bool:
+    """Return whether a name of ``torch.distributed`` is for its users, and not a module that it imports itself."""
+    return type(thing) is not types.ModuleType or thing.__name__.startswith("torch.distributed.")
+
+
+_PUBLIC = sorted(
+    {*_OWN, *(name for name, thing in vars(torch.distributed).items() if name[0] != "_" and _is_torchs(thing))}
+)
+if not TYPE_CHECKING:  # type checkers see what is imported above, and of a list that is made here would see nothing
+    __all__ = _PUBLIC
+
 _submodules.install()
 _versions.warn_if_newer()
 
@@ -180,8 +214,15 @@ def __getattr__(name: str) -> Any:
         except ModuleNotFoundError as error:
             if error.name != f"torch.distributed.{name}":
                 raise
-    raise AttributeError(f"module 'safecomm' has no attribute {name!r}, and neither has torch.distributed")
+    message = f"module 'safecomm' has no attribute {name!r}, and neither has torch.distributed"
+    if not name.startswith("_"):
+        import difflib
+
+        meant = difflib.get_close_matches(name, _PUBLIC, n=1)
+        message += f". Did you mean {meant[0]!r}?" if meant else ""
+    raise AttributeError(message)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY, *dir(torch.distributed)})
+    """Return torch.distributed's names and safecomm's public ones, for completion."""
+    return sorted({*dir(torch.distributed), *_PUBLIC, *(name for name in _WRAPPED if name in globals()), "__version__"})

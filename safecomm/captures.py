@@ -103,6 +103,20 @@ class CapturedGraph:
         self._finalizer: Any = None
         self._deaths: tuple[weakref.ref[Any], ...] = ()
 
+    def __repr__(self) -> str:
+        if RECORDING.get(self.capture) is self:
+            state = "being captured"
+        elif self._graph() is None:
+            state = "dead"
+        else:
+            state = "ready" if _live.get(id(self)) is self else "reset"
+        calls = len({(one.code, one.instruction) for one in list(self._arguments)})
+        return f"<CapturedGraph from {self.site}: {state}, {self.nbytes} bytes held for {calls} lines with collectives>"
+
+    def __dir__(self) -> list[str]:
+        """Return what is for users, for completion."""
+        return sorted({*object.__dir__(self)} - {"add", "before_replay", "begin", "lease", "seal"})
+
     # --- what it holds -----------------------------------------------------------------------------------
 
     def leases(self) -> list[Lease]:
@@ -121,8 +135,10 @@ class CapturedGraph:
     @property
     def nbytes(self) -> int:
         """Bytes that the graph holds outside of its own pool."""
-        slots = {pointer: storage.nbytes() for pointer, storage in self._slots.items()}
-        return sum({**slots, **{one.pointer: one.bytes for one in self._arguments if one.storage is not None}}.values())
+        # Of copies, because another thread may be capturing.
+        held = {pointer: storage.nbytes() for pointer, storage in list(self._slots.items())}
+        held.update({one.pointer: one.bytes for one in list(self._arguments) if one.storage is not None})
+        return sum(held.values())
 
     def uses(self, group: Any) -> bool:
         """Return whether a collective of ``group`` (None: of any group) was captured."""

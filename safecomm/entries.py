@@ -235,6 +235,8 @@ class Rules(Protocol):
     """Who answers for the device."""
     busy: dict[Lane, None]
     """The lanes that hold anything."""
+    quarantine: dict[Entry, None]
+    """What has failed."""
 
     def hold(
         self, work: W, op: str, inner: Any, group: Any, index: int, storages: tuple[Any, ...], frame: types.FrameType, /

@@ -36,6 +36,12 @@ from safecomm.collectives import reduce as _reduce
 from safecomm.collectives.call import at_once
 from safecomm.ledger import LEDGER
 
+__all__ = [
+    "AsyncResult", "all_gather", "all_reduce", "all_to_all", "copy_to_tensor_parallel_region",
+    "gather_from_sequence_parallel_region", "gather_from_tensor_parallel_region", "reduce_from_tensor_parallel_region",
+    "reduce_scatter", "reduce_scatter_to_sequence_parallel_region", "scatter_to_tensor_parallel_region",
+]  # fmt: skip
+
 _LINEAR = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
 
 # The name that torch 2.13 knows them by, and does not warn of.
@@ -68,6 +74,9 @@ class AsyncResult:
         self.work = work
         self._finish = finish
 
+    def __repr__(self) -> str:
+        return f"<AsyncResult of {'a call that is over' if self.work is None else self.work}>"
+
     def wait(self) -> torch.Tensor:
         """Order the current stream after the collective (CUDA), or block until it is over (CPU); return the result.
 
@@ -80,6 +89,10 @@ class AsyncResult:
             self._finish()
             self._finish = None
         return self._output
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
 
 
 # --- what is launched ----------------------------------------------------------------------------------------

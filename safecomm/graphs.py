@@ -66,6 +66,10 @@ class graph:  # noqa: N801
             cuda_graph, pool=pool, stream=stream, capture_error_mode=capture_error_mode, **newer
         )
         self._inside = contextlib.ExitStack()
+        self._captured: CapturedGraph | None = None
+
+    def __repr__(self) -> str:
+        return f"<graph(): {self._captured or 'not entered'}>"
 
     def __enter__(self) -> CapturedGraph:
         replacing.ask("graph()")
@@ -76,6 +80,7 @@ class graph:  # noqa: N801
             inside.enter_context(avoid_record_streams())
             self._capture.__enter__()
             captured = next(one for one in captures.RECORDING.values() if one._graph() is self._cuda_graph)
+            self._captured = captured
             self._inside = inside.pop_all()
         return captured
 

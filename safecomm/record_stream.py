@@ -124,6 +124,19 @@ class avoid_record_streams(Block):  # noqa: N801
             raise
         return self
 
+    def __repr__(self) -> str:
+        where = "inside" if self._entered else "outside"
+        told = f"{self.calls} calls of record_stream"
+        try:
+            most = self.sites.most_common(1)
+        except RuntimeError:  # another thread calls it just now
+            most = []
+        if most:
+            told += f", {most[0][1]} of them from {most[0][0]}"
+        if self.unusable:
+            told += f", {self.unusable} bytes freed but unusable"
+        return f"<avoid_record_streams(mode={self.mode!r}, release={self.release!r}): {where}, {told}>"
+
     def _leave_by(self, leave: Callable[[], None], ledger: Ledger) -> None:
         # It is not C's, as what closes a block has to be. So C notes that the next call of safecomm is to do it, and
         # that there is something to do.

@@ -173,8 +173,22 @@ class Work(Launched, _Base):
     def __reduce_ex__(self, _: object) -> Any:
         raise TypeError("a safecomm.Work can't be copied or pickled: it holds the memory of one running collective")
 
+    def __dir__(self) -> list[str]:
+        """Return torch's names and those that say what is held, for completion."""
+        return sorted({*dir(C10dWork), "inner", "nbytes", "op", "site"})
+
     def __repr__(self) -> str:
-        return f"<safecomm.Work of {self.inner!r}>"
+        """Tell from the ledger's side alone: no backend and no device is asked, so it is safe anywhere."""
+        storages = getattr(self, "storages", None)  # the last thing that a launch sets
+        if storages is None:
+            return "<safecomm.Work that is being launched>"
+        if not storages:
+            return f"<safecomm.Work {self.op} from {self.site}: nothing is held>"
+        if self in self.lane.ledger.quarantine:
+            state = "quarantined"
+        else:
+            state = "in a CUDA graph capture" if self.lane.capture else "in flight"
+        return f"<safecomm.Work {self.op} from {self.site}: {self.nbytes} bytes held, {state}>"
 
 
 class OnceWork(Work):
@@ -244,6 +258,10 @@ class MemberWork(Work):
 
     def _asking(self) -> AbstractContextManager[Any]:
         return _NOTHING  # it has no event
+
+    def __repr__(self) -> str:
+        region = self._region if isinstance(self._region, Launched) else "a coalescing region"
+        return f"<safecomm.Work of a call in {region}>"
 
 
 def handle(*, once: bool) -> Work:

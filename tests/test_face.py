@@ -16,6 +16,10 @@ from calls import GROUP_RANKS
 from ranks import on, run_program
 
 import safecomm
+from safecomm import captures
+from safecomm.captures import CapturedGraph
+from safecomm.collectives import effects
+from safecomm.patching.table import NAMES
 
 WRAPPED = [
     name
@@ -144,12 +148,180 @@ def test_dir_has_both():
     assert listed == sorted(set(listed))
 
 
-def test_a_star_import_gives_the_wrapped_functions():
+def test_a_star_import_gives_what_both_offer_and_no_module_that_torch_uses_itself():
     namespace = {}
     exec("from safecomm import *", namespace)
-    for name in WRAPPED + NEW:
-        if not name.startswith("_"):
-            assert namespace[name] is getattr(safecomm, name)
+    del namespace["__builtins__"]
+    offered = {name for name in WRAPPED + CLASSES + NEW + LAZY if not name.startswith("_")}
+    assert sorted(namespace) == safecomm.__all__
+    assert {*offered, "init_process_group", "ReduceOp", "functional"} <= set(namespace)
+    assert set(namespace) - offered - {"functional"} <= set(PUBLIC)
+    for name, thing in namespace.items():
+        assert thing is getattr(safecomm, name)
+        if type(thing) is types.ModuleType:
+            assert thing.__name__.startswith(("safecomm.", "torch.distributed."))
+
+
+def test_completion_shows_no_internals():
+    internals = set(dir(safecomm)) - set(dir(stock)) - {*WRAPPED, *CLASSES, *NEW, *LAZY, "functional", "__version__"}
+    assert internals == set()
+    for module, names in ((safecomm.functional, safecomm.functional.__all__), (safecomm.leaks, ["Leak", "watch"])):
+        assert dir(module) == sorted(names)
+    assert set(dir(safecomm.Work())) == {*dir(stock.Work), "inner", "nbytes", "op", "site"}
+
+
+@pytest.mark.parametrize(
+    ("misspelt", "meant"),
+    [("al_reduce", "all_reduce"), ("avoid_record_stream", "avoid_record_streams"), ("Reduceop", "ReduceOp")],
+)
+def test_a_misspelt_name_is_answered_with_the_one_that_was_meant(misspelt, meant):
+    with pytest.raises(AttributeError, match=f"'{misspelt}'.* Did you mean '{meant}'"):
+        getattr(safecomm, misspelt)
+
+
+def test_a_name_that_is_like_no_other_is_answered_with_none():
+    with pytest.raises(AttributeError) as caught:
+        safecomm.qqqq  # noqa: B018 - looked up for its error
+    assert str(caught.value) == "module 'safecomm' has no attribute 'qqqq', and neither has torch.distributed"
+
+
+# --- help -------------------------------------------------------------------------------------------------
+
+
+def test_the_package_s_help_begins_with_its_use():
+    text = safecomm.__doc__
+    assert "import safecomm as dist" in text.splitlines()[0]
+    assert len(text.splitlines()) <= 20
+    assert "imports upwards" not in text
+
+
+def test_every_call_that_is_wrapped_is_in_the_table_of_effects():
+    assert set(effects.TABLE) == set(NAMES)
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_help_ends_with_what_safecomm_does_with_the_memory(name):
+    text = inspect.getdoc(getattr(safecomm, name))
+    before, _, ours = text.partition("\n\nIn safecomm:\n")
+    assert before == inspect.getdoc(getattr(c10d, name)).rstrip()
+    lines = [line.removeprefix("    ") for line in ours.splitlines()]
+    assert lines == "\n".join(effects.TABLE[name]).splitlines()
+    assert lines[0].startswith(("Holds ", "Waits "))
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_the_arguments_that_help_says_are_held_are_the_call_s(name):
+    held = {word.strip(".,") for word in effects.TABLE[name][0].splitlines()[0].split() if "_" in word}
+    assert held <= set(inspect.signature(getattr(safecomm, name)).parameters) | {"async_ops"}
+
+
+def test_the_margin_of_help_is_torch_s_on_every_python():
+    """Python 3.13 takes the margin from what it compiles; torch's text is of either kind."""
+    for theirs in (
+        "One line.",
+        "One line.\n\n    Args:\n        x: it.\n    ",
+        "One line.\n\nArgs:\n    x: it.\n",
+        None,
+    ):
+        text = inspect.cleandoc(effects.help_of("all_reduce", theirs))
+        assert "In safecomm:\n    Holds tensor.\n" in text
+        if theirs is not None:
+            assert text.startswith(inspect.cleandoc(theirs))
+
+
+def test_a_function_of_somebody_s_own_keeps_its_text():
+    assert effects.help_of("mine", "Mine.") == "Mine."
+
+
+# --- repr -------------------------------------------------------------------------------------------------
+
+
+class Asked:
+    """A backend, a device or a stream that must not be asked."""
+
+    def __getattr__(self, name):
+        raise AssertionError(f"{name} was asked for")
+
+
+@on(1)
+def test_a_work_tells_its_call_its_bytes_its_line_and_its_state():
+    tensor = torch.ones(1024)
+    work = safecomm.all_reduce(tensor, async_op=True)
+    here = f"<safecomm.Work all_reduce from {__file__}:"
+    assert repr(work).startswith(here)
+    assert repr(work).endswith(": 4096 bytes held, in flight>")
+    work.wait()
+    assert repr(work).startswith(here)
+    assert repr(work).endswith(": nothing is held>")
+
+
+def test_the_repr_of_a_work_asks_neither_backend_nor_device():
+    work = safecomm.Work()
+    assert repr(work) == "<safecomm.Work that is being launched>"
+    ledger = types.SimpleNamespace(quarantine={}, streams=Asked())
+    frame = inspect.currentframe()
+    work.op, work.inner, work.code, work.instruction = "broadcast", Asked(), frame.f_code, frame.f_lasti
+    work.lane = types.SimpleNamespace(ledger=ledger, capture=7, current=Asked())
+    work.storages = (torch.ones(2).untyped_storage(),)
+    assert repr(work).endswith(": 8 bytes held, in a CUDA graph capture>")
+    ledger.quarantine[work] = None
+    assert repr(work).endswith(": 8 bytes held, quarantined>")
+
+
+@on(1)
+def test_a_call_in_a_region_tells_the_work_of_the_region():
+    with safecomm._coalescing_manager(async_ops=True):
+        call = safecomm.broadcast(torch.ones(4), 0, async_op=True)
+    assert repr(call) == "<safecomm.Work of a call in a coalescing region>"
+    call.wait()
+    call._region = safecomm.all_reduce(torch.ones(4), async_op=True)
+    assert repr(call) == f"<safecomm.Work of a call in {call._region}>"
+    call.wait()
+
+
+def test_a_captured_graph_tells_its_line_its_bytes_and_its_state():
+    class Graph:
+        pass
+
+    graph = Graph()
+    frame = inspect.currentframe()
+    captured = CapturedGraph(Asked(), graph, (0, 1), [], 0, 5, 9, frame)
+    assert repr(captured).startswith(f"<CapturedGraph from {__file__}:")
+    assert repr(captured).endswith(": reset, 0 bytes held for 0 lines with collectives>")
+    captured._slots[1] = torch.ones(2).untyped_storage()
+    captures.RECORDING[9] = captured
+    try:
+        assert ": being captured, 8 bytes held" in repr(captured)
+    finally:
+        del captures.RECORDING[9]
+    captures._live[id(captured)] = captured
+    try:
+        assert ": ready, " in repr(captured)
+    finally:
+        del captures._live[id(captured)]
+    del graph
+    assert ": dead, " in repr(captured)
+    assert {"add", "begin", "lease", "seal"}.isdisjoint(dir(captured))
+    assert {"leases", "nbytes", "replay", "reset", "site"} <= set(dir(captured))
+
+
+def test_contexts_tell_what_they_are_and_whether_they_are_entered():
+    avoided = safecomm.avoid_record_streams("count")
+    assert repr(avoided).endswith("(mode='count', release='auto'): outside, 0 calls of record_stream>")
+    with avoided:
+        avoided.calls = 3
+        avoided.sites["a.py:1 in f"] = 2
+        assert repr(avoided).endswith("inside, 3 calls of record_stream, 2 of them from a.py:1 in f>")
+    used = safecomm.use_arena("1MiB", device="cpu")
+    assert repr(used) == "<use_arena(<Arena of 1048576 bytes on cpu>): outside>"
+    with used:
+        assert repr(used).endswith("inside>")
+    planned = safecomm.record_plan("cpu")
+    with planned:
+        safecomm.empty(4)
+        assert repr(planned) == "<record_plan(): inside, 1 requests>"
+    assert repr(planned) == "<record_plan(): outside, 1 requests>"
+    assert repr(safecomm.low_latency()) == "<low_latency(): off: it was not switched on>"
 
 
 def test_every_own_name_is_exported_once_and_says_where_it_is_from():
@@ -178,7 +350,7 @@ def test_wrapped_functions_look_like_the_originals(name):
     if name in WRAPPED:
         assert ours.__name__ == theirs.__name__
         assert ours.__qualname__ == theirs.__qualname__
-        assert ours.__doc__ == theirs.__doc__
+        assert inspect.getdoc(ours).startswith(inspect.getdoc(theirs).rstrip())
         assert inspect.isfunction(ours)  # what dynamo and others ask
 
 

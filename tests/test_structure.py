@@ -1,7 +1,7 @@
 """The shape of the package: who may import whom, who may touch private names, and that all of it is documented."""
 
 import ast
-import inspect
+import itertools
 import json
 import sys
 import types
@@ -33,10 +33,11 @@ ALIASES = {"torch", "c10d", "_c10d", "C10dWork"}
 
 
 def layers():
-    """Return the layers that the docstring of the package lists, top to bottom, each a set of module names."""
-    lines = inspect.getdoc(safecomm).splitlines()
-    start = next(i for i, line in enumerate(lines) if "The direction of dependency" in line)
-    indented = [line for line in lines[start:] if line.startswith("    ")]
+    """Return the layers that the head of the package lists, top to bottom, each a set of module names."""
+    lines = (ROOT / "__init__.py").read_text().splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("# The direction of dependency"))
+    comment = itertools.takewhile(lambda line: line.startswith("#"), lines[start:])
+    indented = [line.removeprefix("#") for line in comment if line.startswith("#     ")]
     return [{name.strip() for name in line.strip().split("  ")[0].split(",")} for line in indented]
 
 
@@ -44,7 +45,7 @@ def layer_of(module):
     """Return the number of the layer that ``safecomm.<module>`` is in; 0 is the top."""
     first = module.split(".")[0] or "__init__"
     found = [number for number, names in enumerate(layers()) if first in names]
-    assert len(found) == 1, f"{first} is listed {len(found)} times in the docstring of safecomm/__init__.py"
+    assert len(found) == 1, f"{first} is listed {len(found)} times at the head of safecomm/__init__.py"
     return found[0]
 
 

@@ -122,6 +122,9 @@ class use_arena(Block):  # noqa: N801
             raise
         return arena
 
+    def __repr__(self) -> str:
+        return f"<use_arena({self.arena!r}): {'inside' if self._entered else 'outside'}>"
+
     def _leave(self, kind: type[BaseException] | None, *_: object) -> None:
         if not self._entered:
             raise RuntimeError("use_arena(): it was left, and had not been entered")
@@ -185,6 +188,10 @@ class record_plan:  # noqa: N801
     def __init__(self, device: torch.device | str | int | None = None) -> None:
         self._recorder = Recorder(device)
         self._use = use_arena(self._recorder)  # type: ignore[arg-type]
+
+    def __repr__(self) -> str:
+        where = "inside" if self._use._entered else "outside"
+        return f"<record_plan(): {where}, {len(self._recorder.plan.requests)} requests>"
 
     def __enter__(self) -> Plan:
         self._use.__enter__()

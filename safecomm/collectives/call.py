@@ -26,6 +26,7 @@ from torch.nn import Parameter
 
 from safecomm import _torch, backends, captures
 from safecomm.backends import Kind
+from safecomm.collectives import effects
 from safecomm.entries import WorkLane
 from safecomm.ledger import LEDGER
 from safecomm.sites import outside
@@ -665,8 +666,9 @@ What to call with the group, or its backend where groups have no hooks, the tens
 
 
 def stand_in(wrapper: F, original: Any) -> F:
-    """Give ``wrapper`` the name, signature and documentation of ``original``."""
+    """Give ``wrapper`` the name, signature and documentation of ``original``, with what safecomm does beside it."""
     functools.update_wrapper(wrapper, original)
+    wrapper.__doc__ = effects.help_of(original.__name__, original.__doc__)
     # For pickle, which looks a function up by its module and name, and for Dynamo, which asks the code for it.
     wrapper.__module__ = "safecomm"
     wrapper.__code__ = wrapper.__code__.replace(co_name=original.__name__)

@@ -38,12 +38,18 @@ STACK = 12
 MOST = 2000
 """Survivors that are looked into; others are counted with those that were made by the same line."""
 
+__all__ = ["Leak", "watch"]
+
 _WARM_UP = 2  # what only the first steps make, and later ones keep, is a cache
 _CO_OPTIMIZED = 1  # the code of a function: its locals are not a dictionary
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _OURS = str(Path(__file__).parents[1]) + os.sep
 
 Place = tuple[types.CodeType, int]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
 
 
 @dataclass(frozen=True)

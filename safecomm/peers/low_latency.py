@@ -157,6 +157,12 @@ class low_latency:  # noqa: N801
             self._leave(PATIENCE)()
             engine.raise_failure()
 
+    def __repr__(self) -> str:
+        of = "" if self._group is None else f"group {_torch.group_name(self._group)!r}, "
+        if self._engine is None:
+            return f"<low_latency(): {of}off: {self.reason}>"
+        return f"<low_latency(): {of}on, {self.calls} calls taken, {self.nbytes} bytes>"
+
     def _leave(self, patience: timedelta) -> Callable[[], None]:
         """Switch it off here, and return what waits for the other ranks and gives the memory back."""
         engine, self._engine = self._engine, None
