@@ -4,6 +4,7 @@
 # make gpu-test    the tests that need GPUs; results in build/gpu-test.json
 # make bench       the benchmarks, on GPUs; results in build/bench.json
 # make dist        build the wheel, install it into an empty environment, and try it there
+# make docs        the documentation as a site, in build/site; a broken link is an error
 # make clean       remove the virtual environment and what tools left behind
 #
 # Each makes the virtual environment .venv when it is not there, or when pyproject.toml has changed: torch and the package
@@ -26,7 +27,7 @@ READY := .venv/.ready
 READY_FOR_TESTS := .venv/.ready-for-tests
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 
-.PHONY: demo test compat gpu-test bench dist clean venv
+.PHONY: demo test compat gpu-test bench dist docs clean venv
 
 demo: $(READY)
 	@mkdir -p build
@@ -89,6 +90,17 @@ $(READY_FOR_TESTS): $(READY)
 	$(PIP) --editable '.[test,lint]'
 	touch $@
 
+# Without torch, and so in an environment of its own, of what pyproject.toml has as the extra "docs".
+docs: .venv-docs/.ready
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet --strict
+	@echo "the site is build/site/index.html"
+
+.venv-docs/.ready: pyproject.toml
+	rm -rf .venv-docs
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install --quiet $(shell sed -n 's/^docs = \[\(.*\)\]/\1/p' pyproject.toml | tr -d '",')
+	touch $@
+
 clean:
-	rm -rf .venv build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-docs build .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

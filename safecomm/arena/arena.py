@@ -175,6 +175,8 @@ class Arena:
     ``record_stream`` does nothing for the memory of an arena, except inside of ``avoid_record_streams()``. Storages
     can't be resized, also not to 0.
 
+    The arena is open until :meth:`close`, and keeps the block until then. May be used from any thread.
+
     Parameters
     ----------
     nbytes
@@ -193,8 +195,6 @@ class Arena:
     register
         An NCCL group with which the block is registered, which all ranks of the group do together, as they do
         :meth:`close`. ``full`` must be ``"raise"`` then. ``symmetric``: as a symmetric window (NCCL 2.30.7 or later).
-
-    The arena is open until :meth:`close`, and keeps the block until then. May be used from any thread.
 
     Raises
     ------

@@ -271,6 +271,8 @@ def bucketed(
     the outputs, in which ranks may differ: what gloo would refuse one by one is not refused. Sums of floating-point
     numbers over more than two ranks may be added in another order than one by one, because NCCL chooses by the size.
 
+    An exception inside of the block goes on, and what was put off is not launched.
+
     Raises
     ------
     ValueError
@@ -280,8 +282,6 @@ def bucketed(
         If the file can't be read.
     SafecommError
         At the end, if launching what was put off has failed before, and the block went on: some results are not there.
-
-    An exception inside of the block goes on, and what was put off is not launched.
 
     Examples
     --------
