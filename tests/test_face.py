@@ -168,6 +168,10 @@ def test_completion_shows_no_internals():
     for module, names in ((safecomm.functional, safecomm.functional.__all__), (safecomm.leaks, ["Leak", "watch"])):
         assert dir(module) == sorted(names)
     assert set(dir(safecomm.Work())) == {*dir(stock.Work), "inner", "nbytes", "op", "site"}
+    with safecomm.use_arena("1MiB", device="cpu") as arena:
+        assert {name for name in dir(arena) if name[0] != "_"} == {
+            "check", "close", "device", "empty", "from_plan", "map", "nbytes", "offset", "owns", "stats",
+        }  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -636,6 +636,10 @@ class Arena:
     def __str__(self) -> str:
         return repr(self) if self._ended else self.map()
 
+    def __dir__(self) -> list[str]:
+        """Return what is for users, for completion."""
+        return sorted({*object.__dir__(self)} - {"before_capture", "if_room", "index", "symmetric"})
+
     def __repr__(self) -> str:
         return f"<Arena of {self._layout.nbytes} bytes on {self._device}>"
 
