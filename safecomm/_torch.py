@@ -832,6 +832,36 @@ def unwaited() -> int | None:
     return None if _size_of_registry is None else _size_of_registry()
 
 
+_STAYS = "functional collectives that nobody waited for stay until the process ends, also under patch()"
+_works_are_told = (
+    _private(f"{_C_C10D}.PostHookArgs.work", None, _STAYS, lambda found: True, since="2.14") is not None
+)
+
+
+def functional_collectives() -> Any:
+    """Return torch's module of functional collectives; None where no hook tells their works."""
+    if not HOOKS or not _works_are_told:
+        return None
+    try:
+        import torch.distributed._functional_collectives as module
+    except ImportError:
+        return None
+    return module if hasattr(getattr(module, "AsyncCollectiveTensor", None), "elem") else None
+
+
+_group_named: Any = _private(
+    f"{_C_C10D}._resolve_process_group", None, f"where a group is given by its name, {_STAYS}"
+)
+
+
+def group_named(name: str) -> Any:
+    """Return the group that C++ knows under ``name``; None if it knows none."""
+    try:
+        return None if _group_named is None else _group_named(name)
+    except (RuntimeError, ValueError, TypeError):
+        return None
+
+
 # --- the dispatcher --------------------------------------------------------------------------------
 
 try:

@@ -83,6 +83,7 @@ class Entry:
     aliases: tuple[torch.Tensor, ...] = ()  # what c10d was given in place of the caller's tensors; emptied at release
     emptied: bool = False  # the aliases were
     settled: bool = False  # the host has waited for it before a capture
+    used: bool = False  # its work is complete, and somebody else may still wait for it: until then it only waits
     awaited: bool = False  # something else than the handle stands for the call, so nobody has forgotten it
     # A work that did not come by WorkLane.hold: it may be staged, have aliases, be of a capture. Or one that was seen
     # to be over, perhaps because it has failed; or whose handle is not the backend's own.

@@ -152,11 +152,16 @@ class Ledger:
         self.busy[lane] = None
         return work
 
-    def lane_of(self, group: Any, index: int, stream: int = 0, capture: int = 0, *, p2p: bool = False) -> WorkLane:
-        """Return the lane of works of ``group`` on device ``index``, and make it if there is none."""
+    def lane_of(
+        self, group: Any, index: int, stream: int = 0, capture: int = 0, *, p2p: bool = False, results: bool = False
+    ) -> WorkLane:
+        """Return the lane of works of ``group`` on device ``index``, and make it if there is none.
+
+        ``results``: the one of functional collectives, which are let go when they are complete, and in no other case.
+        """
         if self._diverted and not self._diverting:
             self._restore()  # an exception has kept the last one who wanted it from that
-        key = (id(group), index, capture, p2p)
+        key = (id(group), index, capture, p2p, results)
         lane = self._lanes.get(key)
         if lane is None:
             device_type = "cpu" if index == HOST else "cuda"
@@ -165,16 +170,16 @@ class Ledger:
             lane.group = weakref.ref(group, lambda _: self._group_died(key))
             lane.regions = _torch.world.pg_coalesce_state
             lane.kind = kind
-            lane.streamed = kind.streamed
-            lane.ordered = kind.streamed and not p2p  # point-to-point may have a communicator for each peer
+            lane.streamed = kind.streamed and not results
+            lane.ordered = lane.streamed and not p2p  # point-to-point may have a communicator for each peer
             # A gloo send or receive does not tell that it is over before somebody has waited for it (is_completed()
             # stays False, torch 2.13), and a second wait for it hangs. So it is never polled, and waited for once.
             lane.blind = kind.blind and p2p
             lane.queries = kind.queries and not capture  # where the current stream is captured, nothing is asked
             # Where a dropped handle goes unnoticed, any work may be one that nobody is going to wait for.
-            lane.patient = not capture and not lane.blind and COUNTED
+            lane.patient = not capture and not lane.blind and not results and COUNTED
             self._lanes[key] = lane
-            if type(group) is ProcessGroup and kind.direct and not capture and not p2p:
+            if type(group) is ProcessGroup and kind.direct and not (capture or p2p or results):
                 backend = _torch.backend_of(group, device_type)
                 if isinstance(backend, _torch.Backend):
                     lane.backend = backend
@@ -217,7 +222,7 @@ class Ledger:
                 if lane.group is None or lane.group() is None:  # it did in between, and another may get its id
                     to.pop(key, None)
 
-    def _group_died(self, key: tuple[int, int, int, bool]) -> None:
+    def _group_died(self, key: tuple[int, int, int, bool, bool]) -> None:
         # A group has died. What its lane holds stays in busy, and is swept.
         lane = self._lanes.pop(key, None)
         if lane is not None:
@@ -239,6 +244,11 @@ class Ledger:
         entry.storages = ()
         self.quarantine.pop(entry, None)
         entry.lane.take(entry)
+
+    def let_go(self, entry: Entry) -> None:
+        """Release ``entry``, of which somebody else has made sure that nothing touches it unordered, if it is held."""
+        if entry in entry.lane.entries:
+            self._release(entry)
 
     def _release_all(self, entries: Iterable[Entry]) -> None:
         for entry in list(entries):
@@ -361,7 +371,8 @@ class Ledger:
     def _idle(self, entry: Entry) -> bool:
         """Return whether it is known that nothing touches the memory of a failed work any more."""
         # On the host, complete means that no thread of the backend does, whether the work failed or not.
-        return entry.lane.index == HOST and not entry.lane.blind and bool(entry.inner.is_completed())
+        over = entry.lane.index == HOST and not entry.lane.blind and bool(entry.inner.is_completed())
+        return over or entry.used
 
     # --- rules 2 and 3: over, or too much behind ----------------------------------------------------------
 
@@ -654,7 +665,7 @@ class Ledger:
     def _await_all(self, group: Any, deadline: float | None, *, blind: bool = True) -> None:
         def gone(entry: Entry) -> bool:
             self.sweep(thorough=True)
-            return entry not in entry.lane.entries
+            return entry.used or entry not in entry.lane.entries
 
         # Again and again, because a work can leave a trail.
         while entries := [entry for entry in self._unsettled(group) if blind or not entry.lane.blind]:
@@ -665,12 +676,12 @@ class Ledger:
         return [entry for lane in keys_of(self.busy) for entry in keys_of(lane.entries) if entry.belongs_to(group)]
 
     def _unsettled(self, group: Any = None) -> list[Entry]:
-        """Return the entries that the device will be over with: not the records of what others still use."""
+        """Return the entries that the device will be over with: not those that wait for others who still use them."""
         return [
             entry
             for entry in self._entries(group)
             # What a capture holds is over with the capture, which may be another thread's.
-            if not entry.lane.capture and not self.trails.in_use(entry)
+            if not entry.lane.capture and not entry.used and not self.trails.in_use(entry)
         ]
 
     def _wait_blind(self, entry: Entry, deadline: float | None) -> None:

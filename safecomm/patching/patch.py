@@ -15,6 +15,7 @@ import torch.distributed
 from safecomm import captures, replacing, versions
 from safecomm.ledger import drain, pending
 from safecomm.patching import aliases
+from safecomm.patching.functional import Functional
 from safecomm.patching.megatron import Buffers
 from safecomm.patching.strict import Strict
 from safecomm.patching.table import MODULES, ORIGINALS, REPLACEMENTS
@@ -30,6 +31,7 @@ class _State:
 
     on = False
     buffers: Buffers | None = None
+    functional: Functional | None = None
     strict: Strict | None = None
     past: Strict | None = None  # the last strict one, also when it is off again
     avoided: _avoid_record_streams | None = None
@@ -224,10 +226,14 @@ def _apply() -> None:
     captures.set_unedited(True)
     captures.watch(_state)
     _state.buffers = Buffers()
-    found = aliases.sweep({ORIGINALS[name]: replacement for name, replacement in REPLACEMENTS.items()}, _KEEP)
+    _state.functional = Functional()
+    functional = _state.functional.changes
+    changes = {ORIGINALS[name]: replacement for name, replacement in REPLACEMENTS.items()} | functional
+    found = aliases.sweep(changes, (*_KEEP, functional))
     log.info(
-        "patched %d functions of torch.distributed, and %d aliases of them: %s",
+        "patched %d functions of torch.distributed, %d functional ones, and %d aliases of them: %s",
         len(REPLACEMENTS),
+        len(functional),
         len(found),
         ", ".join(found) or "none",
     )
@@ -243,7 +249,14 @@ def _remove() -> None:
     _state.on = False
     captures.set_unedited(False)
     captures.unwatch(_state)
-    aliases.sweep({replacement: ORIGINALS[name] for name, replacement in REPLACEMENTS.items()}, _KEEP)
+    changes = {replacement: ORIGINALS[name] for name, replacement in REPLACEMENTS.items()}
+    keep: tuple[Any, ...] = _KEEP
+    if _state.functional is not None:
+        functional, _state.functional = _state.functional, None
+        functional.remove()
+        changes |= {replacement: original for original, replacement in functional.changes.items()}
+        keep = (*_KEEP, functional.changes)
+    aliases.sweep(changes, keep)
     drain()
     left = pending()
     log.info("unpatched%s", f"; {len(left)} works are still held, until drain() finds them over" if left else "")

@@ -1,0 +1,267 @@
+"""Functional collectives whose results were dropped: finished at a later call, once nobody can miss the wait (S3).
+
+A functional collective gives out a wrapper of the tensor that it writes to. Torch keeps the work, which refers to its
+tensors, in a registry until somebody waits for a tensor of that storage: for the life of the process, if the wrapper
+was dropped. From torch 2.14 on a hook of the group tells the work of each call that is made here. When the wrapper has
+died, the ledger polls the work as it polls others, and :class:`Result` waits in the program's place, which takes it out
+of the registry. Before 2.14 nothing tells the work, and all of this is torch's.
+
+Two things must hold, and the first alone makes it safe:
+
+1. *The work is complete*, without an error. A wait in the program's place takes the wait from whoever still has the
+   tensor, and who that is can't be told: a wrapper that the program made, autograd, C++ and weak references have it in
+   ways that no count shows. But nobody needs a wait for a work that is complete. The host has seen that the tensor is
+   written, so whatever it launches from now on, on any stream, comes after that.
+2. *Nobody else is seen to have the tensor.* The registry may have a later work for the same storage: of a collective
+   that works in place on what somebody took out of the wrapper. Its wait would be taken too, and might block the host.
+   So the program is given another tensor of the storage than the work has, and each tensor and each storage object
+   that comes of that is counted. The work's own references can only become fewer. Those that a wait ends are gone
+   where somebody has waited, and then there is nothing to take; the others end with the work.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import inspect
+import itertools
+import threading
+import time
+import types
+import weakref
+from typing import Any
+
+import torch
+from torch.compiler import is_compiling
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from safecomm import _torch
+from safecomm.entries import Entry, WorkLane
+from safecomm.ledger import LEDGER
+from safecomm.refcounts import COUNTED, HELD_ONCE, getrefcount
+from safecomm.sites import outside
+from safecomm.streams import HOST, capture_of
+
+NAMES = ("all_gather_single", "all_reduce", "all_to_all_single", "broadcast", "reduce_scatter_single")
+"""The functional collectives that launch one collective for one tensor. The older names call these."""
+
+
+class Result(Entry):
+    """What a functional collective writes to. Its own work for the ledger: the two conditions are asked here."""
+
+    lane: WorkLane
+    owner: Functional
+    key: int  # of the storage
+    tensor: torch.Tensor | None  # until it is torch's or the program's again
+    storage: torch.UntypedStorage
+    works: tuple[Any, ...]  # until they are complete
+    counted: tuple[int, int]  # when nobody else had it
+    wrapper: weakref.ref[Any]
+
+    @property
+    def inner(self) -> Result:  # type: ignore[override]
+        """The work that the ledger polls."""
+        return self
+
+    def is_completed(self) -> bool:
+        """Return whether there is nothing left to do; do it, if it can be done. Never blocks. Not in a capture."""
+        tensor = self.tensor
+        if tensor is None:
+            return True
+        if self.owner.exiting:
+            return False
+        if not _torch.group_name(self._group()):  # the group was destroyed
+            self.forget()
+            return True
+        works = self.works
+        if not all(work.is_completed() for work in works):
+            return False
+        try:
+            for work in works:
+                work.wait()
+        except Exception:
+            self.forget()  # whoever waits for it, is to see the error
+            return True
+        self.works = ()
+        if not self.alone():
+            self.used = True
+            return False
+        with _torch.probing(), torch.no_grad():
+            torch.ops._c10d_functional.wait_tensor(tensor)
+        self.forget()
+        return True
+
+    def wait(self) -> bool:
+        """Do nothing: it is complete."""
+        return True
+
+    def forget(self) -> None:
+        """Leave it to torch, or to whoever has waited."""
+        self.owner.unwaited.pop(self.key, None)
+        self.tensor = None
+        self.works = ()
+
+    def alone(self) -> bool:
+        """Return whether nobody else has a tensor of the storage, or the storage."""
+        uses, references = self.count()
+        return uses <= self.counted[0] and references <= self.counted[1]
+
+    def count(self) -> tuple[int, int]:
+        """Return how many references there are to the storage in C++, and how many in Python.
+
+        The first is asked twice, since another thread may exchange the one for the other meanwhile.
+        """
+        storage = self.storage
+        uses = _torch.storage_use_count(self.key)
+        references = getrefcount(storage)
+        return max(uses, _torch.storage_use_count(self.key)), references
+
+
+class Functional:
+    """The replacements, while the patch is on. ``changes`` has them by what they replace; none before torch 2.14."""
+
+    def __init__(self) -> None:
+        self.changes: dict[Any, Any] = {}
+        self.unwaited: dict[int, Result] = {}  # by storage
+        self.exiting = False
+        self._hooks: dict[int, tuple[int, Any]] = {}  # by thread: the one that is registered, and with which group
+        self._numbers = itertools.count(1 << 32)  # a hook of the program's with the same number would be replaced
+        self._module = module = _torch.functional_collectives() if COUNTED else None
+        if module is None:
+            return
+        for name in (*NAMES, "wait_tensor"):
+            original = vars(module).get(name)
+            if original is not None and _torch.is_torchs(original):
+                self.changes[original] = (self._waiting if name == "wait_tensor" else self._noting)(original)
+                setattr(module, name, self.changes[original])
+        atexit.register(self._exit)
+
+    def remove(self) -> None:
+        """Put torch's own back. What was dropped stays the ledger's, and the rest is torch's."""
+        atexit.unregister(self._exit)
+        for original, replacement in self.changes.items():
+            if vars(self._module).get(original.__name__) is replacement:
+                setattr(self._module, original.__name__, original)
+        for result in tuple(self.unwaited.values()):
+            if result.wrapper() is not None:
+                result.forget()
+        for thread in tuple(self._hooks):
+            self._unhook(thread)
+
+    def _exit(self) -> None:
+        # Neither a wait nor a hook outlives the interpreter: a function that C++ has then takes the process down.
+        self.exiting = True
+        self.remove()
+
+    def _waiting(self, original: Any) -> Any:
+        """Return what stands in for ``wait_tensor``, which the wrapper calls too."""
+
+        @functools.wraps(original)
+        def wait_tensor(tensor: Any) -> Any:
+            waited = original(tensor)
+            if not is_compiling() and self.unwaited and type(tensor) is torch.Tensor:
+                result = self.unwaited.get(_torch.cdata_of(tensor.untyped_storage()))
+                if result is not None:
+                    result.forget()
+                    LEDGER.let_go(result)
+            return waited
+
+        return wait_tensor
+
+    def _noting(self, original: Any) -> Any:
+        """Return what stands in for a functional collective."""
+        place = list(inspect.signature(original).parameters).index("group")
+
+        @functools.wraps(original)
+        def collective(*args: Any, **kwargs: Any) -> Any:
+            if is_compiling():
+                return original(*args, **kwargs)
+            if LEDGER.busy:
+                LEDGER.sweep()
+            group = _group(args[place] if len(args) > place else kwargs.get("group"))
+            # A mode or a transform would see what is done here, and may keep what it sees.
+            seen = _torch.dispatch_modes() or _torch.transform() is not None or _torch.has_torch_function(1)
+            # In a coalescing region a work may tell that it is complete before it has begun.
+            if group is None or seen or group in _torch.world.pg_coalesce_state:
+                return original(*args, **kwargs)
+            works: list[Any] = []
+            thread = threading.get_ident()
+
+            def launched(call: Any) -> None:
+                if threading.get_ident() == thread:
+                    works.append(call.work)
+
+            # One that an exception has left, or that of a call around this one, which is not noted then.
+            self._unhook(thread)
+            hook = next(self._numbers), group
+            try:
+                self._hooks[thread] = hook
+                group.register_post_hook(hook[0], launched)
+                made = original(*args, **kwargs)
+            finally:
+                whole = self._hooks.get(thread) is hook
+                self._unhook(thread)
+            # The hook was there all the time, so the work of this call is among these.
+            if whole and works and None not in works and type(made) is self._module.AsyncCollectiveTensor:
+                self._note(made, tuple(works), group, original.__name__, outside(("torch.", f"{__name__}.")))
+            return made
+
+        return collective
+
+    def _unhook(self, thread: int) -> None:
+        hook = self._hooks.get(thread)
+        if hook is not None:
+            hook[1].unregister_post_hook(hook[0])
+            self._hooks.pop(thread, None)
+
+    def _note(self, wrapper: Any, works: tuple[Any, ...], group: Any, op: str, frame: types.FrameType) -> None:
+        """Note what was launched, before the program has it."""
+        tensor = wrapper.elem
+        if type(tensor) is not torch.Tensor or tensor.requires_grad or not (tensor.is_cpu or tensor.is_cuda):
+            return
+        if getrefcount(tensor) > HELD_ONCE + 1:  # the wrapper's, and the work's: a hook, say, has kept it
+            return
+        index = tensor.get_device() if tensor.is_cuda else HOST
+        if index != HOST and capture_of(LEDGER.streams, LEDGER.current(index)):
+            return  # the work is the graph's
+        lane = LEDGER.lane_of(group, index, results=True)
+        # Nobody knows what the works of others are. gloo's are complete before their copies to a device are, and those
+        # of its reduce-scatter not before somebody has waited.
+        if not (lane.kind.direct and op != "reduce_scatter_single" if index == HOST else lane.kind.streamed):
+            return
+        result = Result()
+        result.lane = lane
+        result.owner = self
+        result.op = op
+        result.code, result.instruction = frame.f_code, frame.f_lasti
+        result.since = time.perf_counter()
+        result.awaited = True  # that nobody waits for it is no mistake that is to be logged
+        result.works = works
+        result.tensor = tensor
+        result.storage = storage = tensor.untyped_storage()
+        result.storages = (storage,)
+        result.key = key = _torch.cdata_of(storage)
+        del storage
+        result.counted = result.count()
+        wrapper.elem = tensor.detach()  # so that what comes of it counts, and is not taken for the work's
+        result.wrapper = weakref.ref(wrapper, functools.partial(self._dropped, key))
+        self.unwaited[key] = result
+
+    def _dropped(self, key: int, _: Any) -> None:
+        # In any thread, also within the garbage collector, so it only queues.
+        result = self.unwaited.get(key)
+        if result is not None:
+            result.lane.entries[result] = None
+            LEDGER.busy[result.lane] = None
+
+
+def _group(group: Any) -> Any:
+    """Return c10d's own group that ``group`` means, in any form that is given but a list; None for others."""
+    if isinstance(group, str):
+        group = _torch.group_named(group)
+    elif isinstance(group, tuple) and len(group) == 2 and isinstance(group[0], DeviceMesh):
+        group = group[0].get_group(group[1])
+    elif isinstance(group, DeviceMesh) and group.ndim == 1:
+        group = group.get_group()
+    return group if type(group) is ProcessGroup else None
