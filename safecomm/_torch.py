@@ -833,9 +833,7 @@ def unwaited() -> int | None:
 
 
 _STAYS = "functional collectives that nobody waited for stay until the process ends, also under patch()"
-_works_are_told = (
-    _private(f"{_C_C10D}.PostHookArgs.work", None, _STAYS, lambda found: True, since="2.14") is not None
-)
+_works_are_told = _private(f"{_C_C10D}.PostHookArgs.work", None, _STAYS, lambda found: True, since="2.14") is not None
 
 
 def functional_collectives() -> Any:
@@ -849,17 +847,12 @@ def functional_collectives() -> Any:
     return module if hasattr(getattr(module, "AsyncCollectiveTensor", None), "elem") else None
 
 
-_group_named: Any = _private(
-    f"{_C_C10D}._resolve_process_group", None, f"where a group is given by its name, {_STAYS}"
-)
+_group_named: Any = _private(f"{_C_C10D}._resolve_process_group", None, f"where a group is given by its name, {_STAYS}")
 
 
 def group_named(name: str) -> Any:
-    """Return the group that C++ knows under ``name``; None if it knows none."""
-    try:
-        return None if _group_named is None else _group_named(name)
-    except (RuntimeError, ValueError, TypeError):
-        return None
+    """Return the group that C++ knows under ``name``; None if torch does not give it out. Raises if it knows none."""
+    return None if _group_named is None else _group_named(name)
 
 
 # --- the dispatcher --------------------------------------------------------------------------------

@@ -60,7 +60,7 @@ class Result(Entry):
     wrapper: weakref.ref[Any]
 
     @property
-    def inner(self) -> Result:  # type: ignore[override]
+    def inner(self) -> Result:
         """The work that the ledger polls."""
         return self
 
@@ -78,9 +78,10 @@ class Result(Entry):
         if not all(work.is_completed() for work in works):
             return False
         try:
-            for work in works:
-                work.wait()
+            worked = all(work.wait() for work in works)
         except Exception:
+            worked = False
+        if not worked:
             self.forget()  # whoever waits for it, is to see the error
             return True
         self.works = ()
@@ -127,7 +128,8 @@ class Functional:
         self.exiting = False
         self._hooks: dict[int, tuple[int, Any]] = {}  # by thread: the one that is registered, and with which group
         self._numbers = itertools.count(1 << 32)  # a hook of the program's with the same number would be replaced
-        self._module = module = _torch.functional_collectives() if COUNTED else None
+        self._module: Any = _torch.functional_collectives() if COUNTED else None
+        module = self._module
         if module is None:
             return
         for name in (*NAMES, "wait_tensor"):
@@ -185,26 +187,24 @@ class Functional:
             # In a coalescing region a work may tell that it is complete before it has begun.
             if group is None or seen or group in _torch.world.pg_coalesce_state:
                 return original(*args, **kwargs)
-            works: list[Any] = []
+            calls: list[Any] = []
             thread = threading.get_ident()
-
-            def launched(call: Any) -> None:
-                if threading.get_ident() == thread:
-                    works.append(call.work)
-
             # One that an exception has left, or that of a call around this one, which is not noted then.
             self._unhook(thread)
             hook = next(self._numbers), group
             try:
                 self._hooks[thread] = hook
-                group.register_post_hook(hook[0], launched)
+                # No function of Python, in which an exception of a signal handler could come: the operator would raise,
+                # and nobody would have the work, which runs.
+                group.register_post_hook(hook[0], calls.append)
                 made = original(*args, **kwargs)
             finally:
                 whole = self._hooks.get(thread) is hook
                 self._unhook(thread)
-            # The hook was there all the time, so the work of this call is among these.
+            # The hook was there all the time, so the work of this call is among these; others may be other threads'.
+            works = tuple(call.work for call in calls)
             if whole and works and None not in works and type(made) is self._module.AsyncCollectiveTensor:
-                self._note(made, tuple(works), group, original.__name__, outside(("torch.", f"{__name__}.")))
+                self._note(made, works, group, original.__name__, outside(("torch.", f"{__name__}.")))
             return made
 
         return collective
@@ -239,6 +239,7 @@ class Functional:
         result.awaited = True  # that nobody waits for it is no mistake that is to be logged
         result.works = works
         result.tensor = tensor
+        result.home = None
         result.storage = storage = tensor.untyped_storage()
         result.storages = (storage,)
         result.key = key = _torch.cdata_of(storage)
@@ -258,10 +259,13 @@ class Functional:
 
 def _group(group: Any) -> Any:
     """Return c10d's own group that ``group`` means, in any form that is given but a list; None for others."""
-    if isinstance(group, str):
-        group = _torch.group_named(group)
-    elif isinstance(group, tuple) and len(group) == 2 and isinstance(group[0], DeviceMesh):
-        group = group[0].get_group(group[1])
-    elif isinstance(group, DeviceMesh) and group.ndim == 1:
-        group = group.get_group()
+    try:
+        if isinstance(group, str):
+            group = _torch.group_named(group)
+        elif isinstance(group, tuple) and len(group) == 2 and isinstance(group[0], DeviceMesh):
+            group = group[0].get_group(group[1])
+        elif isinstance(group, DeviceMesh) and group.ndim == 1:
+            group = group.get_group()
+    except Exception:
+        return None  # torch says itself what is wrong with it
     return group if type(group) is ProcessGroup else None

@@ -1,12 +1,15 @@
 """What the classes of backends differ in: how long they hold what they use, and what they ask of the device."""
 
+import gc
 import threading
 
 import torch
 import torch.distributed as stock
-from harness import LIBRARIES, MIB, case, rank, require
+import torch.distributed._functional_collectives as functional
+from harness import LIBRARIES, MIB, case, held, rank, require
 
 import safecomm
+from safecomm import _torch
 
 TRIES = 10
 TAIL = 4096
@@ -120,3 +123,51 @@ def s5_launches_and_waits_beside_a_capture():
     torch.cuda.synchronize()
     require(captured.tolist() == [3] * 8, captured)
     return {"captures that survived": 1}
+
+
+@case(60)
+def s3_functional_results_nobody_waited_for():
+    """40 functional collectives of 16 MiB that are dropped: MiB that stay, and what is right of one that is used."""
+    tensor, small, figures = torch.ones(4 * MIB, device="cuda"), torch.ones(1, device="cuda"), {}
+    world, group = stock.get_world_size(), stock.group.WORLD
+    gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
+    part = tensor[: 4 * MIB // world]
+    finishes = _torch.functional_collectives() is not None  # from torch 2.14 on
+    for label in ("patched", "plain"):
+        gc.collect()
+        torch.cuda.synchronize()
+        before, waiting = held(), (_torch.unwaited() or 0)
+        highest = 0
+        if label == "patched":
+            safecomm.patch()
+        try:
+            for _ in range(20):
+                functional.all_reduce(tensor, "sum", group)
+                gather(part, 0, group)
+                stock.all_reduce(small)
+                torch.cuda.synchronize()  # a program that never does has as many in flight as it runs ahead
+                highest = max(highest, held() - before)
+            kept = functional.all_reduce(tensor * 3, "sum", group).elem
+            view = gather(part * 2, 0, group).elem[1:]
+            if label == "patched":
+                safecomm.drain(wait=True)
+            require((_torch.unwaited() or 2) >= 2, "the wait of somebody who has the tensor was taken")
+            require(bool((functional.wait_tensor(kept) == 3 * world).all()), "what is used is wrong")
+            require(bool((functional.wait_tensor(view) == 2).all()), "what is used is wrong")
+            del kept, view
+            safecomm.drain(wait=True)
+            torch.cuda.synchronize()
+        finally:
+            safecomm.unpatch()
+        stock.all_reduce(small)
+        torch.cuda.synchronize()
+        figures[f"{label}: MiB more, highest, works that wait"] = [
+            (held() - before) // MIB,
+            highest // MIB,
+            (_torch.unwaited() or 0) - waiting,
+        ]
+    more, highest, works = figures["patched: MiB more, highest, works that wait"]
+    figures["finished"] = finishes
+    if finishes:
+        require(works == 0 and more <= 64 and highest <= 64, figures)
+    return figures
