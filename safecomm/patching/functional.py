@@ -89,7 +89,7 @@ class Result(Entry):
             self.used = True
             return False
         with _torch.probing(), torch.no_grad():
-            torch.ops._c10d_functional.wait_tensor(tensor)
+            self.owner.wait_for(tensor)
         self.forget()
         return True
 
@@ -132,6 +132,7 @@ class Functional:
         module = self._module
         if module is None:
             return
+        self.wait_for = module.wait_tensor
         for name in (*NAMES, "wait_tensor"):
             original = vars(module).get(name)
             if original is not None and _torch.is_torchs(original):
