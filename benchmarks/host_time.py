@@ -1,11 +1,11 @@
 """Host time of one call, ours against stock, interleaved in one process.
 
-    torchrun --nproc-per-node 2 benchmarks/host_time.py --out FILE
+    torchrun --nproc-per-node 2 benchmarks/host_time.py --out FILE [--kib 1024] [--only all_reduce broadcast]
 
 Runs on NCCL where there are GPUs and on gloo where there are none. Each round times a burst of calls of one library
-and then of the other, in turns, and the figure is the median over rounds of the ratio of the two, so that what else
-the machine does falls on both. 1 KiB tensors; before each burst a few calls warm up, and the device is synchronised
-between bursts, outside of the timing.
+and then of the other, in turns, and the figure is the median over rounds of the ratio of the two, with its quartiles,
+so that what else the machine does falls on both. Tensors of 1 KiB, or of ``--kib``; before each burst a few calls warm
+up, and the device is synchronised between bursts, outside of the timing.
 """
 
 import argparse
@@ -22,10 +22,12 @@ import safecomm
 ROUNDS, BURST, WARM = 200, 50, 20
 
 
-def calls(library, device, group):
-    world = stock.get_world_size()
-    full = torch.ones(256, device=device)
-    part = torch.ones(256 // world, device=device)
+def calls(library, device, group, kib):
+    world, rank = stock.get_world_size(), stock.get_rank()
+    full = torch.ones(256 * kib, device=device)
+    part = torch.ones(256 * kib // world, device=device)
+    parts = [torch.ones_like(part) for _ in range(world)]
+    others = [torch.ones_like(part) for _ in range(world)]
 
     def waited(call):
         return lambda: call(async_op=True).wait()
@@ -48,7 +50,39 @@ def calls(library, device, group):
     def all_to_all_single(async_op=False):
         return library.all_to_all_single(full, other, async_op=async_op)
 
-    other = torch.ones(256, device=device)
+    def reduce(async_op=False):
+        return library.reduce(full, 0, async_op=async_op)
+
+    def all_to_all_single_of_sizes(async_op=False):
+        sizes = [part.numel()] * world
+        return library.all_to_all_single(full, other, sizes, sizes, async_op=async_op)
+
+    def all_gather(async_op=False):
+        return library.all_gather(parts, part, async_op=async_op)
+
+    def reduce_scatter(async_op=False):
+        return library.reduce_scatter(part, parts, async_op=async_op)
+
+    def all_to_all(async_op=False):
+        return library.all_to_all(others, parts, async_op=async_op)
+
+    def gather(async_op=False):
+        return library.gather(part, None if rank else parts, 0, async_op=async_op)
+
+    def scatter(async_op=False):
+        return library.scatter(part, None if rank else parts, 0, async_op=async_op)
+
+    def barrier(async_op=False):
+        return library.barrier(async_op=async_op)
+
+    def region_of_four(async_op=False):
+        with library._coalescing_manager(async_ops=async_op) as region:
+            for one in four:
+                library.all_reduce(one)
+        return region
+
+    other = torch.ones_like(full)
+    four = [torch.ones(64 * kib, device=device) for _ in range(4)]
     table = {}
     for call in (
         all_reduce,
@@ -56,8 +90,19 @@ def calls(library, device, group):
         reduce_scatter_tensor,
         all_reduce_in_a_group,
         broadcast,
+        reduce,
         all_to_all_single,
+        all_to_all_single_of_sizes,
+        all_gather,
+        reduce_scatter,
+        all_to_all,
+        gather,
+        scatter,
+        barrier,
+        region_of_four,
     ):
+        if device.type == "cpu" and call is region_of_four:
+            continue  # gloo has none
         table[f"{call.__name__}, sync"] = call
         table[f"{call.__name__}, async + wait"] = waited(call)
     return table
@@ -79,11 +124,13 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", required=True)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--kib", type=int, default=1)
+    parser.add_argument("--only", nargs="*")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     device = begin()
     results = {
-        **setting("torchrun benchmarks/host_time.py"),
+        **setting(f"torchrun benchmarks/host_time.py --kib {arguments.kib}"),
         "unit": "us of host time a call, medians; ratio: median of the rounds' ratios",
         "rows": {},
     }
@@ -91,8 +138,10 @@ def main():
     for where in ("default stream", "side stream") if device.type == "cuda" else ("cpu",):
         stream = torch.cuda.Stream() if where == "side stream" else None
         with torch.cuda.stream(stream):
-            theirs, ours = calls(stock, device, group), calls(safecomm, device, group)
+            theirs, ours = (calls(library, device, group, arguments.kib) for library in (stock, safecomm))
             for name in theirs:
+                if arguments.only and name.split(",")[0] not in arguments.only:
+                    continue
                 times = {"stock": [], "safecomm": []}
                 for round_ in range(arguments.rounds + 10):
                     order = [("stock", theirs[name]), ("safecomm", ours[name])]

@@ -21,7 +21,7 @@ import torch.distributed as stock
 from measured import begin, setting, write
 
 import safecomm
-from safecomm.collectives.call import GATHER, REDUCE, SCATTER
+from safecomm.collectives.table import GATHER, REDUCE, SCATTER
 from safecomm.peers.tuning import NCCL, calls, prepare, slowest
 
 OURS, ONE_SHOT, TWO_SHOT = "safecomm", "torch one-shot", "torch two-shot"

@@ -32,10 +32,11 @@ def setting(command):
 
 
 def row(times, digits):
-    """Return the medians of both libraries' ``times``, and the median of the rounds' ratios of ours to theirs."""
+    """Return the medians of both libraries' ``times``, and of the rounds' ratios of ours to theirs with quartiles."""
     ratios = [ours / theirs for theirs, ours in zip(times["stock"], times["safecomm"], strict=True)]
     medians = {library: round(statistics.median(values), digits) for library, values in times.items()}
-    return {**medians, "ratio": round(statistics.median(ratios), 3)}
+    quartiles = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+    return {**medians, "ratio": round(statistics.median(ratios), 3), "quartiles": [round(q, 3) for q in quartiles[::2]]}
 
 
 def write(path, results):

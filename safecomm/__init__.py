@@ -33,6 +33,7 @@ memory is. ``help(safecomm.all_reduce)`` ends with what safecomm does beside tor
 #     ledger                 what is held, until when: it and trails decide every release, and nothing else does
 #     trails                 what was used on another stream than its own, and what record_stream was called for
 #     entries                what an entry is, and the lanes that entries are kept in
+#     guards                 which tensors are plain
 #     streams                where are we: streams, captures, events
 #     homes                  the stream that memory was allocated on
 #     backends               what the works of each class of backend do
@@ -55,7 +56,14 @@ from safecomm import versions as _versions
 
 import torch
 import torch.distributed
-from torch.distributed import *  # noqa: F403
+
+if TYPE_CHECKING:
+    # mypy takes the first of two definitions of a name, and pyright the last.
+    from safecomm.collectives.gates import *  # noqa: F403
+    from safecomm.collectives.lists import *  # noqa: F403
+    from safecomm.collectives.point_to_point import *  # noqa: F403
+
+from torch.distributed import *  # type: ignore[assignment, no-redef]  # noqa: F403
 
 from safecomm import _submodules
 from safecomm import functional as functional
@@ -69,20 +77,28 @@ from safecomm.arena import record_plan as record_plan
 from safecomm.arena import use_arena as use_arena
 from safecomm.captures import CapturedGraph as CapturedGraph
 from safecomm.captures import Lease as Lease
-from safecomm.collectives.all_to_all import all_to_all as all_to_all
-from safecomm.collectives.all_to_all import all_to_all_single as all_to_all_single
 from safecomm.collectives.bucketed import bucketed as bucketed
 from safecomm.collectives.coalesced import _coalescing_manager as _coalescing_manager
-from safecomm.collectives.gather import _all_gather_base as _all_gather_base
-from safecomm.collectives.gather import all_gather_coalesced as all_gather_coalesced
-from safecomm.collectives.gather import all_gather_into_tensor as all_gather_into_tensor
-from safecomm.collectives.gather import all_gather_single as all_gather_single
-from safecomm.collectives.gather import gather as gather
-from safecomm.collectives.gather import gather_into_tensor as gather_into_tensor
-from safecomm.collectives.gather import gather_single as gather_single
+from safecomm.collectives.gates import _all_gather_base as _all_gather_base
+from safecomm.collectives.gates import _reduce_scatter_base as _reduce_scatter_base
+from safecomm.collectives.gates import all_gather_coalesced as all_gather_coalesced
+from safecomm.collectives.gates import all_gather_into_tensor as all_gather_into_tensor
+from safecomm.collectives.gates import all_gather_single as all_gather_single
+from safecomm.collectives.gates import all_reduce as all_reduce
+from safecomm.collectives.gates import all_reduce_coalesced as all_reduce_coalesced
+from safecomm.collectives.gates import all_to_all as all_to_all
+from safecomm.collectives.gates import all_to_all_single as all_to_all_single
+from safecomm.collectives.gates import barrier as barrier
+from safecomm.collectives.gates import broadcast as broadcast
+from safecomm.collectives.gates import gather as gather
+from safecomm.collectives.gates import gather_into_tensor as gather_into_tensor
+from safecomm.collectives.gates import gather_single as gather_single
+from safecomm.collectives.gates import reduce as reduce
+from safecomm.collectives.gates import reduce_scatter_single as reduce_scatter_single
+from safecomm.collectives.gates import reduce_scatter_tensor as reduce_scatter_tensor
+from safecomm.collectives.gates import scatter as scatter
 from safecomm.collectives.groups import _abort_process_group as _abort_process_group
 from safecomm.collectives.groups import _reconfigure as _reconfigure
-from safecomm.collectives.groups import barrier as barrier
 from safecomm.collectives.groups import destroy_process_group as destroy_process_group
 from safecomm.collectives.groups import shrink_group as shrink_group
 from safecomm.collectives.lists import all_gather as all_gather
@@ -93,14 +109,6 @@ from safecomm.collectives.point_to_point import irecv as irecv
 from safecomm.collectives.point_to_point import isend as isend
 from safecomm.collectives.point_to_point import recv as recv
 from safecomm.collectives.point_to_point import send as send
-from safecomm.collectives.reduce import _reduce_scatter_base as _reduce_scatter_base
-from safecomm.collectives.reduce import all_reduce as all_reduce
-from safecomm.collectives.reduce import all_reduce_coalesced as all_reduce_coalesced
-from safecomm.collectives.reduce import reduce as reduce
-from safecomm.collectives.reduce import reduce_scatter_single as reduce_scatter_single
-from safecomm.collectives.reduce import reduce_scatter_tensor as reduce_scatter_tensor
-from safecomm.collectives.scatter import broadcast as broadcast
-from safecomm.collectives.scatter import scatter as scatter
 from safecomm.entries import Pending as Pending
 from safecomm.errors import ArenaError as ArenaError
 from safecomm.errors import ArenaFullError as ArenaFullError

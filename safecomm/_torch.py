@@ -269,12 +269,12 @@ class Launch(NamedTuple):
     options: Any
 
 
-def _launch(method: str, tensors: int, options: str, newer: str = "") -> Launch | None:
+def _launch(method: str, tensors: int, options: str, newer: str = "", sizes: int = 0) -> Launch | None:
     if HOOKS and hasattr(c10d.ProcessGroup, newer):
         method = newer  # what c10d's own function calls
     owner = "ProcessGroup" if HOOKS else "Backend"
-    # What pybind writes down of a method's arguments: so many of tensors, or of lists of them, and the options.
-    given = rf"(, \w+: \S*Tensor\]?){{{tensors}}}, opts: \S+\.{options} = "
+    # What pybind writes down of a method's arguments: so many of tensors or lists of them, of sizes, and the options.
+    given = rf"(, \w+: \S*Tensor\]?){{{tensors}}}(, \w+: [^,]*\]){{{sizes}}}, opts: \S+\.{options} = "
     signature = re.compile(rf"\(self: \S+\.{owner}{given}")
     function = _private(
         f"{_C_C10D}.{owner}.{method}", None, _NOT_DIRECT,
@@ -299,6 +299,9 @@ all_reduce: Launch | None = _launch("allreduce", 1, "AllreduceOptions")
 all_gather: Launch | None = _launch("_allgather_base", 2, "AllgatherOptions", "all_gather_single")
 reduce_scatter: Launch | None = _launch("_reduce_scatter_base", 2, "ReduceScatterOptions", "reduce_scatter_single")
 all_to_all: Launch | None = _launch("alltoall", 2, "AllToAllOptions")
+all_to_all_single: Launch | None = _launch("alltoall_base", 2, "AllToAllOptions", "all_to_all_single", sizes=2)
+broadcast: Launch | None = _launch("broadcast", 1, "BroadcastOptions")
+reduce: Launch | None = _launch("reduce", 1, "ReduceOptions")
 """How collectives are launched directly; None where torch does not have what that takes."""
 
 

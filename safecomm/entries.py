@@ -26,6 +26,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from safecomm import _torch, backends
+from safecomm.guards import Guards
 from safecomm.sites import line_of
 from safecomm.streams import HOST, Streams
 
@@ -244,6 +245,9 @@ class Rules(Protocol):
     ) -> W:
         """Make ``work`` the entry of ``inner``, whatever kind of call that is of."""
 
+    def lane_of(self, group: Any, index: int, *, unordered: bool) -> WorkLane:
+        """Return the lane of works of ``group`` on device ``index``."""
+
     def check_boundary(self, entry: Entry, /) -> bool:
         """Raise CaptureBoundaryError if a wait would cross a capture's boundary; return whether there is none to do."""
 
@@ -371,16 +375,12 @@ def _first(entries: OrderedDict[Entry, None], count: int, order: Callable[[Any],
             continue
 
 
-KINDS = 16
-"""Kinds of tensors that a lane remembers direct calls of."""
-
-
 class WorkLane(Lane):
     """The works of a group on one device, in one capture or in none, and what its direct calls need to know."""
 
     __slots__ = (
-        "alone", "backend", "brief", "current", "kind", "ledger", "like_one", "like_two", "like_two_before", "likes",
-        "queries", "regions", "streamed", "world",
+        "_unordered", "alone", "backend", "brief", "current", "guards", "kind", "ledger", "queries", "root_options",
+        "streamed", "world",
     )  # fmt: skip
 
     def __init__(
@@ -391,17 +391,13 @@ class WorkLane(Lane):
         self.current = ledger.streams.current
         self.kind = backends.UNKNOWN  # what the backend is
         self.backend: Any = None  # of an ordinary lane: the C++ side of the group's backend, which direct calls go to
-        self.regions: dict[Any, Any] = {}  # c10d's open coalescing regions, by group
         self.world = 0  # ranks of the group
         self.alone = False  # a region of one call does what that call does
         self.brief = False  # block_current_stream() does what the backend's first wait() for a work does
         self.queries = False  # launches and waits ask the device, and are to be made by launch() and wait_for()
-        # Whether one tensor, or two, are like those of an earlier direct call; see look_alike(). Of two there are two
-        # kinds at hand: sequence parallelism gathers one and scatters another in turns.
-        self.like_one: Callable[..., bool] = _torch.unlike
-        self.like_two: Callable[..., bool] = _torch.unlike
-        self.like_two_before: Callable[..., bool] = _torch.unlike
-        self.likes: dict[int, list[Callable[..., bool]]] = {}  # by the number of tensors
+        self.guards = Guards(index)  # of the tensors of direct calls
+        self.root_options: dict[Any, Any] = {}  # options of direct calls that have a root, by what they are given
+        self._unordered: WorkLane | None = None
         self.streamed = False  # waiting for a work orders a stream; with other backends than NCCL it blocks the host
 
     def hold(
@@ -434,6 +430,12 @@ class WorkLane(Lane):
         self.busy[self] = None
         return work
 
+    def unordered(self, group: Any) -> WorkLane:
+        """Return the lane for works of ``group`` on this device that end in no order, and that gloo tells no end of."""
+        if self._unordered is None:
+            self._unordered = self.ledger.lane_of(group, self.index, unordered=True)
+        return self._unordered
+
     def relaxed(self) -> AbstractContextManager[Any]:
         """Return the context for a launch that may ask the device, so that it ends no other thread's capture (S5).
 
@@ -461,38 +463,3 @@ class WorkLane(Lane):
             return inner.wait() if timeout is None else inner.wait(timeout)  # type: ignore[no-any-return]
         with self.ledger.streams.lenient():
             return inner.wait() if timeout is None else inner.wait(timeout)  # type: ignore[no-any-return]
-
-    def recall(self, tensors: tuple[torch.Tensor, ...]) -> bool:
-        """Return whether ``tensors`` are like those of any direct call that is remembered.
-
-        The next call's are compared with these first.
-        """
-        for like in self.likes.get(len(tensors), ()):
-            if like(*tensors):
-                self._compare_with(like, len(tensors))
-                return True
-        return False
-
-    def learn(self, tensors: tuple[torch.Tensor, ...]) -> None:
-        """Remember what ``tensors`` of a direct call are like, because those of the next one will be like them.
-
-        Asked where :meth:`recall` says no. Those that require a gradient are remembered for where none is recorded: the
-        dispatcher does more with them elsewhere.
-        """
-        like = _torch.look_alike(*tensors)
-        if any(tensor.requires_grad for tensor in tensors):
-            like = _where_no_gradient_is_recorded(like)
-        count = len(tensors)
-        self.likes[count] = [like, *self.likes.get(count, ())][:KINDS]
-        self._compare_with(like, count)
-
-    def _compare_with(self, like: Callable[..., bool], count: int) -> None:
-        if count == 1:
-            self.like_one = like
-        else:
-            self.like_two, self.like_two_before = like, self.like_two
-
-
-def _where_no_gradient_is_recorded(like: Callable[..., bool]) -> Callable[..., bool]:
-    recorded = torch.is_grad_enabled
-    return lambda *tensors: not recorded() and like(*tensors)

@@ -30,10 +30,9 @@ import torch
 import torch.distributed as dist
 
 from safecomm.arena.staging import buffer, contiguous
-from safecomm.collectives import all_to_all as _all_to_all
-from safecomm.collectives import gather as _gather
-from safecomm.collectives import reduce as _reduce
-from safecomm.collectives.call import at_once
+from safecomm.collectives import gates as _gates
+from safecomm.collectives.table import ROWS
+from safecomm.collectives.takers import at_once
 from safecomm.ledger import LEDGER
 
 __all__ = [
@@ -45,8 +44,8 @@ __all__ = [
 _LINEAR = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
 
 # The name that torch 2.13 knows them by, and does not warn of.
-_gather_into = _gather.all_gather_single or _gather.all_gather_into_tensor
-_scatter_into = _reduce.reduce_scatter_single or _reduce.reduce_scatter_tensor
+_gather_into = getattr(_gates, ROWS["all_gather_single"].name)
+_scatter_into = getattr(_gates, ROWS["reduce_scatter_single"].name)
 
 _Finish = Callable[[], None]
 _Launched = tuple[torch.Tensor, Any, _Finish | None]
@@ -104,7 +103,7 @@ def __dir__() -> list[str]:
 def _launch_all_reduce(tensor: torch.Tensor, op: Any, group: Any, asynchronous: bool) -> _Launched:
     output = buffer(tensor.shape, tensor).copy_(tensor)
     with at_once(group):
-        return output, _reduce.all_reduce(output, op, group, asynchronous), None
+        return output, _gates.all_reduce(output, op, group, asynchronous), None
 
 
 def _launch_all_gather(tensor: torch.Tensor, dim: int, group: Any, asynchronous: bool) -> _Launched:
@@ -157,7 +156,7 @@ def _launch_all_to_all(
     rows = tensor.shape[0] if output_splits is None else sum(output_splits)
     output = buffer((rows, *tensor.shape[1:]), tensor)
     source = contiguous(tensor.detach())
-    return output, _all_to_all.all_to_all_single(output, source, output_splits, input_splits, group, asynchronous), None
+    return output, _gates.all_to_all_single(output, source, output_splits, input_splits, group, asynchronous), None
 
 
 def _part(tensor: torch.Tensor, dim: int, group: Any) -> torch.Tensor:

@@ -119,7 +119,7 @@ class Ledger:
         *,
         aliases: tuple[torch.Tensor, ...] = (),
         staged: bool = False,
-        p2p: bool = False,
+        unordered: bool = False,
         home: int | None = None,
     ) -> W:
         """Make ``work`` the entry of ``inner``, which was just launched from ``frame``, and return it.
@@ -139,8 +139,8 @@ class Ledger:
             if stream:  # 0 is the legacy default stream, which can't capture
                 capture = self.streams.capture(stream)
         lane = self.direct.get(id(group))
-        if lane is None or lane.index != index or capture or p2p:
-            lane = self.lane_of(group, index, stream, capture, p2p=p2p)
+        if lane is None or lane.index != index or capture or unordered:
+            lane = self.lane_of(group, index, stream, capture, unordered=unordered)
         work.lane = lane
         work.storages = storages
         work.home = home
@@ -153,7 +153,14 @@ class Ledger:
         return work
 
     def lane_of(
-        self, group: Any, index: int, stream: int = 0, capture: int = 0, *, p2p: bool = False, results: bool = False
+        self,
+        group: Any,
+        index: int,
+        stream: int = 0,
+        capture: int = 0,
+        *,
+        unordered: bool = False,
+        results: bool = False,
     ) -> WorkLane:
         """Return the lane of works of ``group`` on device ``index``, and make it if there is none.
 
@@ -161,25 +168,24 @@ class Ledger:
         """
         if self._diverted and not self._diverting:
             self._restore()  # an exception has kept the last one who wanted it from that
-        key = (id(group), index, capture, p2p, results)
+        key = (id(group), index, capture, unordered, results)
         lane = self._lanes.get(key)
         if lane is None:
             device_type = "cpu" if index == HOST else "cuda"
             kind = backends.of(group, device_type)
             lane = WorkLane(self, self._lanes, key, index, stream, capture, self._budget)
             lane.group = weakref.ref(group, lambda _: self._group_died(key))
-            lane.regions = _torch.world.pg_coalesce_state
             lane.kind = kind
             lane.streamed = kind.streamed and not results
-            lane.ordered = lane.streamed and not p2p  # point-to-point may have a communicator for each peer
+            lane.ordered = lane.streamed and not unordered  # point-to-point may have a communicator for each peer
             # A gloo send or receive does not tell that it is over before somebody has waited for it (is_completed()
             # stays False, torch 2.13), and a second wait for it hangs. So it is never polled, and waited for once.
-            lane.blind = kind.blind and p2p
+            lane.blind = kind.blind and unordered
             lane.queries = kind.queries and not capture  # where the current stream is captured, nothing is asked
             # Where a dropped handle goes unnoticed, any work may be one that nobody is going to wait for.
             lane.patient = not capture and not lane.blind and not results and COUNTED
             self._lanes[key] = lane
-            if type(group) is ProcessGroup and kind.direct and not (capture or p2p or results):
+            if type(group) is ProcessGroup and kind.direct and not (capture or unordered or results):
                 backend = _torch.backend_of(group, device_type)
                 if isinstance(backend, _torch.Backend):
                     lane.backend = backend

@@ -25,7 +25,7 @@ import torch.distributed.distributed_c10d as c10d
 
 from safecomm.arena.use import use_arena
 from safecomm.collectives.bucketed import bucketed
-from safecomm.collectives.reduce import all_reduce
+from safecomm.collectives.gates import all_reduce
 from safecomm.diagnostics.table import laid_out
 from safecomm.peers import tuning
 

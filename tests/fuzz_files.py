@@ -358,6 +358,8 @@ def check_arguments(path: Path, number: int) -> str:
         status, _, err = command("tune", *json.loads(path.read_text()), own=True)
     finally:
         tune.launch = launch
+    if status == 1 and "two GPUs" in err:
+        return "refused"
     if status not in (0, 2) or bool(err) != bool(status) or "Traceback" in err:
         raise Wrong(f"status {status}: {err[-200:]}")
     return "refused" if status else "told"

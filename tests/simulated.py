@@ -362,7 +362,7 @@ def call(
     handle = new_handle(once=p2p and group.backend == "gloo")
     frame = sys._getframe(1)
     if staged or p2p:
-        ledger.hold(handle, op, inner, group, index, storages, frame, staged=staged, p2p=p2p)
+        ledger.hold(handle, op, inner, group, index, storages, frame, staged=staged, unordered=p2p)
     else:
         homes = {HOST if index == HOST else home_of(ledger.streams, storage, HOST) for storage in storages}
         home = homes.pop() if len(homes) == 1 else None  # HOST is no stream: memory that is not there has none

@@ -15,7 +15,7 @@ from simulated import FakeGroup, FakeNccl, FakeNccl2, SimulatedDevice
 
 import safecomm
 from safecomm import _torch, backends
-from safecomm.collectives import call, coalesced
+from safecomm.collectives import coalesced, general, holding
 from safecomm.ledger import LEDGER, Ledger
 from safecomm.streams import HOST
 
@@ -123,7 +123,7 @@ def as_nccl2():
     lane = LEDGER.lane_of(group, HOST)
     with (
         mock.patch.object(backends, "SOME_QUERY", True),
-        mock.patch.object(call, "relaxed", side_effect=lambda *_: lenient()),
+        mock.patch.object(general, "relaxed", side_effect=lambda *_: lenient()),
         mock.patch.object(LEDGER.streams, "lenient", lenient),
     ):
         lane.queries, lane.current = True, lambda index: 0
@@ -196,7 +196,7 @@ def test_a_launch_inside_of_a_capture_is_in_its_mode():
 
 @on(2)
 def test_so_are_regions_s5():
-    with as_nccl2() as modes, mock.patch.object(coalesced, "relaxed", call.relaxed):
+    with as_nccl2() as modes, mock.patch.object(coalesced, "relaxed", general.relaxed):
         with safecomm._coalescing_manager():
             for _ in range(2):
                 safecomm.all_reduce(torch.ones(4))
@@ -217,23 +217,23 @@ def test_only_a_call_of_nccl2_that_is_not_captured_is_in_the_relaxed_mode(monkey
     group = c10d.ProcessGroup(0, 1)
     device = SimulatedDevice()
     ledger = Ledger(device)
-    monkeypatch.setattr(call, "LEDGER", ledger)
-    monkeypatch.setattr(call, "_current", device.current)
+    monkeypatch.setattr(holding, "LEDGER", ledger)
+    monkeypatch.setattr(holding, "_current", device.current)
     tensors = [types.SimpleNamespace(is_cuda=True, is_meta=False, get_device=lambda: 0)]
     for backend, relaxes in ((FakeNccl2(), True), (FakeNccl(), False)):
         ledger._lanes.clear()
         monkeypatch.setattr(_torch, "backend_of", lambda *_, backend=backend: backend)
         for some in (True, False):
             monkeypatch.setattr(backends, "SOME_QUERY", some)
-            with call.relaxed(group, tensors):
+            with holding.relaxed(group, tensors):
                 assert device._thread.lenient == (relaxes and some)
         monkeypatch.setattr(backends, "SOME_QUERY", True)
         device.begin_capture(1)
-        with call.relaxed(group, tensors):
+        with holding.relaxed(group, tensors):
             assert not device._thread.lenient
         device.end_capture()
         device.switch(0)
-        with call.relaxed(group, [torch.ones(1)]), call.relaxed(None, tensors):
+        with holding.relaxed(group, [torch.ones(1)]), holding.relaxed(None, tensors):
             assert not device._thread.lenient
 
 
@@ -241,14 +241,14 @@ def test_a_synchronous_call_that_fails_leaves_what_it_still_uses_s4(monkeypatch)
     """S4: the kernel of a call whose wait raises is on the current stream, which is not the memory's."""
     device = SimulatedDevice()
     ledger = Ledger(device)
-    monkeypatch.setattr(call, "LEDGER", ledger)
+    monkeypatch.setattr(holding, "LEDGER", ledger)
     lane = ledger.lane_of(FakeGroup(device, "nccl2"), 0)
     tensor = device.allocate(0, 64)
     device.switch(1)
     device.launch(device.here(), device.blocks_of([tensor]))
     failed = mock.Mock(wait=mock.Mock(side_effect=RuntimeError("too late")))
     with pytest.raises(RuntimeError, match="too late"):
-        call.wait_for(lane, failed, "all_reduce", None, [tensor], sys._getframe())
+        holding.wait_for(lane, failed, "all_reduce", None, [tensor], sys._getframe())
     del tensor
     device.settle()
     assert [entry.state for entry in ledger.pending()] == ["trailing"]
@@ -266,13 +266,13 @@ class OnTheDevice(torch.Tensor):
 @pytest.mark.parametrize(("backend", "aliased"), [(FakeNccl(), True), (FakeNccl2(), False), (Somebodys(), True)])
 def test_aliases_are_for_backends_that_hold_too_long(monkeypatch, backend, aliased):
     """ProcessGroupNCCL2 calls no record_stream for sends and receives, and gives a region's tensors back."""
-    monkeypatch.setattr(call, "LEDGER", Ledger(SimulatedDevice()))
+    monkeypatch.setattr(holding, "LEDGER", Ledger(SimulatedDevice()))
     monkeypatch.setattr(_torch, "backend_of", lambda *_: backend)
     group = c10d.ProcessGroup(0, 1)
     on_device = torch.ones(1).as_subclass(OnTheDevice)
-    assert call.shelves(group, [on_device]) is aliased
-    assert call.shelves(group, [torch.ones(1), on_device]) is aliased
-    assert not call.shelves(group, [torch.ones(1), "nothing"])
+    assert holding.shelves(group, [on_device]) is aliased
+    assert holding.shelves(group, [torch.ones(1), on_device]) is aliased
+    assert not holding.shelves(group, [torch.ones(1), "nothing"])
 
 
 def _under_detail(rank):

@@ -22,12 +22,12 @@ from safecomm import block
 from safecomm.arena import use
 from safecomm.arena.arena import OPEN
 from safecomm.block import Block
-from safecomm.collectives import bucketed, call, coalesced
-from safecomm.collectives.call import BUCKETS
+from safecomm.collectives import bucketed, coalesced, takers
+from safecomm.collectives.takers import BUCKETS
 from safecomm.ledger import LEDGER
 
 GATHER = "all_gather_single" if hasattr(stock, "all_gather_single") else "all_gather_into_tensor"
-OPENING = {module.__file__ for module in (block, bucketed, call, coalesced, contextlib, use)}
+OPENING = {module.__file__ for module in (block, bucketed, coalesced, takers, contextlib, use)}
 """The files of what opens and closes blocks, and of what is called in between."""
 
 

@@ -19,9 +19,10 @@ from watching import cpu_profile
 
 import safecomm
 from safecomm import functional
-from safecomm.collectives import bucketed, gather, reduce
+from safecomm.collectives import bucketed, gates
 from safecomm.collectives.bucketed import Buckets
-from safecomm.collectives.call import BUCKETS, at_once
+from safecomm.collectives.table import ROWS
+from safecomm.collectives.takers import BUCKETS, at_once
 from safecomm.ledger import LEDGER
 
 GATHER = "all_gather_single" if hasattr(stock, "all_gather_single") else "all_gather_into_tensor"
@@ -48,7 +49,7 @@ class Launches:
     """Counts the collectives that c10d is asked for."""
 
     def __enter__(self):
-        from safecomm.collectives.call import counted
+        from safecomm.collectives.holding import counted
 
         self._counted, self._before = counted, counted()
         return self
@@ -523,12 +524,12 @@ def test_inputs_that_are_only_read_may_be_one():
 def test_a_call_that_is_on_its_way_when_the_block_ends_runs_at_once():
     buckets = Buckets(stock.group.WORLD, MIB)
     buckets.over = True
-    assert not buckets.put_off("all_reduce", None, torch.ones(2))
+    assert not buckets.put_off(ROWS["all_reduce"], None, torch.ones(2))
     assert buckets.waiting() == 0
     buckets.over = False
-    assert all(buckets.put_off("all_reduce", None, torch.ones(2)) for _ in range(3))
+    assert all(buckets.put_off(ROWS["all_reduce"], None, torch.ones(2)) for _ in range(3))
     buckets.over = True
-    assert not buckets.put_off("all_reduce", None, torch.ones(2))
+    assert not buckets.put_off(ROWS["all_reduce"], None, torch.ones(2))
     assert buckets.waiting() == 3
 
 
@@ -568,8 +569,8 @@ def test_plain_calls_are_put_off_without_the_long_way():
     with contextlib.ExitStack() as stack:
         block = safecomm.bucketed()
         block.__enter__()
-        for module, name in ((reduce, "all_reduce"), (reduce, "reduce_scatter"), (gather, "all_gather")):
-            stack.enter_context(mock.patch.object(module, f"_forward_{name}", side_effect=AssertionError))
+        for name in ("all_reduce", "reduce_scatter_single", "all_gather_single"):
+            stack.enter_context(mock.patch.object(gates, f"_general_{name}", side_effect=AssertionError))
         for tensor in tensors:
             safecomm.all_reduce(tensor)
         for output, tensor in zip(whole, tensors, strict=True):

@@ -445,8 +445,8 @@ def test_s8_tensors_that_are_not_like_those_of_the_last_call_are_told_from_them(
         safecomm.all_reduce(plain)
         getattr(safecomm, GATHER)(whole, plain)
     lane = LEDGER.direct[id(stock.group.WORLD)]
-    assert lane.like_one(torch.zeros(5))
-    assert lane.like_two(torch.zeros(6), torch.zeros(3))
+    assert lane.guards.one(torch.zeros(5))
+    assert lane.guards.two(torch.zeros(6), torch.zeros(3))
     others = {
         "subclass": torch.ones(2).as_subclass(type("Mine", (torch.Tensor,), {})),
         "parameter": torch.nn.Parameter(torch.ones(2)),
@@ -462,12 +462,12 @@ def test_s8_tensors_that_are_not_like_those_of_the_last_call_are_told_from_them(
     }
     torch.vmap(lambda one: others.update(batched=one) or one)(torch.ones(2, 2))
     for name, other in others.items():
-        assert not lane.like_one(other), name
-        assert not lane.like_two(whole, other), name
-        assert not lane.like_two(other, plain), name
+        assert not lane.guards.one(other), name
+        assert not lane.guards.two(whole, other), name
+        assert not lane.guards.two(other, plain), name
     with Sees():
-        assert not lane.like_one(plain)
-    assert lane.like_one(plain)
+        assert not lane.guards.one(plain)
+    assert lane.guards.one(plain)
 
 
 @on(2)
@@ -480,7 +480,7 @@ def test_s8_what_requires_a_gradient_is_told_from_the_last_only_where_none_is_re
             getattr(safecomm, GATHER)(whole, leaf)
             getattr(safecomm, SCATTER)(torch.ones(2), whole)
     lane = LEDGER.direct[id(stock.group.WORLD)]
-    kinds = lane.like_two, lane.like_two_before
+    kinds = lane.guards.two, lane.guards.two_before
     assert not any(like(whole, leaf) for like in kinds), "the dispatcher does more with it here"
     with torch.no_grad():
         assert sum(like(whole, leaf) for like in kinds) == 1
@@ -611,21 +611,21 @@ def test_s8_what_is_no_plain_tensor_is_treated_as_by_torch(what):
 @contextlib.contextmanager
 def _single_calls_go_direct():
     """Let gloo's regions of one call be launched as that call, and give the names of what was."""
-    from safecomm.collectives import call
+    from safecomm.collectives import general
     from safecomm.ledger import LEDGER
 
     launched = []
 
-    table = dict(call.DIRECT)
+    table = dict(general.DIRECT)
     safecomm.all_reduce(torch.ones(1))  # so that there is a lane
     lane = LEDGER.direct[id(stock.group.WORLD)]
     lane.alone = True
-    call.DIRECT.update({name: (noted(launched, name, launch), *tables) for name, (launch, *tables) in table.items()})
+    general.DIRECT.update({name: (noted(launched, name, launch), *tables) for name, (launch, *tables) in table.items()})
     try:
         yield launched
     finally:
         lane.alone = False
-        call.DIRECT.update(table)
+        general.DIRECT.update(table)
 
 
 def _one_call(library, name, tensor, whole, asynchronous, op=None):

@@ -20,7 +20,7 @@ import safecomm
 from safecomm import _torch, captures
 from safecomm.arena.use import IN_USE
 from safecomm.collectives import lists
-from safecomm.collectives.call import counted
+from safecomm.collectives.holding import counted
 from safecomm.collectives.lists import addresses_of, whole_of
 from safecomm.ledger import LEDGER
 
@@ -721,10 +721,12 @@ def test_inside_of_a_region_it_is_c10ds():
         launched.clear()
         _torch.world.pg_coalesce_state[stock.group.WORLD] = []
         try:
-            assert lists._found(list(torch.zeros(2, 3)), torch.zeros(3), stock.group.WORLD, False) is None
+            gathered()
         finally:
             del _torch.world.pg_coalesce_state[stock.group.WORLD]
-        assert lists._found(list(torch.zeros(2, 3)), torch.zeros(3), stock.group.WORLD, False) is not None
+        assert launched == []
+        gathered()
+        assert launched != []
 
 
 @on(2)

@@ -33,8 +33,8 @@ from watching import Log, Sees
 
 import safecomm
 from safecomm import captures
-from safecomm.collectives import call
-from safecomm.collectives.call import ENGINES
+from safecomm.collectives import takers
+from safecomm.collectives.takers import ENGINES
 from safecomm.ledger import LEDGER
 from safecomm.peers import choice, low_latency, pieces, tuning
 from safecomm.peers.choice import LowLatencyLimits
@@ -895,7 +895,7 @@ def test_everywhere_switches_groups_on_at_their_first_call_and_they_end_with_the
 
 def test_the_runner_switches_it_on_everywhere(tmp_path):
     script = tmp_path / "script.py"
-    script.write_text("from safecomm.collectives.call import ENGINES; print(list(ENGINES))")
+    script.write_text("from safecomm.collectives.takers import ENGINES; print(list(ENGINES))")
     command = [sys.executable, "-m", "safecomm", "run", "--low-latency", str(script)]
     environment = {**os.environ, "PYTHONPATH": ":".join(filter(None, sys.path))}
     by_flag = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
@@ -1024,7 +1024,7 @@ def test_a_bucketed_block_that_ends_in_another_thread_changes_no_way():
         block = contextlib.ExitStack()
 
         def end_after(frame, event, arg):
-            if frame.f_code is call.by_engine.__code__:
+            if frame.f_code is takers.offer.__code__:
                 return ended
             return None
 
@@ -1054,12 +1054,12 @@ def test_an_engine_that_is_switched_off_in_another_thread_raises_nothing():
     with switched_on() as ours:
 
         def switch_off(frame, event, arg):
-            if frame.f_code is call.by_engine.__code__:
+            if frame.f_code is takers.offer.__code__:
                 sys.settrace(None)
-                call.ENGINES.pop(group)
+                takers.ENGINES.pop(group)
 
         sys.settrace(switch_off)
         tensor = torch.ones(16)
         safecomm.all_reduce(tensor)
-        call.ENGINES[group] = ours._engine
+        takers.ENGINES[group] = ours._engine
         assert tensor.tolist() == [2.0] * 16

@@ -239,8 +239,10 @@ def holds_inputs_only():
 def holds_nothing_of_sends_and_receives():
     """Leaves those to ProcessGroupNCCL2, which keeps what is sent."""
 
-    def hold(ledger, work, op, inner, group, index, storages, frame, *, p2p=False, **how):
-        return original(ledger, work, op, inner, group, index, () if p2p else storages, frame, p2p=p2p, **how)
+    def hold(ledger, work, op, inner, group, index, storages, frame, *, unordered=False, **how):
+        return original(
+            ledger, work, op, inner, group, index, () if unordered else storages, frame, unordered=unordered, **how
+        )
 
     original = Ledger.hold
     return mock.patch.object(Ledger, "hold", hold)

@@ -28,7 +28,7 @@ from ranks import on, run_program, run_python
 from test_compile import all_gather_of_one, all_reduce, asynchronous, barrier, compiled, region, theirs
 
 import safecomm
-from safecomm.collectives.call import counted
+from safecomm.collectives.holding import counted
 from safecomm.patching.table import MODULES, NAMES, ORIGINALS, REPLACEMENTS
 
 ROOT = str(Path(safecomm.__file__).parents[1])
@@ -714,7 +714,7 @@ def test_what_is_wrong_with_a_variable_is_said_before_the_script_begins(tmp_path
     ]
     (tmp_path / "script.py").write_text(
         "import safecomm, safecomm.patching.patch as patch\n"
-        "from safecomm.collectives.call import ENGINES\n"
+        "from safecomm.collectives.takers import ENGINES\n"
         "print(patch.strict(), patch._state.avoided is not None, ENGINES[None]._limits, safecomm.empty(3).shape)"
     )
     ended = run(

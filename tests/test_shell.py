@@ -149,7 +149,9 @@ sys.exit(safecomm_shell.main())
 # --- what an installation consists of; "make dist" builds one and tries it --------------------------------------------
 
 DATA = {
+    "collectives/gate.py.in",
     "py.typed",
+    "diagnostics/page.css",
     "diagnostics/page.js",
     "recorded/stock.pickle",
     "recorded/safecomm.pickle",

@@ -22,22 +22,13 @@ import torch.distributed.distributed_c10d as c10d
 from safecomm import _torch, captures
 from safecomm.arena.staging import buffer
 from safecomm.block import Block
-from safecomm.collectives import gather, reduce
-from safecomm.collectives.call import (
-    BUCKETS,
-    COLLECTIVE_OF,
-    COMPLEX,
-    GATHER,
-    OPS,
-    PLAIN,
-    REDUCE,
-    REGIONS,
-    SCATTER,
-    default_group,
-    fits,
-    storages_of,
-)
+from safecomm.collectives import gates
+from safecomm.collectives.regions import REGIONS
+from safecomm.collectives.table import GATHER, REDUCE, ROWS, SCATTER, Row, fits
+from safecomm.collectives.takers import BUCKETS, OPS, default_group
+from safecomm.collectives.tensors import storages_of
 from safecomm.errors import SafecommError
+from safecomm.guards import COMPLEX, PLAIN
 from safecomm.ledger import LEDGER
 from safecomm.sites import outside
 from safecomm.streams import HOST, capture_of
@@ -49,8 +40,8 @@ LARGEST_MB = float(1 << 42)
 """MiB that no bucket has; so many bytes are still a whole number of 63 bits."""
 
 _OPS = frozenset({id(None), *map(id, OPS)})
-_gather_into = gather.all_gather_single or gather.all_gather_into_tensor
-_scatter_into = reduce.reduce_scatter_single or reduce.reduce_scatter_tensor
+_gather_into = getattr(gates, ROWS["all_gather_single"].name)
+_scatter_into = getattr(gates, ROWS["reduce_scatter_single"].name)
 _current = LEDGER.current
 _numel = torch.Tensor.numel
 _data_ptr = torch.Tensor.data_ptr
@@ -63,9 +54,9 @@ _Call = tuple[torch.Tensor, ...]
 class Run:
     """Consecutive calls of one kind and operation: those that can share a bucket, or those that can't."""
 
-    def __init__(self, name: str, op: Any, shared: Any) -> None:
-        self.name = name
-        self.kind = COLLECTIVE_OF.get(name, "")
+    def __init__(self, row: Row | None, op: Any, shared: Any) -> None:
+        self.row = row
+        self.kind = "" if row is None else row.kind
         self.op = op
         self.shared = shared  # what the calls have in common; None if each goes on its own
         self.outputs: list[torch.Tensor] = []
@@ -101,7 +92,7 @@ class Buckets:
         self.block = block  # dead when the with statement is over, however it ended; None if it is not known
         self.world: int = group.size()
         self.runs: list[Run] = []  # what is put off
-        self.run = Run("", None, None)  # the last of them, if there are any
+        self.run = Run(None, None, None)  # the last of them, if there are any
         self.index = self.stream = HOST  # device and stream of the calls that are put off
         self.lock = threading.Lock()  # around the calls and whether the block is over: others may be calling
         self.over = False  # or has failed
@@ -111,18 +102,16 @@ class Buckets:
         """Return how many calls are put off."""
         return sum(len(run.outputs) for run in self.runs)
 
-    def put_off(self, name: str, op: Any, output: Any, given: Any = None) -> bool:
-        """Note a call of a function in ``COLLECTIVE_OF`` for later; False if it has to run now.
+    def put_off(self, row: Row, op: Any, output: Any, given: Any = None) -> bool:
+        """Note a call that can be put off for later; False if it has to run now.
 
         ``given``: its input, None for an all_reduce.
         """
-        if REGIONS and self.group in REGIONS:
-            return False
         # Not acquire() and try: an exception of a signal handler can come in between, and the block would not end.
         with self.lock:
             run = self.run
             if (
-                name is run.name
+                row is run.row
                 and op is run.op
                 and type(output) in PLAIN
                 and not output.is_nested  # look_alike() must not be asked
@@ -135,16 +124,16 @@ class Buckets:
                 if given is not None:
                     run.inputs.append(given)
                 return True
-        return self._put_off(name, op, output, given)
+        return self._put_off(row, op, output, given)
 
     def _alike(self, run: Run, output: torch.Tensor, given: Any) -> bool:
         if type(given) not in PLAIN or given.is_nested:
             return False
         return fits(run.kind, output, given, self.world) and (run.like(output, given) or run.other(output, given))
 
-    def _put_off(self, name: str, op: Any, output: Any, given: Any) -> bool:
+    def _put_off(self, row: Row, op: Any, output: Any, given: Any) -> bool:
         """As put_off(), of a call that is not like those of the last run."""
-        tensors = (output,) if COLLECTIVE_OF[name] == REDUCE else (output, given)
+        tensors = (output,) if row.one else (output, given)
         for tensor in tensors:
             if (
                 type(tensor) not in PLAIN
@@ -157,7 +146,7 @@ class Buckets:
             return False
         index = output.get_device()
         stream = HOST if index < 0 else _current(index)
-        shared = self._shared(name, op, tensors)
+        shared = self._shared(row.kind, op, tensors)
         while True:
             with self.lock:
                 if self.over:
@@ -165,19 +154,18 @@ class Buckets:
                 if not self.runs or (stream == self.stream and index == self.index):
                     self.index, self.stream = index, stream
                     if not self.runs or shared is None or shared != self.run.shared:
-                        self.run = Run(name, op, shared)
+                        self.run = Run(row, op, shared)
                         self.runs.append(self.run)
                     self.run.add(tensors)
                     return True
             with self.closed():  # on the stream where they were called, which the caller has left
                 pass
 
-    def _shared(self, name: str, op: Any, tensors: _Call) -> Any:
+    def _shared(self, kind: str, op: Any, tensors: _Call) -> Any:
         """Return what calls have in common that can share a bucket; None for those that go on their own."""
         if id(op) not in _OPS or not all(map(_torch.has_plain_keys, tensors)):
             return None
         first, last = tensors[0], tensors[-1]
-        kind = COLLECTIVE_OF[name]
         # What does not fit, c10d is to refuse.
         if first.dtype is not last.dtype or first.device != last.device or not fits(kind, first, last, self.world):
             return None
@@ -213,7 +201,7 @@ class Buckets:
         """Launch what was put off, in its order, on the stream where it was called. Not while more is put off."""
         with self.lock:
             runs, self.runs = self.runs, []
-            self.run = Run("", None, None)
+            self.run = Run(None, None, None)
             index, stream = self.index, self.stream
         if not runs:
             return
@@ -266,8 +254,7 @@ def bucketed(
     ``bucket_mb``: the size of a bucket in MiB, 32 by default, or the file that ``python -m safecomm tune`` wrote, the
     same on all ranks. ``group``: by default the default group.
 
-    Runs on the stream where the calls were made. While a block is open, other calls of the process take some
-    microseconds more. The copies count as changes in place for autograd. They are made whatever autograd has to say of
+    Runs on the stream where the calls were made. The copies count as changes in place for autograd. They are made whatever autograd has to say of
     the outputs, in which ranks may differ: what gloo would refuse one by one is not refused. Sums of floating-point
     numbers over more than two ranks may be added in another order than one by one, because NCCL chooses by the size.
 
@@ -317,7 +304,6 @@ class _Bucketed(Block):
     """The context of one block of :func:`bucketed`."""
 
     _buckets: Buckets | None = None
-    _diversion: Any = None
 
     def __init__(self, group: Any, nbytes: int) -> None:
         self._group = group
@@ -337,8 +323,6 @@ class _Bucketed(Block):
         if not isinstance(to, c10d.ProcessGroup):  # this rank is not in it: c10d says what it says for each call
             return
         self._close_by(functools.partial(BUCKETS.pop, to))
-        self._diversion = LEDGER.diverted()
-        self._diversion.__enter__()
         self._buckets = Buckets(to, self._nbytes, self._watch)
         self._buckets.open()
 
@@ -346,17 +330,14 @@ class _Bucketed(Block):
         buckets, self._buckets = self._buckets, None
         if buckets is None:
             return
-        try:
-            buckets.end()
-            if kind is None:
-                if buckets.failure is not None:
-                    raise SafecommError(
-                        "bucketed(): what was put off could not be launched, and the block went on; "
-                        "not all results are there"
-                    ) from buckets.failure
-                buckets.launch()
-        finally:
-            self._diversion.__exit__(None, None, None)
+        buckets.end()
+        if kind is None:
+            if buckets.failure is not None:
+                raise SafecommError(
+                    "bucketed(): what was put off could not be launched, and the block went on; "
+                    "not all results are there"
+                ) from buckets.failure
+            buckets.launch()
         self._closed()
 
 
@@ -437,7 +418,7 @@ def _apart(run: Run, part: slice, nbytes: list[int]) -> Iterator[slice]:
 
 def _launch_one(run: Run, output: torch.Tensor, given: Any = None, *, group: Any) -> None:
     if run.kind == REDUCE:
-        reduce.all_reduce(output, run.op, group)
+        gates.all_reduce(output, run.op, group)
     elif run.kind == GATHER:
         _gather_into(output, given, group)
     else:
@@ -465,7 +446,7 @@ def _all_reduce(tensors: list[torch.Tensor], op: Any, group: Any) -> None:
     lines = _lines(tensors)
     flat = _flat(tensors[0], sum(map(_numel, tensors)))
     _pack(flat, tensors, lines)
-    reduce.all_reduce(flat, op, group)
+    gates.all_reduce(flat, op, group)
     _unpack(flat, tensors, lines)
 
 

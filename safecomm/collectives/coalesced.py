@@ -18,32 +18,15 @@ import torch.distributed.distributed_c10d as c10d
 
 from safecomm import _torch, captures
 from safecomm.block import Block
-from safecomm.collectives.call import (
-    BUCKETS,
-    COLLECTIVE_OF,
-    DIRECT,
-    PLAIN,
-    REGIONS,
-    SUM,
-    Region,
-    at_once,
-    counter,
-    default_group,
-    fits,
-    hold_launched,
-    home_of_few,
-    index_of,
-    inside,
-    kind_for,
-    plain,
-    relaxed,
-    stand_in,
-    storages_of,
-)
-from safecomm.entries import WorkLane, leave_empty
+from safecomm.collectives.general import DIRECT, SUM, inside, stand_in
+from safecomm.collectives.holding import counter, hold_launched, hold_region, kind_for, launch, relaxed
+from safecomm.collectives.regions import REGIONS, Region
+from safecomm.collectives.table import COLLECTIVE_OF, fits
+from safecomm.collectives.takers import BUCKETS, at_once, default_group
+from safecomm.collectives.tensors import index_of
+from safecomm.entries import WorkLane
+from safecomm.guards import PLAIN
 from safecomm.ledger import LEDGER
-from safecomm.streams import HOST
-from safecomm.work import Work
 
 _original = _torch.coalescing_manager
 _count = counter("_coalescing_manager")
@@ -137,7 +120,7 @@ class _Manager(Block):
         group, device, async_ops = self._arguments
         if failed:
             cm.works = _abandon(group, device)
-            _close(cm, group, region, frame)
+            hold_region(cm, group, region, frame)
             return
         # Also what was called through torch's own functions. KeyError, as of c10d's, if somebody has closed the region.
         calls = REGIONS[group] if manager is None else REGIONS.get(group, [])
@@ -146,8 +129,8 @@ class _Manager(Block):
             taken = REGIONS.pop(group)
             if len(taken) == 1:  # a signal handler may have made another call since
                 # c10d's manager, if there is one, is left where it is: it would launch the call again.
-                launch, lane, options, tensors = ready
-                inner = launch(group if _torch.HOOKS else lane.backend, *tensors, options)
+                function, lane, options, tensors = ready
+                inner = launch(function, lane, group, *tensors, options)
                 cm.append(hold_launched("_coalescing_manager", inner, lane, group, tensors, async_ops, frame))
                 return
             calls = REGIONS[group] = taken
@@ -178,7 +161,7 @@ class _Manager(Block):
         own = cm.works[:before] if theirs is cm else cm.works  # callers may have put works of their own in
         cm.works = launched
         try:
-            _close(cm, group, region, frame)
+            hold_region(cm, group, region, frame)
         finally:
             cm.works[:0] = own
 
@@ -191,7 +174,7 @@ def _alone(
     if lane is None or not lane.alone or not _ORDINARY:
         return None
     name = getattr(call.op, "__name__", "")
-    launch, synchronous, asynchronous = DIRECT.get(name, _NO_WAY)
+    function, synchronous, asynchronous = DIRECT.get(name, _NO_WAY)
     options = (asynchronous if async_ops else synchronous).get(id(SUM if call.redop is None else call.redop))
     if options is None:
         return None
@@ -202,7 +185,7 @@ def _alone(
         for tensor in tensors:
             if type(tensor) not in PLAIN or tensor.is_nested:
                 return None
-        if not plain(lane, *tensors):
+        if not lane.guards.plain(*tensors):
             return None
     if (
         # c10d's coalesced calls take one that is not contiguous as it comes, and the others refuse it.
@@ -214,32 +197,7 @@ def _alone(
         or (async_ops and _torch.inflight_as_graph_input())
     ):
         return None
-    return launch, lane, options, tensors
-
-
-def _close(cm: Any, group: Any, region: Region, frame: types.FrameType) -> None:
-    """Hold what the region has launched, whose work is in ``cm``."""
-    index = index_of(region.tensors[0]) if region.tensors else None
-    if index is None:
-        return
-    storages = storages_of(region.tensors)
-    if cm.works:
-        (inner,) = cm.works
-        work = LEDGER.hold(
-            Work(), "_coalescing_manager", inner, group, index, storages, frame,
-            aliases=tuple(region.aliases), staged=region.staged, p2p=region.p2p,
-            home=home_of_few(index, storages),
-        )  # fmt: skip
-        cm.works[:] = [work]
-        for call in region.works:
-            call._region = work
-        return
-    for alias in region.aliases:
-        leave_empty(alias)
-    if id(group) not in LEDGER.direct:
-        LEDGER.lane_of(group, index)
-    if index != HOST:
-        LEDGER.trail("_coalescing_manager", group, index, storages, frame)
+    return function, lane, options, tensors
 
 
 def _abandon(group: Any, device: Any) -> list[Any]:

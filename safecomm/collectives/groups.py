@@ -1,4 +1,4 @@
-"""barrier, and the ends of groups and of their communicators."""
+"""The ends of groups and of their communicators."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import torch.distributed.distributed_c10d as c10d
 
 from safecomm import _torch, captures
 from safecomm.collectives import ending
-from safecomm.collectives.call import ENGINES, default_group, forwarded, stand_in
+from safecomm.collectives.general import stand_in
+from safecomm.collectives.takers import ENGINES, default_group
 from safecomm.errors import PendingWorkError
 from safecomm.ledger import LEDGER
 
@@ -22,8 +23,6 @@ GRACE = timedelta(seconds=30)
 
 The group's own timeout, if that is shorter.
 """
-
-barrier = forwarded("barrier")
 
 _c10d_destroy = c10d.destroy_process_group
 

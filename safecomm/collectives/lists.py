@@ -19,7 +19,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 import torch.distributed.distributed_c10d as c10d
@@ -27,21 +27,18 @@ from torch.nn import Parameter as _Parameter
 
 from safecomm import _torch, captures
 from safecomm.arena.use import IN_USE, in_use, may_be_used, would_be_used
-from safecomm.collectives.call import (
-    BUCKETS,
-    ENGINES,
-    by_engine,
-    counter,
-    default_group,
-    direct,
-    forwarded,
-    hold_launched,
-    prepared,
-    span,
-    storages_of,
-)
-from safecomm.entries import KINDS, WorkLane
+from safecomm.collectives.general import direct, forwarded, prepared
+from safecomm.collectives.holding import counter, hold_launched, launch, span
+from safecomm.collectives.regions import REGIONS
+from safecomm.collectives.table import ROWS
+from safecomm.collectives.takers import BUCKETS, DECLINED, ENGINES, GENERAL, default_group, offer
+from safecomm.collectives.tensors import storages_of
+from safecomm.entries import WorkLane
+from safecomm.guards import KINDS
 from safecomm.ledger import LEDGER
+from safecomm.work import Work
+
+__all__ = ["all_gather", "reduce_scatter"]
 
 # Bound once: each of these is read on every call.
 _compiling = torch.compiler.is_dynamo_compiling
@@ -61,7 +58,6 @@ _forward_ad = _torch.forward_ad
 _inflight = _torch.inflight_as_graph_input
 _inference = torch.is_inference_mode_enabled
 _NCCL = _torch.NCCL
-_HOOKS = _torch.HOOKS
 
 _SUM = id(c10d.ReduceOp.SUM)
 _launch_all_gather, *_tables = prepared(_torch.all_gather)
@@ -69,12 +65,9 @@ _gather_options = tuple(table.get(_SUM) for table in _tables)
 _launch_reduce_scatter, *_scatter_options = prepared(_torch.reduce_scatter)
 _c10d_all_gather, _c10d_reduce_scatter = c10d.all_gather, c10d.reduce_scatter
 _count_all_gather, _count_reduce_scatter = counter("all_gather"), counter("reduce_scatter")
-_forward_all_gather = forwarded("all_gather", "tensor_list", "tensor", staged=True)
-_forward_reduce_scatter = forwarded("reduce_scatter", "output", "input_list", staged=True, unpolled=True)
-_after_engine_all_gather = forwarded("all_gather", "tensor_list", "tensor", staged=True, asks=False)
-_after_engine_reduce_scatter = forwarded(
-    "reduce_scatter", "output", "input_list", staged=True, unpolled=True, asks=False
-)
+_ALL_GATHER, _REDUCE_SCATTER = ROWS["all_gather"], ROWS["reduce_scatter"]
+_general_all_gather = forwarded(_ALL_GATHER, asks=False)
+_general_reduce_scatter = forwarded(_REDUCE_SCATTER, asks=False)
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 STAGED = frozenset((*_FLOATS, torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool))
@@ -254,7 +247,6 @@ def _found(tensors: Any, tensor: Any, group: Any, asynchronous: bool) -> WorkLan
         or not would_be_used(index)  # slices need none of its memory
         # NCCL's symmetric kernels are for buffers that lie in the window on all ranks, and c10d stages outside of it.
         or ((arena := IN_USE.get(index)) is not None and arena.symmetric)
-        or (lane.regions and group in lane.regions)
         or _modes()
         or _transform() is not None
         or (asynchronous and _inflight())
@@ -265,13 +257,13 @@ def _found(tensors: Any, tensor: Any, group: Any, asynchronous: bool) -> WorkLan
 
 def _lane_of(group: Any, index: int) -> WorkLane | None:
     """Return the lane of a group that has not been called on this device yet, or whose calls are diverted."""
-    if type(group) is not c10d.ProcessGroup or group in BUCKETS:
+    if type(group) is not c10d.ProcessGroup:
         return None
     return LEDGER.lane_of(group, index)
 
 
 def _run(
-    op: str, launch: Any, options: Any, lane: WorkLane, group: Any, output: torch.Tensor, source: torch.Tensor,
+    op: str, function: Any, options: Any, lane: WorkLane, group: Any, output: torch.Tensor, source: torch.Tensor,
     arguments: list[torch.Tensor], asynchronous: bool,
 ) -> Any:  # fmt: skip
     """Launch a flat collective, hold what it uses, and return what the caller gets."""
@@ -279,12 +271,11 @@ def _run(
         LEDGER.sweep()
     if _recording:
         captures.check_group(op, group, arguments)
-    launcher = group if _HOOKS else lane.backend
     if _profiler._is_profiler_enabled:
         with span(op):
-            inner = launch(launcher, output, source, options)
+            inner = launch(function, lane, group, output, source, options)
     else:
-        inner = launch(launcher, output, source, options)
+        inner = launch(function, lane, group, output, source, options)
     if _recording:
         # Not the buffer, which is gone in a moment: a replay looks whether the caller's own tensors have moved.
         captures.note(op, group, arguments, _getframe(2))
@@ -312,13 +303,12 @@ def _staged(
     if slot is None:
         return False
     count()
-    launcher = group if _HOOKS else lane.backend
     try:
         if _profiler._is_profiler_enabled:
             with span(op):
-                run(launcher, slot, pieces, tensor, options)
+                run(lane, group, slot, pieces, tensor, options)
         else:
-            run(launcher, slot, pieces, tensor, options)
+            run(lane, group, slot, pieces, tensor, options)
         if _recording:
             captures.note(op, group, arguments, _getframe(2))  # the slot is the graph's already
     finally:  # what has failed may still be running
@@ -327,8 +317,10 @@ def _staged(
     return True
 
 
-def _gather(launcher: Any, slot: torch.Tensor, pieces: list[Any], tensor: torch.Tensor, options: Any) -> None:
-    inner = _launch_all_gather(launcher, slot, tensor, options)
+def _gather(
+    lane: WorkLane, group: Any, slot: torch.Tensor, pieces: list[Any], tensor: torch.Tensor, options: Any
+) -> None:
+    inner = launch(_launch_all_gather, lane, group, slot, tensor, options)
     if inner is not None:
         inner.wait()
     if tensor.nbytes > _LARGE:
@@ -337,30 +329,29 @@ def _gather(launcher: Any, slot: torch.Tensor, pieces: list[Any], tensor: torch.
         _torch.copy_all(pieces, slot.unbind())
 
 
-def _scatter(launcher: Any, slot: torch.Tensor, pieces: list[Any], tensor: torch.Tensor, options: Any) -> None:
+def _scatter(
+    lane: WorkLane, group: Any, slot: torch.Tensor, pieces: list[Any], tensor: torch.Tensor, options: Any
+) -> None:
     torch.cat(pieces, out=slot)
-    inner = _launch_reduce_scatter(launcher, tensor, slot, options)
+    inner = launch(_launch_reduce_scatter, lane, group, tensor, slot, options)
     if inner is not None:
         inner.wait()
 
 
-def all_gather(tensor_list: Any, tensor: Any, group: Any = None, async_op: bool = False) -> Any:
+def _all_gather(tensor_list: Any, tensor: Any, group: Any = None, async_op: bool = False) -> Any:
     if _compiling():
         return _c10d_all_gather(tensor_list, tensor, group, async_op)
     to = group or default_group()
-    forward = _forward_all_gather
-    if ENGINES and (to in ENGINES or None in ENGINES):
+    if ENGINES or BUCKETS or REGIONS:
         if _busy:
             LEDGER.sweep()
-        taken = None if async_op is not False else by_engine("all_gather", to, [tensor_list, tensor], None)
-        if taken:
-            _count_all_gather()
-            return None
-        if taken is None:
-            return _forward_all_gather(tensor_list, tensor, group=group, async_op=async_op)
-        forward = _after_engine_all_gather
+        taken = offer(_ALL_GATHER, to, (tensor_list, tensor), None, async_op)
+        if taken is GENERAL:
+            return _general_all_gather(tensor_list, tensor, group=group, async_op=async_op)
+        if taken is not DECLINED:
+            return taken
     if not may_be_used() or type(async_op) is not bool or (lane := _found(tensor_list, tensor, to, async_op)) is None:
-        return forward(tensor_list, tensor, group=group, async_op=async_op)
+        return _general_all_gather(tensor_list, tensor, group=group, async_op=async_op)
     options = _gather_options[async_op]
     whole = whole_of(tensor_list, tensor, lane.backend)
     if whole is None:
@@ -368,52 +359,77 @@ def all_gather(tensor_list: Any, tensor: Any, group: Any = None, async_op: bool 
             "all_gather", _gather, options, lane, to, tensor_list, tensor, _count_all_gather, written=True
         ):
             return None
-        return forward(tensor_list, tensor, group=group, async_op=async_op)
+        return _general_all_gather(tensor_list, tensor, group=group, async_op=async_op)
     # c10d's copies would say so to autograd, and raise for tensors of inference mode outside of it.
     if not whole.is_inference():
         _torch.increment_versions(tensor_list)
     elif not _inference():
-        return forward(tensor_list, tensor, group=group, async_op=async_op)
+        return _general_all_gather(tensor_list, tensor, group=group, async_op=async_op)
     _count_all_gather()
     arguments = [*tensor_list, tensor] if _recording else tensor_list
     return _run("all_gather", _launch_all_gather, options, lane, to, whole, tensor, arguments, async_op)
 
 
-def reduce_scatter(
+def _reduce_scatter(
     output: Any, input_list: Any, op: Any = c10d.ReduceOp.SUM, group: Any = None, async_op: bool = False
 ) -> Any:
     if _compiling():
         return _c10d_reduce_scatter(output, input_list, op, group, async_op)
     to = group or default_group()
-    forward = _forward_reduce_scatter
-    if ENGINES and (to in ENGINES or None in ENGINES):
+    if ENGINES or BUCKETS or REGIONS:
         if _busy:
             LEDGER.sweep()
-        taken = None if async_op is not False else by_engine("reduce_scatter", to, [output, input_list], op)
-        if taken:
-            _count_reduce_scatter()
-            return None
-        if taken is None:
-            return _forward_reduce_scatter(output, input_list, op=op, group=group, async_op=async_op)
-        forward = _after_engine_reduce_scatter
+        taken = offer(_REDUCE_SCATTER, to, (output, input_list), op, async_op)
+        if taken is GENERAL:
+            return _general_reduce_scatter(output, input_list, op=op, group=group, async_op=async_op)
+        if taken is not DECLINED:
+            return taken
     if (
         not may_be_used()
         or type(async_op) is not bool
         or (options := _scatter_options[async_op].get(id(op))) is None
         or (lane := _found(input_list, output, to, async_op)) is None
     ):
-        return forward(output, input_list, op=op, group=group, async_op=async_op)
+        return _general_reduce_scatter(output, input_list, op=op, group=group, async_op=async_op)
     whole = whole_of(input_list, output, lane.backend)
     if whole is None:
         if not async_op and _staged(
             "reduce_scatter", _scatter, options, lane, to, input_list, output, _count_reduce_scatter, written=False
         ):
             return None
-        return forward(output, input_list, op=op, group=group, async_op=async_op)
+        return _general_reduce_scatter(output, input_list, op=op, group=group, async_op=async_op)
     _count_reduce_scatter()
     arguments = [output, *input_list] if _recording else input_list
     return _run("reduce_scatter", _launch_reduce_scatter, options, lane, to, output, whole, arguments, async_op)
 
 
-all_gather = direct(all_gather, _c10d_all_gather, _forward_all_gather, _launch_all_gather)
-reduce_scatter = direct(reduce_scatter, _c10d_reduce_scatter, _forward_reduce_scatter, _launch_reduce_scatter)
+if TYPE_CHECKING:
+    _List = list[torch.Tensor]
+    _T = torch.Tensor
+    _Group = c10d.ProcessGroup | None
+
+    @overload
+    def all_gather(tensor_list: _List, tensor: _T, group: _Group = ..., async_op: Literal[False] = ...) -> None: ...
+    @overload
+    def all_gather(tensor_list: _List, tensor: _T, group: _Group = ..., *, async_op: Literal[True]) -> Work: ...
+    @overload
+    def all_gather(tensor_list: _List, tensor: _T, group: _Group = ..., async_op: bool = ...) -> Work | None: ...
+    def all_gather(*args: Any, **kwargs: Any) -> Any: ...
+
+    @overload
+    def reduce_scatter(
+        output: _T, input_list: _List, op: Any = ..., group: _Group = ..., async_op: Literal[False] = ...
+    ) -> None: ...
+    @overload
+    def reduce_scatter(
+        output: _T, input_list: _List, op: Any = ..., group: _Group = ..., *, async_op: Literal[True]
+    ) -> Work: ...
+    @overload
+    def reduce_scatter(
+        output: _T, input_list: _List, op: Any = ..., group: _Group = ..., async_op: bool = ...
+    ) -> Work | None: ...
+    def reduce_scatter(*args: Any, **kwargs: Any) -> Any: ...
+
+else:
+    all_gather = direct(_all_gather, _ALL_GATHER, _launch_all_gather)
+    reduce_scatter = direct(_reduce_scatter, _REDUCE_SCATTER, _launch_reduce_scatter)

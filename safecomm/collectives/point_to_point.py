@@ -9,36 +9,48 @@ where a handle that is dropped takes its buffer with it.
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed.distributed_c10d as c10d
 
 from safecomm import captures
-from safecomm.collectives.call import (
-    at_once,
-    caller,
-    counter,
-    default_group,
-    device_alias,
-    finish,
-    forwarded,
-    holds_itself,
-    inside,
-    shelves,
-    stand_in,
-    with_memory,
-)
+from safecomm.collectives.general import forwarded, inside, stand_in
+from safecomm.collectives.holding import caller, counter, finish, holds_itself, shelves
+from safecomm.collectives.table import ROWS
+from safecomm.collectives.takers import at_once, default_group
+from safecomm.collectives.tensors import device_alias, with_memory
 from safecomm.ledger import LEDGER
+from safecomm.work import Work
 
-isend = forwarded("isend", "tensor", p2p=True)
-irecv = forwarded("irecv", "tensor", p2p=True)
-send = forwarded("send", "tensor", p2p=True)
-recv = forwarded("recv", "tensor", p2p=True)
+__all__ = ["P2POp", "batch_isend_irecv", "irecv", "isend", "recv", "send"]
 
-_SENDS = {isend.__wrapped__: "isend", irecv.__wrapped__: "irecv", isend: "isend", irecv: "irecv"}
+if TYPE_CHECKING:
+    _Group = c10d.ProcessGroup | None
+    _Rank = int | None
+    _Tensor = torch.Tensor
+
+    def isend(
+        tensor: _Tensor, dst: _Rank = ..., group: _Group = ..., tag: int = ..., group_dst: _Rank = ...
+    ) -> Work: ...
+    def irecv(
+        tensor: _Tensor, src: _Rank = ..., group: _Group = ..., tag: int = ..., group_src: _Rank = ...
+    ) -> Work: ...
+    def send(
+        tensor: _Tensor, dst: _Rank = ..., group: _Group = ..., tag: int = ..., group_dst: _Rank = ...
+    ) -> None: ...
+    def recv(tensor: _Tensor, src: _Rank = ..., group: _Group = ..., tag: int = ..., group_src: _Rank = ...) -> int: ...
+
+else:
+    isend = forwarded(ROWS["isend"])
+    irecv = forwarded(ROWS["irecv"])
+    send = forwarded(ROWS["send"])
+    recv = forwarded(ROWS["recv"])
+
+_SENDS: dict[Any, str] = {c10d.isend: "isend", c10d.irecv: "irecv", isend: "isend", irecv: "irecv"}
 _c10d_batch = c10d.batch_isend_irecv
 _count = counter("batch_isend_irecv")
+_BATCH = ROWS["batch_isend_irecv"]
 _compiling = torch.compiler.is_dynamo_compiling
 
 
@@ -106,7 +118,7 @@ def batch_isend_irecv(p2p_op_list: Any) -> Any:
         with at_once(group):
             works = _c10d_batch(given)
     except torch.distributed.DistBackendError:
-        finish("batch_isend_irecv", None, group, tensors, caller(), p2p=True)
+        finish(_BATCH, None, group, tensors, caller())
         raise
     finally:
         inside.batch = False
@@ -115,10 +127,7 @@ def batch_isend_irecv(p2p_op_list: Any) -> Any:
     # NCCL answers with one work for all; where each operation has its own, each holds its own tensor.
     shares = [[tensor] for tensor in tensors] if len(works) == len(tensors) else [tensors] * len(works)
     frame = caller()
-    return [
-        finish("batch_isend_irecv", work, group, share, frame, staged=False, p2p=True)
-        for work, share in zip(works, shares, strict=True)
-    ]
+    return [finish(_BATCH, work, group, share, frame) for work, share in zip(works, shares, strict=True)]
 
 
 batch_isend_irecv = stand_in(batch_isend_irecv, _c10d_batch)

@@ -23,8 +23,8 @@ import torch.distributed
 
 from safecomm import _torch
 from safecomm._version import __version__
+from safecomm.collectives.gates import all_reduce
 from safecomm.collectives.groups import destroy_process_group
-from safecomm.collectives.reduce import all_reduce
 from safecomm.demo.launch import Refused, launch
 from safecomm.ledger import drain
 from safecomm.record_stream import avoid_record_streams

@@ -18,7 +18,7 @@ from safecomm import replacing
 from safecomm.arena.arena import OPEN, bytes_of
 from safecomm.arena.use import VARIABLE as ARENA
 from safecomm.arena.use import read_environment
-from safecomm.collectives.call import counted
+from safecomm.collectives.holding import counted
 from safecomm.ledger import LEDGER, pending
 from safecomm.patching import patch as patching
 

@@ -9,23 +9,25 @@ import torch.distributed
 import torch.distributed.distributed_c10d as c10d
 
 from safecomm import _torch
-from safecomm.collectives import all_to_all, coalesced, gather, groups, lists, point_to_point, reduce, scatter
+from safecomm.collectives import coalesced, gates, groups, lists, point_to_point
+from safecomm.collectives.table import ROWS
 
 MODULES = (torch.distributed, c10d)
 """Where the names are replaced. c10d looks its own up by name, and compares some by identity: both get one object."""
 
-NAMES = (
-    "_abort_process_group", "_all_gather_base", "_coalescing_manager", "_reconfigure", "_reduce_scatter_base",
-    "all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_single", "all_reduce",
-    "all_reduce_coalesced", "all_to_all", "all_to_all_single", "barrier", "batch_isend_irecv", "broadcast",
-    "destroy_process_group", "gather", "gather_into_tensor", "gather_single", "irecv", "isend", "recv", "reduce",
-    "reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor", "scatter", "send", "shrink_group",
+NAMES = tuple(
+    sorted(
+        {
+            "_abort_process_group", "_coalescing_manager", "_reconfigure", "destroy_process_group", "shrink_group",
+            *(name for row in ROWS.values() for name in (row.key, row.alias) if name),
+        }
+    )
 )  # fmt: skip
 """The names that are replaced, where this torch has them."""
 
 
 def _ours(name: str) -> Any:
-    for module in (all_to_all, coalesced, gather, groups, lists, point_to_point, reduce, scatter):
+    for module in (gates, coalesced, groups, lists, point_to_point):
         if hasattr(module, name):
             return getattr(module, name)
     return None

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from safecomm.collectives.call import REDUCE, SCATTER
+from safecomm.collectives.table import REDUCE, SCATTER
 from safecomm.peers.staging import Layout
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -15,20 +15,13 @@ import torch
 import torch.distributed.distributed_c10d as c10d
 
 from safecomm import _torch, captures
-from safecomm.collectives.call import (
-    COLLECTIVE_OF,
-    GATHER,
-    LISTS,
-    NOT_TAKEN,
-    OPS,
-    PLAIN,
-    REDUCE,
-    SCATTER,
-    relaxed,
-    storages_of,
-)
+from safecomm.collectives.holding import relaxed
 from safecomm.collectives.lists import STAGED
+from safecomm.collectives.table import COLLECTIVE_OF, GATHER, LISTS, REDUCE, SCATTER
+from safecomm.collectives.takers import NOT_TAKEN, OPS
+from safecomm.collectives.tensors import storages_of
 from safecomm.errors import LowLatencyError, PeerTimeoutError
+from safecomm.guards import PLAIN
 from safecomm.ledger import LEDGER
 from safecomm.peers import pieces
 from safecomm.peers.choice import DTYPES, TWO_SHOT, LowLatencyLimits

@@ -19,7 +19,8 @@ import torch
 import torch.distributed.distributed_c10d as c10d
 
 from safecomm import _torch, backends, captures, replacing
-from safecomm.collectives.call import ENGINES, GATHER, NOT_TAKEN, REDUCE, SCATTER, default_group
+from safecomm.collectives.table import GATHER, REDUCE, SCATTER
+from safecomm.collectives.takers import ENGINES, NOT_TAKEN, default_group
 from safecomm.errors import LowLatencyError, SafecommError
 from safecomm.peers.choice import LowLatencyLimits, defaults, read
 from safecomm.peers.engine import Engine

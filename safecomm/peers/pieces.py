@@ -19,8 +19,9 @@ import torch.distributed.distributed_c10d as c10d
 
 from safecomm import _torch
 from safecomm.arena.use import IN_USE
-from safecomm.collectives.call import PLAIN, prepared
+from safecomm.collectives.general import prepared
 from safecomm.collectives.lists import addresses_of
+from safecomm.guards import PLAIN
 from safecomm.streams import HOST
 
 LARGEST = 1 << 30

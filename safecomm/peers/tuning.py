@@ -19,8 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as stock
 
-from safecomm.collectives import gather, reduce
-from safecomm.collectives.call import GATHER, REDUCE, SCATTER
+from safecomm.collectives import gates
+from safecomm.collectives.table import GATHER, REDUCE, ROWS, SCATTER
 from safecomm.peers.choice import ONE_SHOT, TWO_SHOT, KiB, LowLatencyLimits, MiB
 from safecomm.peers.low_latency import low_latency
 
@@ -36,8 +36,8 @@ SLACK = 1.02
 NCCL = "NCCL"
 
 # What torch 2.13 calls them, because their older names warn there.
-_GATHER = "all_gather_single" if gather.all_gather_single else "all_gather_into_tensor"
-_SCATTER = "reduce_scatter_single" if reduce.reduce_scatter_single else "reduce_scatter_tensor"
+_GATHER = ROWS["all_gather_single"].name
+_SCATTER = ROWS["reduce_scatter_single"].name
 
 Call = Callable[[], None]
 
@@ -48,9 +48,9 @@ def calls(collective: str, nbytes: int, dtype: torch.dtype, device: torch.device
     part = torch.zeros(nbytes // dtype.itemsize, dtype=dtype, device=device)
     whole = torch.zeros(world * part.numel(), dtype=dtype, device=device)
     if collective == REDUCE:
-        return lambda: stock.all_reduce(part), lambda: reduce.all_reduce(part)
-    module, name = (reduce, _SCATTER) if collective == SCATTER else (gather, _GATHER)
-    theirs, ours = getattr(stock, name), getattr(module, name)
+        return lambda: stock.all_reduce(part), lambda: gates.all_reduce(part)
+    name = _SCATTER if collective == SCATTER else _GATHER
+    theirs, ours = getattr(stock, name), getattr(gates, name)
     tensors = (part, whole) if collective == SCATTER else (whole, part)
     return lambda: theirs(*tensors), lambda: ours(*tensors)
 

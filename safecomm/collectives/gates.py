@@ -1,0 +1,712 @@
+"""All wrapped collectives but the list forms, batches and ends of groups.
+
+Made by ``python -m safecomm.collectives.generate`` of ``gate.py.in`` and ``table.py``, which are what to change.
+
+A gate asks, in this order: whether something that is held may be over; whether somebody takes the call before the
+backend does (``takers.py``); whether it is an ordinary call, of plain tensors on a group that has a lane. Then it
+launches, and holds. What is not ordinary goes the general way, which is c10d's own function with a hold around it.
+"""
+
+# ruff: noqa: E501
+
+from __future__ import annotations
+
+import sys
+import types
+import warnings
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import torch
+import torch.distributed.distributed_c10d as c10d
+
+from safecomm import _torch
+from safecomm.collectives.general import (
+    by_way_of,
+    direct,
+    forwarded,
+    options_by_root,
+    options_of_all,
+    prepared,
+    split_sizes,
+)
+from safecomm.collectives.holding import counter, wait_for
+from safecomm.collectives.regions import REGIONS
+from safecomm.collectives.table import ROWS
+from safecomm.collectives.takers import BUCKETS, DECLINED, ENGINES, GENERAL, offer
+from safecomm.collectives.tensors import storages_of
+from safecomm.ledger import LEDGER
+from safecomm.streams import HOST
+from safecomm.work import Work, handle
+
+# Bound once: each of these is read on every call.
+_compiling = torch.compiler.is_dynamo_compiling
+_busy = LEDGER.busy
+_awaited = LEDGER.awaited
+_current = LEDGER.streams.current
+_home = LEDGER.streams.home
+_getframe = sys._getframe
+_has_torch_function = _torch.has_torch_function
+_groups = _torch.groups
+_DEFAULT = _torch.DEFAULT
+_direct = LEDGER.direct
+_modes = _torch.dispatch_modes
+_profiler = _torch.profiler
+_inflight = _torch.inflight_as_graph_input
+_HOOKS = _torch.HOOKS
+_HERE = globals()
+
+
+def _caller(frame: types.FrameType) -> types.FrameType:
+    """Return the call site: what called us, or what called the earlier name that did."""
+    return frame.f_back if frame.f_globals is _HERE and frame.f_back is not None else frame
+
+__all__ = [
+    "all_gather_coalesced",
+    "all_gather_into_tensor",
+    "all_gather_single",
+    "all_reduce",
+    "all_reduce_coalesced",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "broadcast",
+    "gather",
+    "gather_into_tensor",
+    "gather_single",
+    "reduce",
+    "reduce_scatter_single",
+    "reduce_scatter_tensor",
+    "scatter",
+]
+
+# --- all_reduce ---
+
+_row_all_reduce = ROWS["all_reduce"]
+_name_all_reduce = _row_all_reduce.name
+_c10d_all_reduce = getattr(c10d, _name_all_reduce)
+_count_all_reduce = counter(_name_all_reduce)
+_general_all_reduce = forwarded(_row_all_reduce, asks=False)
+_launch_all_reduce, *_options_all_reduce = prepared(_row_all_reduce.launch)
+
+
+def _all_reduce(tensor: Any, op: Any = c10d.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
+    if _compiling():
+        return _c10d_all_reduce(tensor, op, group, async_op)
+    if _busy and not _awaited():
+        LEDGER.sweep()
+    to = _groups[_DEFAULT] if group is None else group
+    if ENGINES or BUCKETS or REGIONS:
+        taken = offer(_row_all_reduce, to, (tensor,), op, async_op)
+        if taken is not DECLINED:
+            return _general_all_reduce(tensor, op=op, group=group, async_op=async_op) if taken is GENERAL else taken
+    lane: Any = _direct.get(id(to))
+    try:
+        ordinary = (
+            lane is not None
+            and not _has_torch_function(tensor)  # a subclass, or a TorchFunctionMode is active
+            and not tensor.is_nested  # the guards must not be asked
+            and (lane.guards.one(tensor) or lane.guards.plain(tensor))
+            and not _modes()
+            and not _profiler._is_profiler_enabled
+            and (async_op is False or (async_op is True and not _inflight()))
+        )
+    except (AttributeError, RuntimeError, TypeError):  # not a tensor, or one with attributes of its own
+        ordinary = False
+    if not ordinary or (options := _options_all_reduce[async_op].get(id(op))) is None:
+        return _general_all_reduce(tensor, op=op, group=group, async_op=async_op)
+    launcher = to if _HOOKS else lane.backend
+    index = lane.index
+    home = _home(tensor.data_ptr()) if index >= 0 else HOST
+    _count_all_reduce()
+    if async_op:
+        storages = (tensor.untyped_storage(),)
+        alias = tensor if lane.streamed or tensor.requires_grad else tensor.detach()
+        if lane.queries:
+            inner = lane.launch(_launch_all_reduce, launcher, [alias], options)
+        else:
+            inner = _launch_all_reduce(launcher, [alias], options)
+        return inner and lane.hold(Work(), _name_all_reduce, inner, storages, home, _getframe(1))
+    if lane.queries:
+        inner = lane.launch(_launch_all_reduce, launcher, [tensor], options)
+    else:
+        inner = _launch_all_reduce(launcher, [tensor], options)
+    if inner is not None:  # None where ProcessGroupNCCL ran it on the current stream (torch 2.8 and later)
+        if lane.queries:
+            wait_for(lane, inner, _name_all_reduce, to, [tensor], _getframe(1))
+        else:
+            inner.wait()
+    if index >= 0 and home != _current(index):
+        LEDGER.trail(_name_all_reduce, to, index, storages_of([tensor]), _getframe(1))
+    return None
+
+
+if TYPE_CHECKING:
+
+    @overload
+    def all_reduce(tensor: torch.Tensor, op: Any = ..., group: c10d.ProcessGroup | None = ..., async_op: Literal[False] = ...) -> None: ...
+    @overload
+    def all_reduce(tensor: torch.Tensor, op: Any = ..., group: c10d.ProcessGroup | None = ..., *, async_op: Literal[True]) -> Work: ...
+    @overload
+    def all_reduce(tensor: torch.Tensor, op: Any = ..., group: c10d.ProcessGroup | None = ..., async_op: bool = ...) -> Work | None: ...
+    def all_reduce(*args: Any, **kwargs: Any) -> Any: ...
+
+else:
+    all_reduce = direct(_all_reduce, _row_all_reduce, _launch_all_reduce)
+
+# --- all_gather_single ---
+
+_row_all_gather_single = ROWS["all_gather_single"]
+_name_all_gather_single = _row_all_gather_single.name
+_c10d_all_gather_single = getattr(c10d, _name_all_gather_single)
+_count_all_gather_single = counter(_name_all_gather_single)
+_general_all_gather_single = forwarded(_row_all_gather_single, asks=False)
+_launch_all_gather_single, *_ = prepared(_row_all_gather_single.launch)
+_options_all_gather_single = options_of_all(_row_all_gather_single.launch)
+
+
+def _all_gather_single(output_tensor: Any, input_tensor: Any, group: Any = None, async_op: bool = False) -> Any:
+    if _compiling():
+        return _c10d_all_gather_single(output_tensor, input_tensor, group, async_op)
+    if _busy and not _awaited():
+        LEDGER.sweep()
+    to = _groups[_DEFAULT] if group is None else group
+    if ENGINES or BUCKETS or REGIONS:
+        taken = offer(_row_all_gather_single, to, (output_tensor, input_tensor,), None, async_op)
+        if taken is not DECLINED:
+            return _general_all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op) if taken is GENERAL else taken
+    lane: Any = _direct.get(id(to))
+    try:
+        ordinary = (
+            lane is not None
+            and not _has_torch_function(output_tensor, input_tensor)  # a subclass, or a TorchFunctionMode is active
+            and not input_tensor.is_nested and not output_tensor.is_nested  # the guards must not be asked
+            and (lane.guards.two(output_tensor, input_tensor) or lane.guards.two_before(output_tensor, input_tensor) or lane.guards.plain(output_tensor, input_tensor))
+            and not _modes()
+            and not _profiler._is_profiler_enabled
+            and (async_op is False or (async_op is True and not _inflight()))
+        )
+    except (AttributeError, RuntimeError, TypeError):  # not a tensor, or one with attributes of its own
+        ordinary = False
+    if not ordinary or (options := _options_all_gather_single[async_op]) is None:
+        return _general_all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+    launcher = to if _HOOKS else lane.backend
+    index = lane.index
+    home = _home(output_tensor.data_ptr(), input_tensor.data_ptr()) if index >= 0 else HOST
+    _count_all_gather_single()
+    if async_op:
+        storages = (output_tensor.untyped_storage(), input_tensor.untyped_storage(),)
+        to_write, to_read = output_tensor, input_tensor
+        if not (lane.streamed or output_tensor.requires_grad or input_tensor.requires_grad):
+            to_write, to_read = output_tensor.detach(), input_tensor.data
+        if lane.queries:
+            inner = lane.launch(_launch_all_gather_single, launcher, to_write, to_read, options)
+        else:
+            inner = _launch_all_gather_single(launcher, to_write, to_read, options)
+        return inner and lane.hold(Work(), _name_all_gather_single, inner, storages, home, _caller(_getframe(1)))
+    if lane.queries:
+        inner = lane.launch(_launch_all_gather_single, launcher, output_tensor, input_tensor, options)
+    else:
+        inner = _launch_all_gather_single(launcher, output_tensor, input_tensor, options)
+    if inner is not None:  # None where ProcessGroupNCCL ran it on the current stream (torch 2.8 and later)
+        if lane.queries:
+            wait_for(lane, inner, _name_all_gather_single, to, [output_tensor, input_tensor], _caller(_getframe(1)))
+        else:
+            inner.wait()
+    if index >= 0 and home != _current(index):
+        LEDGER.trail(_name_all_gather_single, to, index, storages_of([output_tensor, input_tensor]), _caller(_getframe(1)))
+    return None
+
+
+if TYPE_CHECKING:
+
+    @overload
+    def all_gather_single(output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: c10d.ProcessGroup | None = ..., async_op: Literal[False] = ...) -> None: ...
+    @overload
+    def all_gather_single(output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: c10d.ProcessGroup | None = ..., *, async_op: Literal[True]) -> Work: ...
+    @overload
+    def all_gather_single(output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: c10d.ProcessGroup | None = ..., async_op: bool = ...) -> Work | None: ...
+    def all_gather_single(*args: Any, **kwargs: Any) -> Any: ...
+
+    @overload
+    def all_gather_into_tensor(output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: c10d.ProcessGroup | None = ..., async_op: Literal[False] = ...) -> None: ...
+    @overload
+    def all_gather_into_tensor(output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: c10d.ProcessGroup | None = ..., *, async_op: Literal[True]) -> Work: ...
+    @overload
+    def all_gather_into_tensor(output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: c10d.ProcessGroup | None = ..., async_op: bool = ...) -> Work | None: ...
+    def all_gather_into_tensor(*args: Any, **kwargs: Any) -> Any: ...
+
+else:
+    all_gather_single = direct(_all_gather_single, _row_all_gather_single, _launch_all_gather_single)
+
+    if _name_all_gather_single == "all_gather_into_tensor":
+        all_gather_into_tensor, all_gather_single = all_gather_single, None
+    else:
+        # torch 2.13 and 2.14 warn of the earlier name; since 2.15 it is an alias that does not.
+        _deprecated_all_gather_single = getattr(getattr(c10d, "all_gather_into_tensor", None), "__deprecated__", None)
+
+        def _all_gather_into_tensor(output_tensor: Any, input_tensor: Any, group: Any = None, async_op: bool = False) -> Any:
+            if _deprecated_all_gather_single is not None and not _compiling():
+                warnings.warn(_deprecated_all_gather_single, FutureWarning, stacklevel=2)
+            return all_gather_single(output_tensor, input_tensor, group, async_op)
+
+        all_gather_into_tensor = by_way_of(_all_gather_into_tensor, _row_all_gather_single)
+
+# --- reduce_scatter_single ---
+
+_row_reduce_scatter_single = ROWS["reduce_scatter_single"]
+_name_reduce_scatter_single = _row_reduce_scatter_single.name
+_c10d_reduce_scatter_single = getattr(c10d, _name_reduce_scatter_single)
+_count_reduce_scatter_single = counter(_name_reduce_scatter_single)
+_general_reduce_scatter_single = forwarded(_row_reduce_scatter_single, asks=False)
+_launch_reduce_scatter_single, *_options_reduce_scatter_single = prepared(_row_reduce_scatter_single.launch)
+
+
+def _reduce_scatter_single(output: Any, input: Any, op: Any = c10d.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
+    if _compiling():
+        return _c10d_reduce_scatter_single(output, input, op, group, async_op)
+    if _busy and not _awaited():
+        LEDGER.sweep()
+    to = _groups[_DEFAULT] if group is None else group
+    if ENGINES or BUCKETS or REGIONS:
+        taken = offer(_row_reduce_scatter_single, to, (output, input,), op, async_op)
+        if taken is not DECLINED:
+            return _general_reduce_scatter_single(output, input, op=op, group=group, async_op=async_op) if taken is GENERAL else taken
+    lane: Any = _direct.get(id(to))
+    try:
+        ordinary = (
+            lane is not None
+            and not _has_torch_function(output, input)  # a subclass, or a TorchFunctionMode is active
+            and not input.is_nested and not output.is_nested  # the guards must not be asked
+            and (lane.guards.two(output, input) or lane.guards.two_before(output, input) or lane.guards.plain(output, input))
+            and not _modes()
+            and not _profiler._is_profiler_enabled
+            and (async_op is False or (async_op is True and not _inflight()))
+        )
+    except (AttributeError, RuntimeError, TypeError):  # not a tensor, or one with attributes of its own
+        ordinary = False
+    if not ordinary or (options := _options_reduce_scatter_single[async_op].get(id(op))) is None:
+        return _general_reduce_scatter_single(output, input, op=op, group=group, async_op=async_op)
+    launcher = to if _HOOKS else lane.backend
+    index = lane.index
+    home = _home(output.data_ptr(), input.data_ptr()) if index >= 0 else HOST
+    _count_reduce_scatter_single()
+    if async_op:
+        storages = (output.untyped_storage(), input.untyped_storage(),)
+        to_write, to_read = output, input
+        if not (lane.streamed or output.requires_grad or input.requires_grad):
+            to_write, to_read = output.detach(), input.data
+        if lane.queries:
+            inner = lane.launch(_launch_reduce_scatter_single, launcher, to_write, to_read, options)
+        else:
+            inner = _launch_reduce_scatter_single(launcher, to_write, to_read, options)
+        if not lane.streamed:
+            lane, work = lane.unordered(to), handle(once=True)
+            return inner and lane.hold(work, _name_reduce_scatter_single, inner, storages, home, _caller(_getframe(1)))
+        return inner and lane.hold(Work(), _name_reduce_scatter_single, inner, storages, home, _caller(_getframe(1)))
+    if lane.queries:
+        inner = lane.launch(_launch_reduce_scatter_single, launcher, output, input, options)
+    else:
+        inner = _launch_reduce_scatter_single(launcher, output, input, options)
+    if inner is not None:  # None where ProcessGroupNCCL ran it on the current stream (torch 2.8 and later)
+        if lane.queries:
+            wait_for(lane, inner, _name_reduce_scatter_single, to, [output, input], _caller(_getframe(1)))
+        else:
+            inner.wait()
+    if index >= 0 and home != _current(index):
+        LEDGER.trail(_name_reduce_scatter_single, to, index, storages_of([output, input]), _caller(_getframe(1)))
+    return None
+
+
+if TYPE_CHECKING:
+
+    @overload
+    def reduce_scatter_single(output: torch.Tensor, input: torch.Tensor, op: Any = ..., group: c10d.ProcessGroup | None = ..., async_op: Literal[False] = ...) -> None: ...
+    @overload
+    def reduce_scatter_single(output: torch.Tensor, input: torch.Tensor, op: Any = ..., group: c10d.ProcessGroup | None = ..., *, async_op: Literal[True]) -> Work: ...
+    @overload
+    def reduce_scatter_single(output: torch.Tensor, input: torch.Tensor, op: Any = ..., group: c10d.ProcessGroup | None = ..., async_op: bool = ...) -> Work | None: ...
+    def reduce_scatter_single(*args: Any, **kwargs: Any) -> Any: ...
+
+    @overload
+    def reduce_scatter_tensor(output: torch.Tensor, input: torch.Tensor, op: Any = ..., group: c10d.ProcessGroup | None = ..., async_op: Literal[False] = ...) -> None: ...
+    @overload
+    def reduce_scatter_tensor(output: torch.Tensor, input: torch.Tensor, op: Any = ..., group: c10d.ProcessGroup | None = ..., *, async_op: Literal[True]) -> Work: ...
+    @overload
+    def reduce_scatter_tensor(output: torch.Tensor, input: torch.Tensor, op: Any = ..., group: c10d.ProcessGroup | None = ..., async_op: bool = ...) -> Work | None: ...
+    def reduce_scatter_tensor(*args: Any, **kwargs: Any) -> Any: ...
+
+else:
+    reduce_scatter_single = direct(_reduce_scatter_single, _row_reduce_scatter_single, _launch_reduce_scatter_single)
+
+    if _name_reduce_scatter_single == "reduce_scatter_tensor":
+        reduce_scatter_tensor, reduce_scatter_single = reduce_scatter_single, None
+    else:
+        # torch 2.13 and 2.14 warn of the earlier name; since 2.15 it is an alias that does not.
+        _deprecated_reduce_scatter_single = getattr(getattr(c10d, "reduce_scatter_tensor", None), "__deprecated__", None)
+
+        def _reduce_scatter_tensor(output: Any, input: Any, op: Any = c10d.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
+            if _deprecated_reduce_scatter_single is not None and not _compiling():
+                warnings.warn(_deprecated_reduce_scatter_single, FutureWarning, stacklevel=2)
+            return reduce_scatter_single(output, input, op, group, async_op)
+
+        reduce_scatter_tensor = by_way_of(_reduce_scatter_tensor, _row_reduce_scatter_single)
+
+# --- broadcast ---
+
+_row_broadcast = ROWS["broadcast"]
+_name_broadcast = _row_broadcast.name
+_c10d_broadcast = getattr(c10d, _name_broadcast)
+_count_broadcast = counter(_name_broadcast)
+_general_broadcast = forwarded(_row_broadcast, asks=False)
+_launch_broadcast, *_ = prepared(_row_broadcast.launch)
+_options_broadcast = options_by_root(_row_broadcast)
+
+
+def _broadcast(tensor: Any, src: Any = None, group: Any = None, async_op: bool = False, group_src: Any = None) -> Any:
+    if _compiling():
+        return _c10d_broadcast(tensor, src, group, async_op, group_src)
+    if _busy and not _awaited():
+        LEDGER.sweep()
+    to = _groups[_DEFAULT] if group is None else group
+    if ENGINES or BUCKETS or REGIONS:
+        taken = offer(_row_broadcast, to, (tensor,), None, async_op)
+        if taken is not DECLINED:
+            return _general_broadcast(tensor, src=src, group=group, async_op=async_op, group_src=group_src) if taken is GENERAL else taken
+    lane: Any = _direct.get(id(to))
+    try:
+        ordinary = (
+            lane is not None
+            and not _has_torch_function(tensor)  # a subclass, or a TorchFunctionMode is active
+            and not tensor.is_nested  # the guards must not be asked
+            and (lane.guards.one(tensor) or lane.guards.plain(tensor))
+            and not _modes()
+            and not _profiler._is_profiler_enabled
+            and (async_op is False or (async_op is True and not _inflight()))
+        )
+    except (AttributeError, RuntimeError, TypeError):  # not a tensor, or one with attributes of its own
+        ordinary = False
+    if not ordinary or (options := _options_broadcast(lane, to, src, group_src, None, async_op)) is None:
+        return _general_broadcast(tensor, src=src, group=group, async_op=async_op, group_src=group_src)
+    launcher = to if _HOOKS else lane.backend
+    index = lane.index
+    home = _home(tensor.data_ptr()) if index >= 0 else HOST
+    _count_broadcast()
+    if async_op:
+        storages = (tensor.untyped_storage(),)
+        alias = tensor if lane.streamed or tensor.requires_grad else tensor.detach()
+        if lane.queries:
+            inner = lane.launch(_launch_broadcast, launcher, [alias], options)
+        else:
+            inner = _launch_broadcast(launcher, [alias], options)
+        return inner and lane.hold(Work(), _name_broadcast, inner, storages, home, _getframe(1))
+    if lane.queries:
+        inner = lane.launch(_launch_broadcast, launcher, [tensor], options)
+    else:
+        inner = _launch_broadcast(launcher, [tensor], options)
+    if inner is not None:  # None where ProcessGroupNCCL ran it on the current stream (torch 2.8 and later)
+        if lane.queries:
+            wait_for(lane, inner, _name_broadcast, to, [tensor], _getframe(1))
+        else:
+            inner.wait()
+    if index >= 0 and home != _current(index):
+        LEDGER.trail(_name_broadcast, to, index, storages_of([tensor]), _getframe(1))
+    return None
+
+
+if TYPE_CHECKING:
+
+    @overload
+    def broadcast(tensor: torch.Tensor, src: int | None = ..., group: c10d.ProcessGroup | None = ..., async_op: Literal[False] = ..., group_src: int | None = ...) -> None: ...
+    @overload
+    def broadcast(tensor: torch.Tensor, src: int | None = ..., group: c10d.ProcessGroup | None = ..., *, async_op: Literal[True], group_src: int | None = ...) -> Work: ...
+    @overload
+    def broadcast(tensor: torch.Tensor, src: int | None = ..., group: c10d.ProcessGroup | None = ..., async_op: bool = ..., group_src: int | None = ...) -> Work | None: ...
+    def broadcast(*args: Any, **kwargs: Any) -> Any: ...
+
+else:
+    broadcast = direct(_broadcast, _row_broadcast, _launch_broadcast)
+
+# --- reduce ---
+
+_row_reduce = ROWS["reduce"]
+_name_reduce = _row_reduce.name
+_c10d_reduce = getattr(c10d, _name_reduce)
+_count_reduce = counter(_name_reduce)
+_general_reduce = forwarded(_row_reduce, asks=False)
+_launch_reduce, *_ = prepared(_row_reduce.launch)
+_options_reduce = options_by_root(_row_reduce)
+
+
+def _reduce(tensor: Any, dst: Any = None, op: Any = c10d.ReduceOp.SUM, group: Any = None, async_op: bool = False, group_dst: Any = None) -> Any:
+    if _compiling():
+        return _c10d_reduce(tensor, dst, op, group, async_op, group_dst)
+    if _busy and not _awaited():
+        LEDGER.sweep()
+    to = _groups[_DEFAULT] if group is None else group
+    if ENGINES or BUCKETS or REGIONS:
+        taken = offer(_row_reduce, to, (tensor,), op, async_op)
+        if taken is not DECLINED:
+            return _general_reduce(tensor, dst=dst, op=op, group=group, async_op=async_op, group_dst=group_dst) if taken is GENERAL else taken
+    lane: Any = _direct.get(id(to))
+    try:
+        ordinary = (
+            lane is not None
+            and not _has_torch_function(tensor)  # a subclass, or a TorchFunctionMode is active
+            and not tensor.is_nested  # the guards must not be asked
+            and (lane.guards.one(tensor) or lane.guards.plain(tensor))
+            and not _modes()
+            and not _profiler._is_profiler_enabled
+            and (async_op is False or (async_op is True and not _inflight()))
+        )
+    except (AttributeError, RuntimeError, TypeError):  # not a tensor, or one with attributes of its own
+        ordinary = False
+    if not ordinary or (options := _options_reduce(lane, to, dst, group_dst, op, async_op)) is None:
+        return _general_reduce(tensor, dst=dst, op=op, group=group, async_op=async_op, group_dst=group_dst)
+    launcher = to if _HOOKS else lane.backend
+    index = lane.index
+    home = _home(tensor.data_ptr()) if index >= 0 else HOST
+    _count_reduce()
+    if async_op:
+        storages = (tensor.untyped_storage(),)
+        alias = tensor if lane.streamed or tensor.requires_grad else tensor.detach()
+        if lane.queries:
+            inner = lane.launch(_launch_reduce, launcher, [alias], options)
+        else:
+            inner = _launch_reduce(launcher, [alias], options)
+        return inner and lane.hold(Work(), _name_reduce, inner, storages, home, _getframe(1))
+    if lane.queries:
+        inner = lane.launch(_launch_reduce, launcher, [tensor], options)
+    else:
+        inner = _launch_reduce(launcher, [tensor], options)
+    if inner is not None:  # None where ProcessGroupNCCL ran it on the current stream (torch 2.8 and later)
+        if lane.queries:
+            wait_for(lane, inner, _name_reduce, to, [tensor], _getframe(1))
+        else:
+            inner.wait()
+    if index >= 0 and home != _current(index):
+        LEDGER.trail(_name_reduce, to, index, storages_of([tensor]), _getframe(1))
+    return None
+
+
+if TYPE_CHECKING:
+
+    @overload
+    def reduce(tensor: torch.Tensor, dst: int | None = ..., op: Any = ..., group: c10d.ProcessGroup | None = ..., async_op: Literal[False] = ..., group_dst: int | None = ...) -> None: ...
+    @overload
+    def reduce(tensor: torch.Tensor, dst: int | None = ..., op: Any = ..., group: c10d.ProcessGroup | None = ..., *, async_op: Literal[True], group_dst: int | None = ...) -> Work: ...
+    @overload
+    def reduce(tensor: torch.Tensor, dst: int | None = ..., op: Any = ..., group: c10d.ProcessGroup | None = ..., async_op: bool = ..., group_dst: int | None = ...) -> Work | None: ...
+    def reduce(*args: Any, **kwargs: Any) -> Any: ...
+
+else:
+    reduce = direct(_reduce, _row_reduce, _launch_reduce)
+
+# --- all_to_all_single ---
+
+_row_all_to_all_single = ROWS["all_to_all_single"]
+_name_all_to_all_single = _row_all_to_all_single.name
+_c10d_all_to_all_single = getattr(c10d, _name_all_to_all_single)
+_count_all_to_all_single = counter(_name_all_to_all_single)
+_general_all_to_all_single = forwarded(_row_all_to_all_single, asks=False)
+_launch_all_to_all_single, *_ = prepared(_row_all_to_all_single.launch)
+_options_all_to_all_single = options_of_all(_row_all_to_all_single.launch)
+
+
+def _all_to_all_single(output: Any, input: Any, output_split_sizes: Any = None, input_split_sizes: Any = None, group: Any = None, async_op: bool = False) -> Any:
+    if _compiling():
+        return _c10d_all_to_all_single(output, input, output_split_sizes, input_split_sizes, group, async_op)
+    if _busy and not _awaited():
+        LEDGER.sweep()
+    to = _groups[_DEFAULT] if group is None else group
+    if ENGINES or BUCKETS or REGIONS:
+        taken = offer(_row_all_to_all_single, to, (output, input,), None, async_op)
+        if taken is not DECLINED:
+            return _general_all_to_all_single(output, input, output_split_sizes=output_split_sizes, input_split_sizes=input_split_sizes, group=group, async_op=async_op) if taken is GENERAL else taken
+    lane: Any = _direct.get(id(to))
+    try:
+        ordinary = (
+            lane is not None
+            and not _has_torch_function(output, input)  # a subclass, or a TorchFunctionMode is active
+            and not input.is_nested and not output.is_nested  # the guards must not be asked
+            and (lane.guards.two(output, input) or lane.guards.two_before(output, input) or lane.guards.plain(output, input))
+            and not _modes()
+            and not _profiler._is_profiler_enabled
+            and (async_op is False or (async_op is True and not _inflight()))
+        )
+    except (AttributeError, RuntimeError, TypeError):  # not a tensor, or one with attributes of its own
+        ordinary = False
+    if not ordinary or (options := _options_all_to_all_single[async_op]) is None or (outputs := split_sizes(output_split_sizes)) is None or (inputs := split_sizes(input_split_sizes)) is None:
+        return _general_all_to_all_single(output, input, output_split_sizes=output_split_sizes, input_split_sizes=input_split_sizes, group=group, async_op=async_op)
+    launcher = to if _HOOKS else lane.backend
+    index = lane.index
+    home = _home(output.data_ptr(), input.data_ptr()) if index >= 0 else HOST
+    _count_all_to_all_single()
+    if async_op:
+        storages = (output.untyped_storage(), input.untyped_storage(),)
+        to_write, to_read = output, input
+        if not (lane.streamed or output.requires_grad or input.requires_grad):
+            to_write, to_read = output.detach(), input.data
+        if lane.queries:
+            inner = lane.launch(_launch_all_to_all_single, launcher, to_write, to_read, outputs, inputs, options)
+        else:
+            inner = _launch_all_to_all_single(launcher, to_write, to_read, outputs, inputs, options)
+        return inner and lane.hold(Work(), _name_all_to_all_single, inner, storages, home, _getframe(1))
+    if lane.queries:
+        inner = lane.launch(_launch_all_to_all_single, launcher, output, input, outputs, inputs, options)
+    else:
+        inner = _launch_all_to_all_single(launcher, output, input, outputs, inputs, options)
+    if inner is not None:  # None where ProcessGroupNCCL ran it on the current stream (torch 2.8 and later)
+        if lane.queries:
+            wait_for(lane, inner, _name_all_to_all_single, to, [output, input], _getframe(1))
+        else:
+            inner.wait()
+    if index >= 0 and home != _current(index):
+        LEDGER.trail(_name_all_to_all_single, to, index, storages_of([output, input]), _getframe(1))
+    return None
+
+
+if TYPE_CHECKING:
+
+    @overload
+    def all_to_all_single(output: torch.Tensor, input: torch.Tensor, output_split_sizes: list[int] | None = ..., input_split_sizes: list[int] | None = ..., group: c10d.ProcessGroup | None = ..., async_op: Literal[False] = ...) -> None: ...
+    @overload
+    def all_to_all_single(output: torch.Tensor, input: torch.Tensor, output_split_sizes: list[int] | None = ..., input_split_sizes: list[int] | None = ..., group: c10d.ProcessGroup | None = ..., *, async_op: Literal[True]) -> Work: ...
+    @overload
+    def all_to_all_single(output: torch.Tensor, input: torch.Tensor, output_split_sizes: list[int] | None = ..., input_split_sizes: list[int] | None = ..., group: c10d.ProcessGroup | None = ..., async_op: bool = ...) -> Work | None: ...
+    def all_to_all_single(*args: Any, **kwargs: Any) -> Any: ...
+
+else:
+    all_to_all_single = direct(_all_to_all_single, _row_all_to_all_single, _launch_all_to_all_single)
+
+# --- the rest ---
+
+if TYPE_CHECKING:
+
+    @overload
+    def _all_gather_base(output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: c10d.ProcessGroup | None = ..., async_op: Literal[False] = ...) -> None: ...
+    @overload
+    def _all_gather_base(output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: c10d.ProcessGroup | None = ..., *, async_op: Literal[True]) -> Work: ...
+    @overload
+    def _all_gather_base(output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: c10d.ProcessGroup | None = ..., async_op: bool = ...) -> Work | None: ...
+    def _all_gather_base(*args: Any, **kwargs: Any) -> Any: ...
+
+else:
+    _all_gather_base = forwarded(ROWS["_all_gather_base"])
+
+if TYPE_CHECKING:
+
+    @overload
+    def _reduce_scatter_base(output: torch.Tensor, input: torch.Tensor, op: Any = ..., group: c10d.ProcessGroup | None = ..., async_op: Literal[False] = ...) -> None: ...
+    @overload
+    def _reduce_scatter_base(output: torch.Tensor, input: torch.Tensor, op: Any = ..., group: c10d.ProcessGroup | None = ..., *, async_op: Literal[True]) -> Work: ...
+    @overload
+    def _reduce_scatter_base(output: torch.Tensor, input: torch.Tensor, op: Any = ..., group: c10d.ProcessGroup | None = ..., async_op: bool = ...) -> Work | None: ...
+    def _reduce_scatter_base(*args: Any, **kwargs: Any) -> Any: ...
+
+else:
+    _reduce_scatter_base = forwarded(ROWS["_reduce_scatter_base"])
+
+if TYPE_CHECKING:
+
+    @overload
+    def all_gather_coalesced(output_tensor_lists: list[list[torch.Tensor]], input_tensor_list: list[torch.Tensor], group: c10d.ProcessGroup | None = ..., async_op: Literal[False] = ...) -> None: ...
+    @overload
+    def all_gather_coalesced(output_tensor_lists: list[list[torch.Tensor]], input_tensor_list: list[torch.Tensor], group: c10d.ProcessGroup | None = ..., *, async_op: Literal[True]) -> torch.Future[Any]: ...
+    @overload
+    def all_gather_coalesced(output_tensor_lists: list[list[torch.Tensor]], input_tensor_list: list[torch.Tensor], group: c10d.ProcessGroup | None = ..., async_op: bool = ...) -> torch.Future[Any] | None: ...
+    def all_gather_coalesced(*args: Any, **kwargs: Any) -> Any: ...
+
+else:
+    all_gather_coalesced = forwarded(ROWS["all_gather_coalesced"])
+
+if TYPE_CHECKING:
+
+    @overload
+    def all_reduce_coalesced(tensors: list[torch.Tensor], op: Any = ..., group: c10d.ProcessGroup | None = ..., async_op: Literal[False] = ...) -> None: ...
+    @overload
+    def all_reduce_coalesced(tensors: list[torch.Tensor], op: Any = ..., group: c10d.ProcessGroup | None = ..., *, async_op: Literal[True]) -> torch.Future[Any]: ...
+    @overload
+    def all_reduce_coalesced(tensors: list[torch.Tensor], op: Any = ..., group: c10d.ProcessGroup | None = ..., async_op: bool = ...) -> torch.Future[Any] | None: ...
+    def all_reduce_coalesced(*args: Any, **kwargs: Any) -> Any: ...
+
+else:
+    all_reduce_coalesced = forwarded(ROWS["all_reduce_coalesced"])
+
+if TYPE_CHECKING:
+
+    @overload
+    def all_to_all(output_tensor_list: list[torch.Tensor], input_tensor_list: list[torch.Tensor], group: c10d.ProcessGroup | None = ..., async_op: Literal[False] = ...) -> None: ...
+    @overload
+    def all_to_all(output_tensor_list: list[torch.Tensor], input_tensor_list: list[torch.Tensor], group: c10d.ProcessGroup | None = ..., *, async_op: Literal[True]) -> Work: ...
+    @overload
+    def all_to_all(output_tensor_list: list[torch.Tensor], input_tensor_list: list[torch.Tensor], group: c10d.ProcessGroup | None = ..., async_op: bool = ...) -> Work | None: ...
+    def all_to_all(*args: Any, **kwargs: Any) -> Any: ...
+
+else:
+    all_to_all = forwarded(ROWS["all_to_all"])
+
+if TYPE_CHECKING:
+
+    @overload
+    def gather(tensor: torch.Tensor, gather_list: list[torch.Tensor] | None = ..., dst: int | None = ..., group: c10d.ProcessGroup | None = ..., async_op: Literal[False] = ..., group_dst: int | None = ...) -> None: ...
+    @overload
+    def gather(tensor: torch.Tensor, gather_list: list[torch.Tensor] | None = ..., dst: int | None = ..., group: c10d.ProcessGroup | None = ..., *, async_op: Literal[True], group_dst: int | None = ...) -> Work: ...
+    @overload
+    def gather(tensor: torch.Tensor, gather_list: list[torch.Tensor] | None = ..., dst: int | None = ..., group: c10d.ProcessGroup | None = ..., async_op: bool = ..., group_dst: int | None = ...) -> Work | None: ...
+    def gather(*args: Any, **kwargs: Any) -> Any: ...
+
+else:
+    gather = forwarded(ROWS["gather"])
+
+if TYPE_CHECKING:
+
+    @overload
+    def scatter(tensor: torch.Tensor, scatter_list: list[torch.Tensor] | None = ..., src: int | None = ..., group: c10d.ProcessGroup | None = ..., async_op: Literal[False] = ..., group_src: int | None = ...) -> None: ...
+    @overload
+    def scatter(tensor: torch.Tensor, scatter_list: list[torch.Tensor] | None = ..., src: int | None = ..., group: c10d.ProcessGroup | None = ..., *, async_op: Literal[True], group_src: int | None = ...) -> Work: ...
+    @overload
+    def scatter(tensor: torch.Tensor, scatter_list: list[torch.Tensor] | None = ..., src: int | None = ..., group: c10d.ProcessGroup | None = ..., async_op: bool = ..., group_src: int | None = ...) -> Work | None: ...
+    def scatter(*args: Any, **kwargs: Any) -> Any: ...
+
+else:
+    scatter = forwarded(ROWS["scatter"])
+
+if TYPE_CHECKING:
+
+    @overload
+    def gather_single(tensor: torch.Tensor, gather_tensor: torch.Tensor = ..., dst: int | None = ..., group: c10d.ProcessGroup | None = ..., async_op: Literal[False] = ..., group_dst: int | None = ...) -> None: ...
+    @overload
+    def gather_single(tensor: torch.Tensor, gather_tensor: torch.Tensor = ..., dst: int | None = ..., group: c10d.ProcessGroup | None = ..., *, async_op: Literal[True], group_dst: int | None = ...) -> Work: ...
+    @overload
+    def gather_single(tensor: torch.Tensor, gather_tensor: torch.Tensor = ..., dst: int | None = ..., group: c10d.ProcessGroup | None = ..., async_op: bool = ..., group_dst: int | None = ...) -> Work | None: ...
+    def gather_single(*args: Any, **kwargs: Any) -> Any: ...
+
+else:
+    gather_single = forwarded(ROWS["gather_single"])
+
+if TYPE_CHECKING:
+
+    @overload
+    def gather_into_tensor(tensor: torch.Tensor, gather_tensor: torch.Tensor = ..., dst: int | None = ..., group: c10d.ProcessGroup | None = ..., async_op: Literal[False] = ..., group_dst: int | None = ...) -> None: ...
+    @overload
+    def gather_into_tensor(tensor: torch.Tensor, gather_tensor: torch.Tensor = ..., dst: int | None = ..., group: c10d.ProcessGroup | None = ..., *, async_op: Literal[True], group_dst: int | None = ...) -> Work: ...
+    @overload
+    def gather_into_tensor(tensor: torch.Tensor, gather_tensor: torch.Tensor = ..., dst: int | None = ..., group: c10d.ProcessGroup | None = ..., async_op: bool = ..., group_dst: int | None = ...) -> Work | None: ...
+    def gather_into_tensor(*args: Any, **kwargs: Any) -> Any: ...
+
+else:
+    gather_into_tensor = forwarded(ROWS["gather_into_tensor"])
+
+if TYPE_CHECKING:
+
+    @overload
+    def barrier(group: c10d.ProcessGroup | None = ..., async_op: Literal[False] = ..., device_ids: list[int] | None = ..., timeout: timedelta | None = ...) -> None: ...
+    @overload
+    def barrier(group: c10d.ProcessGroup | None = ..., *, async_op: Literal[True], device_ids: list[int] | None = ..., timeout: timedelta | None = ...) -> Work: ...
+    @overload
+    def barrier(group: c10d.ProcessGroup | None = ..., async_op: bool = ..., device_ids: list[int] | None = ..., timeout: timedelta | None = ...) -> Work | None: ...
+    def barrier(*args: Any, **kwargs: Any) -> Any: ...
+
+else:
+    barrier = forwarded(ROWS["barrier"])

@@ -1,0 +1,297 @@
+"""The general way: c10d's own function with the caller's arguments, and a hold around it.
+
+Argument checks, exceptions, warnings and results are c10d's own (S8), and what the call leaves running is held. Plain
+calls of some collectives have a *direct* way beside it, which skips c10d's Python and pays for the holding with that
+(S10): see ``gates.py``.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed.distributed_c10d as c10d
+
+from safecomm import _torch, backends, captures
+from safecomm.collectives import effects
+from safecomm.collectives.holding import (
+    SPAN,
+    caller,
+    counter,
+    finish,
+    holds_itself,
+    relaxed,
+    shelves,
+    span,
+)
+from safecomm.collectives.regions import REGIONS, Region
+from safecomm.collectives.table import ROWS, Row
+from safecomm.collectives.takers import BUCKETS, DECLINED, ENGINES, GENERAL, OPS, default_group, is_true, offer
+from safecomm.collectives.tensors import all_at_home, as_they_are, device_alias, flatten, host_alias, with_memory
+from safecomm.entries import WorkLane
+from safecomm.guards import PLAIN
+from safecomm.ledger import LEDGER
+
+log = logging.getLogger("safecomm")
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+SUM = c10d.ReduceOp.SUM
+
+
+class _Inside(threading.local):
+    """What this thread is in the middle of. c10d calls its own functions, which are ours while they are patched."""
+
+    batch = False  # batch_isend_irecv, which holds what its parts are given
+
+
+inside = _Inside()
+
+
+def forwarded(row: Row, *, asks: bool = True) -> Any:
+    """Return c10d's function of ``row`` with a hold around it; None if this torch has no such function.
+
+    ``asks``: whether who may take a call first is asked; else a gate has done so.
+    """
+    name = row.name
+    original = getattr(c10d, name, None)
+    if original is None:
+        return None
+    names = list(inspect.signature(original).parameters)
+    if not {*row.tensors, "group"} <= set(names):
+        log.warning("%s was replaced by %r before safecomm was imported, and stays that", name, original)
+        return original
+    places = [(names.index(argument), argument) for argument in row.tensors]
+    group_place = names.index("group")
+    async_place = names.index("async_op") if "async_op" in names else None
+    op_place = names.index("op") if "op" in names else None
+    compiling = torch.compiler.is_dynamo_compiling
+    busy = LEDGER.busy
+    recording = captures.RECORDING
+    count = counter(name)
+    profiler = _torch.profiler
+    deprecated = getattr(original, "__deprecated__", None)
+    point_to_point = not row.ordered
+    after = [frozenset(names[count:]) for count in range(len(names) + 1)]
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if compiling() or (point_to_point and inside.batch):
+            return original(*args, **kwargs)
+        group, tensors = _arguments(args, kwargs)
+        asynchronous = async_place is not None and (
+            args[async_place] if async_place < len(args) else kwargs.get("async_op", False)
+        )
+        if asynchronous is not False and asynchronous is not True:
+            asynchronous = is_true(asynchronous)
+        # Before anything that can differ between ranks, such as a profiler.
+        if asks and (ENGINES or BUCKETS or REGIONS) and _binds(args, kwargs):
+            op, given = _operation(args, kwargs)
+            taken = offer(row, group, given, op, asynchronous)
+            if taken is not DECLINED and taken is not GENERAL:
+                if deprecated is not None:  # its warning is its own
+                    warnings.warn(deprecated, FutureWarning, stacklevel=2)
+                return taken
+        if BUCKETS and (buckets := BUCKETS.get(group)) is not None:
+            with buckets.closed():
+                return general(args, kwargs, group, tensors, asynchronous)
+        return general(args, kwargs, group, tensors, asynchronous)
+
+    def general(
+        args: tuple[Any, ...], kwargs: dict[str, Any], group: Any, tensors: list[Any], asynchronous: bool
+    ) -> Any:
+        if profiler._is_profiler_enabled and not SPAN.open:
+            with span(name):
+                return general(args, kwargs, group, tensors, asynchronous)
+        count()
+        if busy:
+            LEDGER.sweep()
+        collected = row.collected and bool(REGIONS) and type(REGIONS.get(group)) is Region
+        if asynchronous and not collected and not as_they_are(tensors):
+            args, kwargs = _mapped(host_alias, args, kwargs)
+        if point_to_point and holds_itself(group) and shelves(group, tensors):
+            args, kwargs = _mapped(device_alias, args, kwargs)
+        if recording:
+            captures.check_group(name, group, tensors)
+        try:
+            if backends.SOME_QUERY:
+                with relaxed(group, tensors):
+                    result = original(*args, **kwargs)
+            else:
+                result = original(*args, **kwargs)
+        except torch.distributed.DistBackendError:
+            finish(row, None, group, tensors, caller())
+            raise
+        if recording:
+            captures.note(name, group, with_memory(tensors), caller())
+        if result is None and not row.collected and not REGIONS and all_at_home(tensors):
+            return None  # the ordinary program: nothing to hold
+        return finish(row, result, group, tensors, caller())
+
+    def _binds(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Return whether there is none of the arguments too many; c10d is to say so where there is."""
+        return len(args) < len(after) and after[len(args)].issuperset(kwargs)
+
+    def _operation(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:
+        """Return the reduce operation, if there is one, and what is given as the tensors."""
+        op = None if op_place is None else args[op_place] if op_place < len(args) else kwargs.get("op", SUM)
+        return op, tuple([args[place] if place < len(args) else kwargs.get(argument) for place, argument in places])
+
+    def _mapped(
+        function: Callable[[Any], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        positional = list(args)
+        for place, argument in places:
+            if place < len(args):
+                positional[place] = function(args[place])
+            elif argument in kwargs:
+                kwargs = {**kwargs, argument: function(kwargs[argument])}
+        return tuple(positional), kwargs
+
+    def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Any]]:
+        tensors: list[Any] = []
+        for place, argument in places:
+            value = args[place] if place < len(args) else kwargs.get(argument)
+            if type(value) in PLAIN:
+                tensors.append(value)
+            elif type(value) is list and PLAIN.issuperset(map(type, value)):
+                tensors += value
+            else:
+                tensors.extend(flatten(value))
+        group = args[group_place] if group_place < len(args) else kwargs.get("group")
+        return group or default_group(), tensors
+
+    return stand_in(call, original)
+
+
+def prepared(launch: _torch.Launch | None) -> tuple[Any, dict[int, Any], dict[int, Any]]:
+    """Return what launches, and its options for synchronous and for asynchronous calls, by the id of the operation.
+
+    Members of an enum live for ever, so an id in the table is theirs. None and empty tables where torch has no such
+    launch.
+    """
+    if launch is None:
+        return None, {}, {}
+    tables: tuple[dict[int, Any], dict[int, Any]] = ({}, {})
+    for asynchronous, table in enumerate(tables):
+        for op in OPS:
+            options = launch.options()
+            if hasattr(options, "reduceOp"):
+                options.reduceOp = op
+            if _torch.ASYNC_OPTION:
+                options.asyncOp = bool(asynchronous)
+            table[id(op)] = options
+    return launch.function, *tables
+
+
+def options_of_all(launch: _torch.Launch | None) -> tuple[Any, Any]:
+    """Return the options of synchronous and of asynchronous calls that have no reduce operation."""
+    _, *tables = prepared(launch)
+    return tables[0].get(id(SUM)), tables[1].get(id(SUM))
+
+
+def options_by_root(row: Row) -> Callable[[WorkLane, Any, Any, Any, Any, bool], Any]:
+    """Return what gives the options of a call of ``row``, which has a root: None if that is c10d's to look at.
+
+    It is given the lane, the group, the root as a rank of all and as one of the group, the operation, and whether the
+    call is asynchronous. c10d wants one of the two ranks.
+    """
+    name, launch = row.name, row.launch
+
+    def options(lane: WorkLane, group: Any, root: Any, group_root: Any, op: Any, asynchronous: bool) -> Any:
+        key = name, root, group_root, id(op), asynchronous
+        found = lane.root_options.get(key)
+        # A root of 1.0 is as good a key as 1, and c10d refuses it.
+        if (found is not None) and (type(root) is int or type(group_root) is int):
+            return found
+        if launch is None or id(op) not in _OPS or (type(root), type(group_root)) not in _ONE_ROOT:
+            return None
+        try:
+            rank = c10d.get_group_rank(group, root) if group_root is None else group_root
+        except (RuntimeError, ValueError):
+            return None
+        if not 0 <= rank < lane.world:
+            return None
+        found = launch.options()
+        found.rootRank = rank
+        if hasattr(found, "reduceOp"):
+            found.reduceOp = op
+        if _torch.ASYNC_OPTION:
+            found.asyncOp = asynchronous
+        lane.root_options[key] = found
+        return found
+
+    return options
+
+
+_OPS = frozenset({id(None), *map(id, OPS)})
+_ONE_ROOT = {(int, type(None)), (type(None), int)}
+_EQUAL: list[int] = []
+_LARGEST = 1 << 62
+
+
+def split_sizes(sizes: Any) -> list[int] | None:
+    """Return what a backend is given for the sizes of an all_to_all's parts; None if they are c10d's to look at."""
+    if sizes is None:
+        return _EQUAL
+    if type(sizes) is not list or not _INTEGERS.issuperset(map(type, sizes)):
+        return None
+    return sizes if not sizes or (min(sizes) >= 0 and max(sizes) < _LARGEST) else None
+
+
+_INTEGERS = frozenset({int})
+
+
+def _flat(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda launcher, tensor, options: function(launcher, [tensor], options)
+
+
+DIRECT: dict[str, tuple[Callable[..., Any], dict[int, Any], dict[int, Any]]] = {
+    row.name: (_flat(row.launch.function) if row.one else row.launch.function, *prepared(row.launch)[1:])
+    for row in ROWS.values()
+    if row.collected and row.launch is not None
+}
+"""How the only call of a coalescing region is launched, by the names of c10d's functions.
+
+What to call with the group, or its backend where groups have no hooks, the tensors and options; and the two tables of
+:func:`prepared`.
+"""
+
+
+def stand_in(wrapper: F, original: Any) -> F:
+    """Give ``wrapper`` the name, signature and documentation of ``original``, with what safecomm does beside it."""
+    functools.update_wrapper(wrapper, original)
+    wrapper.__doc__ = effects.help_of(original.__name__, original.__doc__)
+    # For pickle, which looks a function up by its module and name, and for Dynamo, which asks the code for it.
+    wrapper.__module__ = "safecomm"
+    wrapper.__code__ = wrapper.__code__.replace(co_name=original.__name__)
+    return wrapper
+
+
+def direct(gate: F, row: Row, launch: Any) -> Any:
+    """Return ``gate`` as the stand-in for c10d's function of ``row``.
+
+    Return that function with a hold around it if nothing launches its calls directly, if it takes other arguments in
+    this torch, or if it is somebody's own, which is to be called.
+    """
+    original = getattr(c10d, row.name, None)
+    if launch is None or original is None or not _torch.is_torchs(original):
+        return forwarded(row)
+    if _arguments(original) != _arguments(gate):
+        return forwarded(row)
+    return stand_in(gate, original)
+
+
+def _arguments(function: Any) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
+def by_way_of(earlier: F, row: Row) -> F | None:
+    """Return ``earlier``, which calls what ``row`` is now, as the stand-in for c10d's function of its earlier name."""
+    original = getattr(c10d, row.alias, None)
+    return None if original is None else stand_in(earlier, original)

@@ -1,0 +1,258 @@
+"""Makes ``gates.py`` of ``gate.py.in`` and the table: ``python -m safecomm.collectives.generate``.
+
+A gate is written out for each collective because every call of a function, and every look at an attribute of a row,
+would be paid by every collective of a program. A test keeps the file what this makes.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from string import Template
+
+from safecomm.collectives.table import ROWS, Row
+
+FOLDER = Path(__file__).parent
+
+HEAD = '''"""All wrapped collectives but the list forms, batches and ends of groups.
+
+Made by ``python -m safecomm.collectives.generate`` of ``gate.py.in`` and ``table.py``, which are what to change.
+
+A gate asks, in this order: whether something that is held may be over; whether somebody takes the call before the
+backend does (``takers.py``); whether it is an ordinary call, of plain tensors on a group that has a lane. Then it
+launches, and holds. What is not ordinary goes the general way, which is c10d's own function with a hold around it.
+"""
+
+# ruff: noqa: E501
+
+from __future__ import annotations
+
+import sys
+import types
+import warnings
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import torch
+import torch.distributed.distributed_c10d as c10d
+
+from safecomm import _torch
+from safecomm.collectives.general import (
+    by_way_of,
+    direct,
+    forwarded,
+    options_by_root,
+    options_of_all,
+    prepared,
+    split_sizes,
+)
+from safecomm.collectives.holding import counter, wait_for
+from safecomm.collectives.regions import REGIONS
+from safecomm.collectives.table import ROWS
+from safecomm.collectives.takers import BUCKETS, DECLINED, ENGINES, GENERAL, offer
+from safecomm.collectives.tensors import storages_of
+from safecomm.ledger import LEDGER
+from safecomm.streams import HOST
+from safecomm.work import Work, handle
+
+# Bound once: each of these is read on every call.
+_compiling = torch.compiler.is_dynamo_compiling
+_busy = LEDGER.busy
+_awaited = LEDGER.awaited
+_current = LEDGER.streams.current
+_home = LEDGER.streams.home
+_getframe = sys._getframe
+_has_torch_function = _torch.has_torch_function
+_groups = _torch.groups
+_DEFAULT = _torch.DEFAULT
+_direct = LEDGER.direct
+_modes = _torch.dispatch_modes
+_profiler = _torch.profiler
+_inflight = _torch.inflight_as_graph_input
+_HOOKS = _torch.HOOKS
+_HERE = globals()
+
+
+def _caller(frame: types.FrameType) -> types.FrameType:
+    """Return the call site: what called us, or what called the earlier name that did."""
+    return frame.f_back if frame.f_globals is _HERE and frame.f_back is not None else frame
+'''
+
+BEFORE = """
+# --- ${key} ---
+
+_row_${key} = ROWS["${key}"]
+_name_${key} = _row_${key}.name
+_c10d_${key} = getattr(c10d, _name_${key})
+_count_${key} = counter(_name_${key})
+_general_${key} = forwarded(_row_${key}, asks=False)
+${prepared}
+
+
+"""
+
+AFTER = """
+
+${typed}
+else:
+    ${key} = direct(_${key}, _row_${key}, _launch_${key})
+"""
+
+EARLIER = """
+    if _name_${key} == "${alias}":
+        ${alias}, ${key} = ${key}, None
+    else:
+        # torch 2.13 and 2.14 warn of the earlier name; since 2.15 it is an alias that does not.
+        _deprecated_${key} = getattr(getattr(c10d, "${alias}", None), "__deprecated__", None)
+
+        def _${alias}(${signature}) -> Any:
+            if _deprecated_${key} is not None and not _compiling():
+                warnings.warn(_deprecated_${key}, FutureWarning, stacklevel=2)
+            return ${key}(${passed})
+
+        ${alias} = by_way_of(_${alias}, _row_${key})
+"""
+
+GENERAL = """
+${typed}
+else:
+    ${key} = forwarded(ROWS["${key}"])
+"""
+
+_TYPES = {
+    "group": "c10d.ProcessGroup | None",
+    "op": "Any",
+    "device_ids": "list[int] | None",
+    "timeout": "timedelta | None",
+}
+
+
+def typed(row: Row) -> str:
+    """Return what type checkers are told of ``row``: what an asynchronous call returns, and what a synchronous one."""
+    root = [f"group_{name}" for name in row.given if name in ("src", "dst")]
+    optional = [*row.given, "group"]
+    last = ["device_ids", "timeout"] if row.key == "barrier" else root
+
+    def told(name: str) -> str:
+        if name in _TYPES:
+            return _TYPES[name]
+        if name.endswith("split_sizes"):
+            return "list[int] | None"
+        if name not in row.tensors:
+            return "int | None"
+        if name.endswith("_lists"):
+            return "list[list[torch.Tensor]]"
+        if name in ("gather_list", "scatter_list"):
+            return "list[torch.Tensor] | None"
+        return "list[torch.Tensor]" if name.endswith(("_list", "tensors")) else "torch.Tensor"
+
+    can_be_left_out = ("gather_list", "scatter_list", "gather_tensor")
+    tensors = [f"{name}: {told(name)}{' = ...' if name in can_be_left_out else ''}" for name in row.tensors]
+    lefts = [f"{name}: {told(name)} = ..." for name in optional]
+    after = [f"{name}: {told(name)} = ..." for name in last]
+    handle = "torch.Future[Any]" if row.key.endswith("_coalesced") else "Work"
+    forms = (
+        ([*tensors, *lefts, "async_op: Literal[False] = ...", *after], "None"),
+        ([*tensors, *lefts, "*", "async_op: Literal[True]", *after], handle),
+        ([*tensors, *lefts, "async_op: bool = ...", *after], f"{handle} | None"),
+    )
+    found = "if TYPE_CHECKING:\n"
+    for key in filter(None, (row.key, row.alias)):
+        for given, back in forms:
+            found += f"\n    @overload\n    def {key}({', '.join(given)}) -> {back}: ..."
+        found += f"\n    def {key}(*args: Any, **kwargs: Any) -> Any: ...\n"
+    return found
+
+
+def gate(row: Row) -> str:
+    """Return the gate of ``row``, and what it needs."""
+    root = next((name for name in row.given if name in ("src", "dst")), "")
+    splits = "output_split_sizes" in row.given
+    last = [f"group_{root}"] if root else []
+    arguments = [*row.tensors, *row.given, "group", "async_op", *last]
+    defaults = {"op": "c10d.ReduceOp.SUM", "async_op": "False"}
+    optional = arguments[len(row.tensors) :]
+    types = {"async_op": "bool"}
+    operation = "op" if "op" in row.given else "None"
+    if root:
+        prepared = f"_launch_{row.key}, *_ = prepared(_row_{row.key}.launch)\n"
+        prepared += f"_options_{row.key} = options_by_root(_row_{row.key})"
+        options = f"(options := _options_{row.key}(lane, to, {root}, group_{root}, {operation}, async_op)) is None"
+    elif "op" in row.given:
+        prepared = f"_launch_{row.key}, *_options_{row.key} = prepared(_row_{row.key}.launch)"
+        options = f"(options := _options_{row.key}[async_op].get(id(op))) is None"
+    else:
+        prepared = f"_launch_{row.key}, *_ = prepared(_row_{row.key}.launch)\n"
+        prepared += f"_options_{row.key} = options_of_all(_row_{row.key}.launch)"
+        options = f"(options := _options_{row.key}[async_op]) is None"
+    if splits:
+        options += " or (outputs := split_sizes(output_split_sizes)) is None"
+        options += " or (inputs := split_sizes(input_split_sizes)) is None"
+    frame = "_caller(_getframe(1))" if row.alias else "_getframe(1)"
+    hold = f"return inner and lane.hold(Work(), _name_{row.key}, inner, storages, home, {frame})"
+    if not row.pollable:
+        hold = (
+            "if not lane.streamed:\n"
+            f"            lane, work = lane.unordered(to), handle(once=True)\n"
+            f"            return inner and lane.hold(work, _name_{row.key}, inner, storages, home, {frame})\n"
+            f"        {hold}"
+        )
+    if row.one:
+        (tensor,) = row.tensors
+        guards = f"lane.guards.one({tensor})"
+        written = f"[{tensor}]"
+        # See tensors.host_alias.
+        aliased = f"alias = {tensor} if lane.streamed or {tensor}.requires_grad else {tensor}.detach()"
+        aliases = "[alias]"
+    else:
+        output, given = row.tensors
+        both = f"{output}, {given}"
+        guards = f"lane.guards.two({both}) or lane.guards.two_before({both})"
+        written = both
+        aliased = (
+            f"to_write, to_read = {both}\n"
+            f"        if not (lane.streamed or {output}.requires_grad or {given}.requires_grad):\n"
+            f"            to_write, to_read = {output}.detach(), {given}.data"
+        )
+        aliases = "to_write, to_read"
+    tensors = ", ".join(row.tensors)
+    more = ", outputs, inputs" if splits else ""
+    holes = {
+        "key": row.key,
+        "alias": row.alias,
+        "signature": ", ".join(
+            [f"{name}: Any" for name in row.tensors]
+            + [f"{name}: {types.get(name, 'Any')} = {defaults.get(name, 'None')}" for name in optional]
+        ),
+        "passed": ", ".join(arguments),
+        "named": ", ".join([*row.tensors, *[f"{name}={name}" for name in optional]]),
+        "tensors": tensors,
+        "op": operation,
+        "not_nested": " and ".join(f"not {name}.is_nested" for name in reversed(row.tensors)),
+        "guarded": f"{guards} or lane.guards.plain({tensors})",
+        "no_options": options,
+        "pointers": ", ".join(f"{name}.data_ptr()" for name in row.tensors),
+        "storages": ", ".join(f"{name}.untyped_storage()" for name in row.tensors),
+        "aliased": aliased,
+        "aliases": aliases + more,
+        "held": hold,
+        "launched": written + more,
+        "frame": frame,
+        "prepared": prepared,
+        "typed": typed(row),
+    }
+    body = (FOLDER / "gate.py.in").read_text().replace("def ${key}(", "def _${key}(")
+    return "".join(Template(part).substitute(holes) for part in (BEFORE, body, AFTER, EARLIER if row.alias else ""))
+
+
+def gates() -> str:
+    """Return the text of ``gates.py``."""
+    rows = [row for row in ROWS.values() if row.module == "gates"]
+    public = [key for row in rows for key in (row.key, row.alias) if key and not key.startswith("_")]
+    names = "".join(f'    "{key}",\n' for key in sorted(public))
+    gated = [gate(row) for row in rows if not row.because]
+    others = [Template(GENERAL).substitute(key=row.key, typed=typed(row)) for row in rows if row.because]
+    return "".join([HEAD, f"\n__all__ = [\n{names}]\n", *gated, "\n# --- the rest ---\n", *others])
+
+
+if __name__ == "__main__":
+    (FOLDER / "gates.py").write_text(gates())

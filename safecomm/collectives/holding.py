@@ -1,0 +1,234 @@
+"""Hold what a call has left running, whatever it answered: nothing, a work, or a future."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+import types
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed.distributed_c10d as c10d
+
+from safecomm import _torch, backends
+from safecomm.backends import Kind
+from safecomm.collectives.regions import REGIONS, Region
+from safecomm.collectives.table import Row
+from safecomm.collectives.tensors import home_of_few, index_of, storages_of
+from safecomm.entries import WorkLane, leave_empty
+from safecomm.ledger import LEDGER
+from safecomm.sites import outside
+from safecomm.streams import HOST
+from safecomm.work import Work, handle, member
+
+_NOTHING = contextlib.nullcontext()
+_current = LEDGER.streams.current
+_home = LEDGER.streams.home
+
+_counts: dict[str, itertools.count[int]] = {}
+
+
+def counter(name: str) -> Callable[[], int]:
+    """Return a function that counts a call of ``name``: one C call, because every collective makes it."""
+    return _counts.setdefault(name, itertools.count()).__next__
+
+
+def counted() -> dict[str, int]:
+    """Return how often each function was called in this process, those that never were left out."""
+    counts = {name: int(repr(count)[len("count(") : -1]) for name, count in _counts.items()}
+    return {name: count for name, count in sorted(counts.items()) if count}
+
+
+def caller() -> types.FrameType:
+    """Return the innermost frame outside of this package: the call site."""
+    return outside(("safecomm.collectives.",))
+
+
+class _Span(threading.local):
+    open = False
+
+
+SPAN = _Span()
+
+
+@contextlib.contextmanager
+def span(name: str) -> Iterator[None]:
+    """Show a call as ``safecomm::NAME`` in a profile, and as an NVTX range where torch emits those."""
+    SPAN.open = True
+    try:
+        with torch.profiler.record_function(f"safecomm::{name}"):
+            yield
+    finally:
+        SPAN.open = False
+
+
+def kind_for(group: Any, index: int) -> Kind:
+    """Return what serves device ``index`` in ``group``."""
+    return LEDGER.lane_of(group, index).kind if isinstance(group, c10d.ProcessGroup) else backends.UNKNOWN
+
+
+def relaxed(group: Any, tensors: list[Any]) -> AbstractContextManager[Any]:
+    """Return the context for a function of c10d's that may wait for what it launches; see ``WorkLane.relaxed``."""
+    if not backends.SOME_QUERY or not isinstance(group, c10d.ProcessGroup):
+        return _NOTHING
+    index = None
+    if tensors:
+        index = index_of(tensors[0])
+    elif torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        index = _torch.current_device()
+    return _NOTHING if index is None or index < 0 else LEDGER.lane_of(group, index).relaxed()
+
+
+def wait_for(
+    lane: WorkLane, inner: Any, op: str, group: Any, tensors: list[torch.Tensor], frame: types.FrameType
+) -> None:
+    """Wait for the work of a synchronous call on the backend of ``lane``, with what else it takes than ``wait()``.
+
+    One that fails may still be running, on the current stream: what that does not order is held (S4).
+    """
+    try:
+        lane.wait_for(inner)
+    except Exception:
+        if lane.index >= 0:
+            LEDGER.trail(op, group, lane.index, storages_of(tensors), frame)
+        raise
+
+
+def holds_itself(group: Any) -> bool:
+    """Return whether what a call on ``group`` uses will be held by safecomm, so that c10d need not hold it."""
+    return isinstance(group, c10d.ProcessGroup) and type(REGIONS.get(group)) in (Region, type(None))
+
+
+def shelves(group: Any, tensors: list[Any]) -> bool:
+    """Return whether the backend that ``tensors`` go to has more hold them than need be, unless it is given aliases."""
+    for tensor in tensors:
+        if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
+            return kind_for(group, tensor.get_device()).shelves
+    return False
+
+
+def launch(function: Callable[..., Any], lane: WorkLane, group: Any, *given: Any) -> Any:
+    """Launch by ``function`` of a :class:`_torch.Launch`, on ``group`` where groups have hooks, else on its backend."""
+    return function(group if _torch.HOOKS else lane.backend, *given)
+
+
+def hold_launched(
+    op: str, inner: Any, lane: WorkLane, group: Any, tensors: list[torch.Tensor], asynchronous: bool,
+    frame: types.FrameType,
+) -> Work | None:  # fmt: skip
+    """Hold what a launch on ``lane``'s ProcessGroupNCCL uses, one or two plain tensors; return what the caller gets."""
+    index = lane.index
+    home = HOST if index < 0 else _home(tensors[0].data_ptr(), tensors[-1].data_ptr())
+    if asynchronous:
+        storages = tuple([tensor.untyped_storage() for tensor in tensors])
+        return inner and lane.hold(Work(), op, inner, storages, home, frame)
+    if inner is not None:
+        inner.wait()
+    if index >= 0 and home != _current(index):
+        LEDGER.trail(op, group, index, storages_of(tensors), frame)
+    return None
+
+
+def finish(row: Row, result: Any, group: Any, tensors: list[Any], frame: types.FrameType) -> Any:
+    """Hold what a call of ``row`` on ``group`` left running, and return what its caller gets for ``result``."""
+    if type(result) is _torch.FakeWork:
+        return result
+    if isinstance(result, Work) or not tensors:  # c10d's function came back through a wrapper, which holds already
+        return result
+    region = REGIONS.get(group) if REGIONS else None
+    if region is not None:
+        # Of torch's own c10d has launched nothing yet, and holds what it launches.
+        return _collect(row, result, group, region, tensors) if type(region) is Region else result
+    index = index_of(tensors[0])
+    if index is None or not isinstance(group, c10d.ProcessGroup) or type(result) is _torch.IllegalWork:
+        return result
+    if isinstance(result, c10d.Work):
+        return _hold_work(row, result, group, index, tensors, frame)
+    if isinstance(result, torch.Future):
+        _hold_future(row.name, result, group, index, tensors, frame)
+    else:
+        _hold_used(row.name, group, index, storages_of(tensors), frame)
+    return result
+
+
+def _collect(row: Row, result: Any, group: Any, region: Region, tensors: list[Any]) -> Any:
+    """Leave what a call uses to the end of the region that it is in."""
+    region.tensors.extend(tensors)
+    region.staged |= row.staged
+    region.ordered &= _ends_in_order(row, group, index_of(tensors[0]))
+    if isinstance(result, c10d.Work) and type(result) is not _torch.IllegalWork:
+        result = member(result)
+        region.works.append(result)
+    return result
+
+
+def _ends_in_order(row: Row, group: Any, index: int | None) -> bool:
+    """Return whether the works of ``row`` are kept with the others of their group; else they are kept apart."""
+    return row.ordered and (row.pollable or index != HOST or not kind_for(group, HOST).blind)
+
+
+def _hold_work(row: Row, inner: c10d.Work, group: Any, index: int, tensors: list[Any], frame: types.FrameType) -> Work:
+    ordered = _ends_in_order(row, group, index)
+    storages = storages_of(tensors)
+    lane = LEDGER.direct.get(id(group))
+    if lane is not None and lane.index == index and lane.streamed and ordered and not row.staged:
+        work = lane.hold(Work(), row.name, inner, storages, home_of_few(index, storages), frame)
+        if type(inner) is not c10d.Work:  # somebody's own, of which only wait() need be what it says
+            work.rare = True
+        return work
+    work = handle(once=not ordered and kind_for(group, index).blind)
+    return LEDGER.hold(work, row.name, inner, group, index, storages, frame, staged=row.staged, unordered=not ordered)
+
+
+def _hold_used(op: str, group: Any, index: int, storages: tuple[Any, ...], frame: types.FrameType) -> None:
+    """Hold what was used by a call that is in the order of the current stream, or over."""
+    if id(group) not in LEDGER.direct:
+        LEDGER.lane_of(group, index)
+    if index != HOST:
+        LEDGER.trail(op, group, index, storages, frame)
+
+
+class _FutureAsWork:
+    """What the ledger asks of a work, answered by a future."""
+
+    def __init__(self, future: Any) -> None:
+        self.wait = future.wait
+        self.is_completed = future.done
+
+
+def _hold_future(op: str, future: Any, group: Any, index: int, tensors: list[Any], frame: types.FrameType) -> None:
+    """Hold the tensors of a call that answers with a future: the coalesced ones, which torch has deprecated."""
+    storages = storages_of(tensors)
+    if index == HOST:
+        LEDGER.hold(Work(), op, _FutureAsWork(future), group, index, storages, frame).awaited = True
+        return
+    # On the device a future is done when the call is launched, and waiting for it orders the current stream: one of its
+    # own, so that the caller's are not delayed.
+    with torch.cuda.stream(torch.cuda.Stream(index)):  # type: ignore[no-untyped-call]
+        future.wait()
+        LEDGER.trail(op, group, index, storages, frame)
+
+
+def hold_region(cm: Any, group: Any, region: Region, frame: types.FrameType) -> None:
+    """Hold what ``region`` has launched, whose work is in c10d's ``cm``, and make that the handle."""
+    index = index_of(region.tensors[0]) if region.tensors else None
+    if index is None:
+        return
+    storages = storages_of(region.tensors)
+    if cm.works:
+        (inner,) = cm.works
+        work = LEDGER.hold(
+            Work(), "_coalescing_manager", inner, group, index, storages, frame,
+            aliases=tuple(region.aliases), staged=region.staged, unordered=not region.ordered,
+            home=home_of_few(index, storages),
+        )  # fmt: skip
+        cm.works[:] = [work]
+        for call in region.works:
+            call._region = work
+        return
+    for alias in region.aliases:
+        leave_empty(alias)
+    _hold_used("_coalescing_manager", group, index, storages, frame)

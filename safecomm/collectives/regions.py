@@ -1,0 +1,52 @@
+"""The coalescing regions that are open: what each has collected."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from safecomm import _torch
+from safecomm.guards import PLAIN
+from safecomm.work import MemberWork
+
+_CollOp = _torch.CollOp
+
+
+class Region(list[Any]):
+    """A coalescing region of ours that is open: the calls that c10d is to launch at its end, and what that holds."""
+
+    __slots__ = ("aliases", "ordered", "plain", "staged", "tensors", "works")
+
+    def __init__(self) -> None:  # a list's own has nothing to do
+        self.tensors: list[Any] = []
+        self.aliases: list[torch.Tensor] = []
+        self.works: list[MemberWork] = []
+        self.plain: Any = None  # the last call that was collected here, of plain tensors on a direct lane
+        self.staged = False
+        self.ordered = True
+
+    def alias(self, tensor: Any) -> Any:
+        """Return what c10d is to launch in place of ``tensor``: another tensor of the same memory.
+
+        ProcessGroupNCCL keeps a reference to a coalesced tensor until the group's next collective, because it puts it
+        on another work than the one that is waited for (pytorch #187565). The alias is left without memory at the
+        release.
+        """
+        if type(tensor) not in PLAIN or not _torch.has_plain_keys(tensor):
+            return tensor  # what c10d would refuse, it is to refuse
+        if tensor.is_inference() != torch.is_inference_mode_enabled() or _torch.transform() is not None:
+            return tensor
+        alias = tensor.detach()
+        self.aliases.append(alias)
+        return alias
+
+    def collect(self, function: Any, tensor: torch.Tensor, other: torch.Tensor | None, op: Any, async_op: bool) -> Any:
+        """Do what c10d's ``function`` does here: note the call, which the end of the region launches and holds."""
+        self.plain = _CollOp(function, tensor, other, op, None)
+        self.append(self.plain)
+        return _torch.IllegalWork() if async_op else None
+
+
+REGIONS: dict[Any, list[Any]] = _torch.world.pg_coalesce_state
+"""c10d's table of the coalescing regions that are open, by group: what each has collected. Ours are :class:`Region`."""

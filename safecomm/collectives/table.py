@@ -1,0 +1,128 @@
+"""The collectives as data: what each is given, who may take its calls first, and how its calls are launched.
+
+A row with a ``launch`` has a *direct* way: a gate in ``gates.py``, which ``generate.py`` makes of ``gate.py.in``,
+launches plain calls past c10d's Python. A row without one says why not, and its calls go through c10d's own function;
+see ``general.py``.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+import torch.distributed.distributed_c10d as c10d
+
+from safecomm import _torch
+
+REDUCE, SCATTER, GATHER = "all_reduce", "reduce_scatter", "all_gather"
+"""The kinds of collectives that can be put off or run by an engine."""
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """One function of c10d's, and what safecomm does with its calls."""
+
+    key: str
+    """c10d's name of it in the newest torch."""
+    tensors: tuple[str, ...]
+    """The arguments that are tensors, or lists of them; the output first."""
+    given: tuple[str, ...] = ()
+    """The arguments between the tensors and the group."""
+    kind: str = ""
+    """What it is to buckets and engines: :data:`REDUCE`, :data:`SCATTER` or :data:`GATHER`; ``""`` for nothing."""
+    collected: bool = False
+    """A coalescing region collects its calls, and :func:`safecomm.bucketed` puts them off."""
+    engine: bool = True
+    """If it has a kind, an engine may run it."""
+    staged: bool = False
+    """c10d copies through memory of its own."""
+    ordered: bool = True
+    """Its works end in the order in which they were launched. Point-to-point may have a communicator for each peer."""
+    pollable: bool = True
+    """gloo tells when its works are over. Its point-to-point and its reduce_scatter do not (torch 2.13)."""
+    alias: str = ""
+    """The earlier name, which torch before 2.13 has alone, and later ones have too."""
+    launch: _torch.Launch | None = None
+    """What launches it directly; None if nothing does."""
+    because: str = ""
+    """Why it has no direct way."""
+    module: str = "gates"
+    """The module of this package that has it."""
+
+    @property
+    def one(self) -> bool:
+        """Whether it works in place, on the one tensor that it is given."""
+        return len(self.tensors) == 1
+
+    @functools.cached_property
+    def name(self) -> str:
+        """c10d's name of it in this torch."""
+        return self.alias if self.alias and not hasattr(c10d, self.key) else self.key
+
+
+_LIST = "lists are other works; those that have a short way have it in lists.py"
+_PEER = "what it is given is held apart, and by aliases: see point_to_point.py"
+_RARE = "it is new in torch 2.14, and rare where latency matters"
+_OLD = "it is private and old: c10d's calls its successor"
+_HOST_ONLY = "it has no tensors"
+
+ROWS: dict[str, Row] = {
+    row.key: row
+    for row in (
+        Row("all_reduce", ("tensor",), ("op",), REDUCE, collected=True, launch=_torch.all_reduce),
+        Row(
+            "all_gather_single", ("output_tensor", "input_tensor"), (), GATHER, collected=True,
+            alias="all_gather_into_tensor", launch=_torch.all_gather,
+        ),
+        Row(
+            "reduce_scatter_single", ("output", "input"), ("op",), SCATTER, collected=True, pollable=False,
+            alias="reduce_scatter_tensor", launch=_torch.reduce_scatter,
+        ),
+        Row("broadcast", ("tensor",), ("src",), launch=_torch.broadcast),
+        Row("reduce", ("tensor",), ("dst", "op"), launch=_torch.reduce),
+        Row(
+            "all_to_all_single", ("output", "input"), ("output_split_sizes", "input_split_sizes"),
+            launch=_torch.all_to_all_single,
+        ),
+        Row(
+            "_all_gather_base", ("output_tensor", "input_tensor"), (), GATHER, collected=True, engine=False,
+            because=_OLD,
+        ),
+        Row(
+            "_reduce_scatter_base", ("output", "input"), ("op",), SCATTER, collected=True, engine=False, pollable=False,
+            because=_OLD,
+        ),
+        Row("all_gather", ("tensor_list", "tensor"), (), GATHER, staged=True, because=_LIST, module="lists"),
+        Row(
+            "reduce_scatter", ("output", "input_list"), (), SCATTER, staged=True, pollable=False, because=_LIST,
+            module="lists",
+        ),
+        Row("all_gather_coalesced", ("output_tensor_lists", "input_tensor_list"), staged=True, because=_LIST),
+        Row("all_reduce_coalesced", ("tensors",), ("op",), because="torch deprecates it, and it answers by a future"),
+        Row("all_to_all", ("output_tensor_list", "input_tensor_list"), because=_LIST),
+        Row("gather", ("tensor", "gather_list"), ("dst",), because=_LIST),
+        Row("scatter", ("tensor", "scatter_list"), ("src",), because=_LIST),
+        Row("gather_single", ("tensor", "gather_tensor"), ("dst",), because=_RARE),
+        Row("gather_into_tensor", ("tensor", "gather_tensor"), ("dst",), because=_RARE),
+        Row("barrier", (), because=_HOST_ONLY),
+        *(Row(name, ("tensor",), ordered=False, pollable=False, because=_PEER, module="point_to_point")
+          for name in ("isend", "irecv", "send", "recv")),
+        Row("batch_isend_irecv", (), ordered=False, pollable=False, because=_PEER, module="point_to_point"),
+    )
+}  # fmt: skip
+"""The collectives, by c10d's newest names. Not every torch has all of them."""
+
+COLLECTIVE_OF = {name: row.kind for row in ROWS.values() if row.collected for name in (row.key, row.alias) if name}
+"""The collectives that can be put off, or run by an engine, by the names of c10d's functions."""
+
+LISTS = {row.key: row.kind for row in ROWS.values() if row.kind and row.staged}
+"""The list forms that an engine can run, likewise."""
+
+
+def fits(collective: str, output: torch.Tensor, given: torch.Tensor, world: int) -> bool:
+    """Return whether the larger of the two has a part like the smaller for each of ``world`` ranks, as c10d wants."""
+    if collective == REDUCE:
+        return True
+    part, whole = (given, output) if collective == GATHER else (output, given)
+    return whole.numel() == world * part.numel()

@@ -1,0 +1,150 @@
+"""Who may take a call before the backend does, and in which order they are asked: here and nowhere else.
+
+1. A *coalescing region* of the group: it collects the calls that c10d's own would collect.
+2. The *buckets* of :func:`safecomm.bucketed`: they put off synchronous calls, and whatever else is called on the group
+   runs after what they have put off.
+3. The *engine* of :func:`safecomm.low_latency`: it runs small calls by kernels of its own.
+
+All ranks that make the same calls ask the same takers: what differs between ranks, such as a profiler, a mode, a
+gradient that is recorded or where a tensor lies, changes nothing about who is asked. A capture that has to see each
+call takes none: while it goes on there are no lanes, so that every call goes the general way, which tells it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch.distributed.distributed_c10d as c10d
+
+from safecomm import _torch, captures
+from safecomm.collectives.holding import SPAN, caller, counter, finish, span
+from safecomm.collectives.regions import REGIONS, Region
+from safecomm.collectives.table import ROWS, Row
+from safecomm.collectives.tensors import all_at_home, flatten, storages_of, with_memory
+from safecomm.entries import WorkLane
+from safecomm.ledger import LEDGER
+
+OPS = tuple(getattr(c10d.ReduceOp, name) for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"))
+"""The reduce operations that are members of an enum. A premultiplied sum is another object."""
+
+_OPS = frozenset({id(None), *map(id, OPS)})
+_COLLECTED = {
+    row: getattr(c10d, row.name)
+    for row in ROWS.values()
+    if row.collected and row.launch is not None and hasattr(c10d, row.name)
+}
+_COUNT = {name: counter(row.name) for name, row in ROWS.items()}
+_direct = LEDGER.direct
+_has_torch_function = _torch.has_torch_function
+_modes = _torch.dispatch_modes
+_inflight = _torch.inflight_as_graph_input
+_profiler = _torch.profiler
+_current = LEDGER.streams.current
+_home = LEDGER.streams.home
+
+BUCKETS: dict[Any, Any] = {}
+"""What ``bucketed()`` puts off, by group."""
+
+ENGINES: dict[Any, Any] = {}
+"""What ``low_latency()`` has put before the backend, by group; under None, what does so for groups without one."""
+
+NOT_TAKEN: Any = object()
+"""What an engine answers for a call that is the backend's."""
+
+DECLINED: Any = object()
+"""Nobody takes the call."""
+
+GENERAL: Any = object()
+"""The call is c10d's function's: it collects it, or is to run after what was put off."""
+
+
+def offer(row: Row, group: Any, tensors: tuple[Any, ...], op: Any, asynchronous: Any) -> Any:
+    """Offer a call of ``row`` to who may take it; return what its caller gets, or :data:`DECLINED` or :data:`GENERAL`.
+
+    ``tensors``: what is given as the output, and as the input where that is another. ``op``: the reduce operation.
+    """
+    if asynchronous is not False and asynchronous is not True:
+        asynchronous = is_true(asynchronous)
+    if REGIONS and (region := REGIONS.get(group)) is not None:
+        if type(region) is Region and (function := _COLLECTED.get(row)) is not None and id(op) in _OPS:
+            lane = _direct.get(id(group))
+            if lane is not None and _ordinary(lane, tensors, asynchronous):
+                other = None if len(tensors) == 1 else tensors[0]
+                return region.collect(function, tensors[-1], other, op, asynchronous)
+        return GENERAL
+    if BUCKETS and (buckets := BUCKETS.get(group)) is not None:
+        if row.collected and not asynchronous and buckets.put_off(row, op, *tensors):
+            return None
+        with buckets.closed():
+            taken = offer(row, group, tensors, op, asynchronous)
+        return GENERAL if taken is DECLINED else taken
+    if not ENGINES or not row.kind or not row.engine:
+        return DECLINED
+    engine = ENGINES.get(group) or ENGINES.get(None)
+    if engine is None:  # of another group; or it was switched off in another thread since
+        return DECLINED
+    if _profiler._is_profiler_enabled and not SPAN.open:
+        with span(row.name):
+            return _run(engine, row, group, tensors, op, asynchronous)
+    return _run(engine, row, group, tensors, op, asynchronous)
+
+
+def _ordinary(lane: WorkLane, tensors: tuple[Any, ...], asynchronous: bool) -> bool:
+    """Return whether a gate would launch a call of ``tensors`` on ``lane`` itself."""
+    guards = lane.guards
+    try:
+        if len(tensors) == 1:
+            (tensor,) = tensors
+            if _has_torch_function(tensor) or tensor.is_nested or not (guards.one(tensor) or guards.plain(tensor)):
+                return False
+        else:
+            output, given = tensors
+            if _has_torch_function(output, given) or given.is_nested or output.is_nested:
+                return False
+            if not (guards.two(output, given) or guards.two_before(output, given) or guards.plain(output, given)):
+                return False
+    except (AttributeError, RuntimeError, TypeError):  # not a tensor, or one with attributes of its own
+        return False
+    return not _modes() and not _profiler._is_profiler_enabled and not (asynchronous and _inflight())
+
+
+def _run(engine: Any, row: Row, group: Any, tensors: tuple[Any, ...], op: Any, asynchronous: bool) -> Any:
+    given = list(tensors)
+    recording = captures.RECORDING
+    flat = list(flatten(given)) if recording or asynchronous or row.staged else given
+    if recording:
+        captures.check_group(row.name, group, flat)
+    result = engine.run(group, row.name, given, op, asynchronous)
+    if result is NOT_TAKEN:
+        return DECLINED
+    _COUNT[row.key]()
+    if recording:
+        captures.note(row.name, group, with_memory(flat), caller())
+    if result is not None:
+        return finish(row, result, group, flat, caller())
+    index = flat[0].get_device()
+    if index >= 0 and not (
+        all_at_home(flat) if row.staged else _home(flat[0].data_ptr(), flat[-1].data_ptr()) == _current(index)
+    ):
+        LEDGER.trail(row.name, group, index, storages_of(flat), caller())
+    return None
+
+
+def is_true(flag: Any) -> bool:
+    """Return whether c10d takes ``flag`` for true; what it refuses, it is to refuse."""
+    try:
+        return bool(flag)
+    except (RuntimeError, TypeError, ValueError):  # such as an array of several
+        return False
+
+
+def default_group() -> Any:
+    """Return c10d's default group, None before ``init_process_group``."""
+    return _torch.groups[_torch.DEFAULT]
+
+
+def at_once(group: Any) -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which calls on ``group`` are not put off, also inside of :func:`safecomm.bucketed`."""
+    buckets = BUCKETS.get(group or default_group()) if BUCKETS else None
+    return contextlib.nullcontext() if buckets is None else buckets.closed()

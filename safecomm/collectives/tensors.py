@@ -1,0 +1,143 @@
+"""What a call is given: its tensors, their memory, and what stands in their place."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from safecomm import _torch
+from safecomm.guards import PLAIN
+from safecomm.ledger import LEDGER
+from safecomm.streams import HOST
+
+_NOTHING = contextlib.nullcontext()
+_current = LEDGER.streams.current
+_home = LEDGER.streams.home
+_all_at_home = LEDGER.streams.all_at_home
+
+
+def index_of(tensor: Any) -> int | None:
+    """Return the device index that the ledger knows ``tensor``'s device by; None for devices that it does not know."""
+    if type(tensor) not in PLAIN and _torch.is_fake(tensor):
+        return None
+    if tensor.is_cuda:
+        return int(tensor.get_device())
+    return HOST if tensor.device.type == "cpu" else None
+
+
+def storages_of(tensors: list[Any]) -> tuple[Any, ...]:
+    """Return what keeps the memory of ``tensors`` alive.
+
+    Storages and not the tensors: ``t.data = ...`` leaves a held tensor with other memory (Megatron and DeepSpeed free
+    that way). A subclass is made of other tensors, and those are what counts; it is held itself as well.
+    """
+    found: list[Any] = []
+    for tensor in tensors:
+        if type(tensor) not in PLAIN:
+            found.append(tensor)
+            if hasattr(tensor, "__tensor_flatten__"):
+                names, _ = tensor.__tensor_flatten__()
+                found.extend(storages_of([getattr(tensor, name) for name in names]))
+                continue
+        try:
+            found.append(tensor.untyped_storage())
+        except (NotImplementedError, RuntimeError):  # sparse
+            found.append(tensor)
+    return tuple(found)
+
+
+def home_of_few(index: int, storages: tuple[Any, ...]) -> int | None:
+    """Return the one stream that all of ``storages`` were allocated on; None if it is not known, or they are many."""
+    if index == HOST:
+        return HOST
+    pointers = [storage.data_ptr() for storage in storages if type(storage) is torch.UntypedStorage]
+    return _home(*pointers) if 1 <= len(storages) == len(pointers) <= 2 else None
+
+
+def with_memory(tensors: list[Any]) -> list[torch.Tensor]:
+    """Return ``tensors``, with the tensors that a subclass is made of in its place."""
+    found: list[torch.Tensor] = []
+    for tensor in tensors:
+        if type(tensor) in PLAIN:
+            found.append(tensor)
+        elif hasattr(tensor, "__tensor_flatten__"):
+            names, _ = tensor.__tensor_flatten__()
+            found.extend(with_memory([getattr(tensor, name) for name in names]))
+    return found
+
+
+def flatten(arguments: Any) -> Iterator[Any]:
+    """Yield the tensors in arbitrarily nested lists and tuples."""
+    if isinstance(arguments, torch.Tensor):
+        yield arguments
+    elif isinstance(arguments, (list, tuple)):
+        for argument in arguments:
+            yield from flatten(argument)
+
+
+def all_at_home(arguments: list[Any]) -> bool:
+    """Return whether a synchronous call need hold none of these: on the CPU, or allocated on the current stream."""
+    pointers = []
+    index = HOST
+    for argument in arguments:
+        if type(argument) not in PLAIN:
+            return False
+        if argument.is_cuda and argument.layout is torch.strided:
+            device = argument.get_device()
+            if index not in (HOST, device):
+                return False
+            index = device
+            pointers.append(argument.data_ptr())
+        elif not argument.is_cpu:
+            return False
+    if len(pointers) <= 2:
+        return not pointers or _home(*pointers) == _current(index)
+    return _all_at_home(_current(index), sorted(pointers))  # one question to the driver for each segment
+
+
+def host_alias(argument: Any) -> Any:
+    """Return what an asynchronous call is to be given in place of a CPU tensor, or of a list of them.
+
+    gloo's threads look the memory up in the tensor when they come to it, so ``t.data = ...`` after the launch would
+    have them use other memory, and gather then takes the process down (torch 2.13). NCCL gets addresses at the launch.
+
+    The threads copy into most outputs, and autograd is to be told of that: an alias shares the tensor's version
+    counter. Not for calls of which any tensor requires a gradient: there what they do is recorded, or raises.
+    """
+    if isinstance(argument, list):
+        return [host_alias(one) for one in argument]
+    if type(argument) is tuple:
+        return tuple(map(host_alias, argument))
+    if (
+        type(argument) not in PLAIN
+        or not argument.is_cpu
+        or argument.layout is not torch.strided
+        or _torch.transform() is not None  # in a transform of torch.func, an alias would be without memory
+    ):
+        return argument
+    with _torch.undisturbed() if _torch.dispatch_modes() else _NOTHING:  # a mode would see an operation more
+        if argument.is_inference() and not torch.is_inference_mode_enabled():
+            return argument.view_as(argument)  # what is detached there could be written to, which torch refuses
+        return argument.detach()
+
+
+def as_they_are(tensors: list[Any]) -> bool:
+    """Return whether an asynchronous call is to be given ``tensors`` themselves; see :func:`host_alias`."""
+    for tensor in tensors:  # noqa: SIM110 (a generator takes longer than the question)
+        if tensor.is_cuda or tensor.requires_grad:
+            return True
+    return False
+
+
+def device_alias(argument: Any) -> Any:
+    """Return what a send or receive is to be given in place of a tensor of a GPU.
+
+    ProcessGroupNCCL calls the allocator's ``record_stream`` for each (torch 2.13), which does nothing for memory that
+    the tensor does not own. The ledger holds it.
+    """
+    if type(argument) in PLAIN and argument.is_cuda and argument.layout is torch.strided:
+        return _torch.unowned(argument)
+    return argument

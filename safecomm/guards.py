@@ -1,0 +1,95 @@
+"""Which tensors are plain: those that a direct call of a backend does with what the dispatcher's call would."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+
+from safecomm import _torch
+from safecomm.streams import HOST
+
+PLAIN = frozenset({torch.Tensor, Parameter})
+"""Tensor types that behave like tensors; a subclass may do anything, so it goes through c10d's own function."""
+
+COMPLEX = frozenset({torch.complex32, torch.complex64, torch.complex128})
+"""What c10d passes on as pairs of real numbers."""
+
+KINDS = 16
+"""Kinds of tensors that are remembered of each number of them."""
+
+_FP8 = frozenset(
+    found
+    for name in dir(torch)
+    if name.startswith("float8_") and isinstance(found := getattr(torch, name), torch.dtype)
+)
+
+
+class Guards:
+    """What the tensors of earlier direct calls on one device were like: the next call's will be like them.
+
+    Each guard compares tensors with those of one call, in one call of C++; see ``_torch.look_alike``. It must not be
+    asked about nested tensors.
+    """
+
+    __slots__ = ("_known", "index", "one", "two", "two_before")
+
+    def __init__(self, index: int) -> None:
+        self.index = index  # of the device that the tensors have to be on
+        # The latest guard of one tensor, and of two. Of two there are two kinds at hand: sequence parallelism gathers
+        # one and scatters another in turns.
+        self.one: Callable[..., bool] = _torch.unlike
+        self.two: Callable[..., bool] = _torch.unlike
+        self.two_before: Callable[..., bool] = _torch.unlike
+        self._known: dict[int, list[Callable[..., bool]]] = {}  # by the number of tensors
+
+    def plain(self, *tensors: Any) -> bool:
+        """Return whether ``tensors`` are plain. Asked where the latest guards say no.
+
+        The dispatcher does more with tensors that record a gradient, with negative views, nested and quantized tensors;
+        c10d does with complex ones, and with small floats on older GPUs. gloo refuses to write to tensors of inference
+        mode outside of it, which an alias of ours has to as well.
+        """
+        for guard in self._known.get(len(tensors), ()):
+            if guard(*tensors):
+                self._put_first(guard, len(tensors))
+                return True
+        index = self.index
+        for tensor in tensors:
+            if (
+                type(tensor) not in PLAIN
+                or tensor.get_device() != index
+                or (index == HOST and not tensor.is_cpu)
+                or tensor.dtype in COMPLEX
+                or (index != HOST and tensor.dtype in _FP8 and torch.cuda.get_device_capability(index)[0] < 9)
+                or tensor.dtype is not tensors[0].dtype
+                or not _torch.has_plain_keys(tensor)
+                or (tensor.requires_grad and torch.is_grad_enabled())
+                or (index == HOST and tensor.is_inference() and not torch.is_inference_mode_enabled())
+            ):
+                return False
+        if _torch.dispatch_modes() or _torch.transform() is not None:
+            return False
+        self._add(tensors)
+        return True
+
+    def _add(self, tensors: tuple[torch.Tensor, ...]) -> None:
+        guard = _torch.look_alike(*tensors)
+        if any(tensor.requires_grad for tensor in tensors):  # the dispatcher does more where a gradient is recorded
+            guard = _where_no_gradient_is_recorded(guard)
+        count = len(tensors)
+        self._known[count] = [guard, *self._known.get(count, ())][:KINDS]
+        self._put_first(guard, count)
+
+    def _put_first(self, guard: Callable[..., bool], count: int) -> None:
+        if count == 1:
+            self.one = guard
+        else:
+            self.two, self.two_before = guard, self.two
+
+
+def _where_no_gradient_is_recorded(guard: Callable[..., bool]) -> Callable[..., bool]:
+    recorded = torch.is_grad_enabled
+    return lambda *tensors: not recorded() and guard(*tensors)

@@ -1,0 +1,725 @@
+"""The gates: they are what the table makes of the template, each of their questions counts, and they stay short.
+
+A mutant is the text of a module with one thing changed, run in a module of its own. The checks below are what a gate
+and the takers promise; each mutant has to fail one of them, and what is not changed passes all.
+"""
+
+import ast
+import contextlib
+import dis
+import inspect
+import sys
+import types
+import warnings
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as stock
+import torch.distributed.distributed_c10d as c10d
+from ranks import on
+from torch._subclasses import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from watching import Sees, cpu_profile
+
+import safecomm
+from safecomm.collectives import gates, general, generate, takers
+from safecomm.collectives.regions import REGIONS, Region
+from safecomm.collectives.table import ROWS
+from safecomm.ledger import LEDGER
+from safecomm.work import OnceWork, Work
+
+PACKAGE = Path(safecomm.__file__).parent
+DIRECT = [key for key, row in ROWS.items() if row.launch is not None]
+
+# --- what is made, and what it is made of ------------------------------------------------------------------
+
+
+def test_the_gates_are_what_the_table_and_the_template_make():
+    assert Path(gates.__file__).read_text() == generate.gates(), "run: python -m safecomm.collectives.generate"
+
+
+def test_a_row_has_a_direct_way_or_says_why_not():
+    for row in ROWS.values():
+        assert (row.launch is None) == bool(row.because), row.key
+    assert set(DIRECT) == {
+        "all_reduce", "all_gather_single", "reduce_scatter_single", "broadcast", "reduce", "all_to_all_single",
+    }  # fmt: skip
+
+
+def calls_of(path, names):
+    """Yield what a file calls of ``names``, as functions or as methods."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call):
+            function = node.func
+            name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+            if name in names:
+                yield name
+
+
+def test_the_gates_and_the_general_way_alone_launch_on_a_backend_or_hold():
+    """What else takes calls hands them on: ``holding.launch`` launches for it, and ``holding`` holds.
+
+    The exchange of an engine is another call than any of c10d's, and so is launched by the engine itself.
+    """
+    found = {
+        path.relative_to(PACKAGE).as_posix()
+        for path in PACKAGE.rglob("*.py")
+        if path.relative_to(PACKAGE).parts[0] in ("collectives", "arena", "peers", "patching")
+        or path.name == "graphs.py"
+        if list(calls_of(path, {"hold", *(f"_launch_{key}" for key in DIRECT), "_launch_all_gather"}))
+    }
+    assert found == {"collectives/gates.py", "collectives/holding.py"}
+
+
+# --- checks ------------------------------------------------------------------------------------------------
+
+
+def fresh(module, old="", new=""):
+    """Return a module of the text of ``module``, with ``old`` changed to ``new`` wherever it stands."""
+    text = Path(module.__file__).read_text()
+    if old:
+        assert old in text, f"there is no {old!r} in {module.__name__}"
+        text = text.replace(old, new)
+    made = types.ModuleType(module.__name__)
+    made.__file__ = module.__file__
+    exec(compile(text, module.__file__, "exec"), made.__dict__)
+    return made
+
+
+class Notes:
+    """Stands in for what launches: notes what it was given, and launches it."""
+
+    def __init__(self, launch):
+        self.launch = launch
+        self.given = []
+
+    def __call__(self, *given):
+        self.given.append(given)
+        return self.launch(*given)
+
+
+@contextlib.contextmanager
+def noting(made, key):
+    name = f"_launch_{key}"
+    notes = Notes(getattr(made, name))
+    with mock.patch.object(made, name, notes):
+        yield notes
+
+
+def arguments(key, count=4):
+    """Return what a call of one rank is given, without the group."""
+    tensors = [torch.ones(count) for _ in ROWS[key].tensors]
+    return (*tensors, *((0,) if key in ("broadcast", "reduce") else ()))
+
+
+def wrapped(made, key):
+    return getattr(made, key) or getattr(made, ROWS[key].alias)
+
+
+@contextlib.contextmanager
+def nothing_held():
+    assert safecomm.pending() == []
+    yield
+    safecomm.drain(wait=True)
+    assert safecomm.pending() == []
+
+
+def check_launch(made):
+    """An ordinary call launches directly, once, with the options of its kind, and counts."""
+    for key in DIRECT:
+        for asynchronous in (False, True):
+            before = repr(getattr(made, f"_count_{key}").__self__)
+            with noting(made, key) as notes:
+                work = wrapped(made, key)(*arguments(key), async_op=asynchronous)
+            ((_, *_, options),) = notes.given
+            assert isinstance(work, stock.Work) if asynchronous else work is None
+            assert not hasattr(options, "asyncOp") or options.asyncOp is asynchronous
+            assert repr(getattr(made, f"_count_{key}").__self__) != before
+            if asynchronous:
+                work.wait()
+
+
+def check_options(made):
+    for key in ("all_reduce", "reduce_scatter_single", "reduce"):
+        with noting(made, key) as notes:
+            wrapped(made, key)(*arguments(key), op=stock.ReduceOp.MAX)
+        assert notes.given[0][-1].reduceOp == stock.ReduceOp.MAX
+    with noting(made, "broadcast") as notes:
+        made.broadcast(torch.ones(2), group_src=0)
+        assert len(notes.given) == 1
+        for wrong in ({"src": 1}, {"src": 0.0}, {"src": 0, "group_src": 0}, {}):
+            with pytest.raises((RuntimeError, TypeError, ValueError)):
+                made.broadcast(torch.ones(2), **wrong)
+        assert len(notes.given) == 1
+    with noting(made, "all_to_all_single") as notes:
+        made.all_to_all_single(torch.ones(2), torch.ones(2), [2], [2])
+        assert notes.given[0][-3:-1] == ([2], [2])
+    for sizes in ([2.5], (2,), [-2], [1 << 70], 2):  # c10d's to refuse, or to take
+        assert not goes(made, "all_to_all_single", torch.ones(2), torch.ones(2), sizes, [2])
+        assert not goes(made, "all_to_all_single", torch.ones(2), torch.ones(2), [2], sizes)
+
+
+def check_held(made):
+    """An asynchronous call holds its tensors until it was waited for, and says where it was made."""
+    for key in DIRECT:
+        with nothing_held():
+            given = arguments(key)
+            work = wrapped(made, key)(*given, async_op=True)
+            (entry,) = safecomm.pending()
+            assert entry.nbytes == 16 * len(ROWS[key].tensors), key
+            assert entry.op == ROWS[key].name
+            assert "in check_held" in entry.site
+            assert type(work) is (Work if ROWS[key].pollable else OnceWork)
+            assert work.lane.blind is not ROWS[key].pollable
+            work.wait()
+
+
+def check_alias(made):
+    """gloo's threads get tensors of their own, which share the versions of what is written to."""
+    for key in DIRECT:
+        given = arguments(key)
+        with noting(made, key) as notes:
+            wrapped(made, key)(*given, async_op=True).wait()
+        sent = [one for one in notes.given[0][1:] if isinstance(one, (torch.Tensor, list))]
+        sent = [*sent[0]] if isinstance(sent[0], list) else sent[: len(ROWS[key].tensors)]
+        for one, tensor in zip(sent, given, strict=False):
+            assert one is not tensor
+            assert one.data_ptr() == tensor.data_ptr()
+        written = given[0]
+        version = written._version
+        sent[0].add_(0)
+        assert written._version == version + 1
+
+
+class Function(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+def goes(made, key, *given, **how):
+    """Return whether a call goes the direct way."""
+    with noting(made, key) as notes, contextlib.suppress(TypeError, ValueError, RuntimeError):
+        work = wrapped(made, key)(*given, **how)
+        if work is not None and how.get("async_op"):
+            work.wait()
+    return bool(notes.given)
+
+
+def check_ordinary(made):
+    """What is not ordinary goes c10d's way, with all that torch does around it."""
+    for key in DIRECT:
+        given = arguments(key)
+        assert goes(made, key, *given)
+        with Function():
+            assert not goes(made, key, *given)
+        with Sees():
+            assert not goes(made, key, *given)
+        with FakeTensorMode(allow_non_fake_inputs=True):  # which the guards don't see
+            assert not goes(made, key, *given)
+        with cpu_profile() as profile:
+            assert not goes(made, key, *given)
+        assert any(event.key == f"safecomm::{ROWS[key].name}" for event in profile.key_averages())
+        with mock.patch.object(made, "_inflight", return_value=True):
+            assert not goes(made, key, *given, async_op=True)
+            assert goes(made, key, *given)
+        assert not goes(made, key, *given, async_op=1)
+        assert not goes(
+            made, key, *[one.to(torch.complex64) if isinstance(one, torch.Tensor) else one for one in given]
+        )
+        leaf = [one.requires_grad_() if isinstance(one, torch.Tensor) else one for one in arguments(key)]
+        assert not goes(made, key, *leaf)
+        with mock.patch.dict(made._direct, clear=True):
+            assert not goes(made, key, *given)
+        with mock.patch.object(made, "_compiling", return_value=True):
+            assert not goes(made, key, *given)
+
+
+class Nested:
+    """Stands in for a nested tensor, about which the guards must not be asked: they take the process down."""
+
+    is_nested = True
+    requires_grad = False
+
+    def __getattr__(self, name):
+        raise AttributeError(name)
+
+
+def check_nested(made):
+    asked = []
+    lane = types.SimpleNamespace(guards=mock.Mock(one=asked.append, two=lambda *_: asked.append(_), plain=asked.append))
+    with mock.patch.dict(made._direct, {id(stock.group.WORLD): lane}):
+        for key in DIRECT:
+            tensors = [Nested() for _ in ROWS[key].tensors]
+            with contextlib.suppress(Exception):
+                wrapped(made, key)(*tensors, *arguments(key)[len(tensors) :])
+    assert asked == []
+
+
+def check_sweep(made):
+    """A call looks whether something that is held is over (S4)."""
+    for key in DIRECT:
+        with mock.patch.object(made, "_busy", {1: None}), mock.patch.object(made, "_awaited", return_value=False):
+            with mock.patch.object(made, "LEDGER", mock.Mock(wraps=LEDGER)) as ledger:
+                wrapped(made, key)(*arguments(key))
+            assert ledger.sweep.called, key
+        with mock.patch.object(made, "_busy", {1: None}), mock.patch.object(made, "_awaited", return_value=True):
+            with mock.patch.object(made, "LEDGER", mock.Mock(wraps=LEDGER)) as ledger:
+                wrapped(made, key)(*arguments(key))
+            assert not ledger.sweep.called, key
+
+
+def returning(value):
+    return mock.Mock(return_value=value)
+
+
+def check_device(made):
+    """On a device what was used on another stream than its own is left a trail of (S1), and works know their home."""
+    for key in DIRECT:
+        lane = mock.Mock(index=0, streamed=True, queries=False)
+        lane.guards.one.return_value = lane.guards.two.return_value = True
+        ledger = mock.Mock()
+        with (
+            mock.patch.dict(made._direct, {id(stock.group.WORLD): lane}),
+            mock.patch.multiple(made, _home=returning(7), _current=returning(5), LEDGER=ledger),
+            mock.patch.object(made, f"_launch_{key}", return_value=None),
+            mock.patch.object(made, f"_options_{key}", MagicOptions()),
+        ):
+            wrapped(made, key)(*arguments(key))
+            assert ledger.trail.call_args.args[:3] == (ROWS[key].name, stock.group.WORLD, 0), key
+            assert len(ledger.trail.call_args.args[3]) == len(ROWS[key].tensors)
+            ledger.trail.reset_mock()
+            with mock.patch.object(made, "_current", returning(7)):
+                wrapped(made, key)(*arguments(key))
+            assert not ledger.trail.called
+        # Where waiting asks the device, it is asked in the relaxed mode (S5).
+        lane.queries = True
+        with (
+            mock.patch.dict(made._direct, {id(stock.group.WORLD): lane}),
+            mock.patch.multiple(made, _home=returning(7), _current=returning(7), LEDGER=ledger),
+            mock.patch.object(made, "wait_for") as waited,
+            mock.patch.object(made, f"_launch_{key}", side_effect=AssertionError),
+            mock.patch.object(made, f"_options_{key}", MagicOptions()),
+        ):
+            wrapped(made, key)(*arguments(key))
+            assert lane.launch.call_count == 1
+            assert waited.call_count == 1
+            wrapped(made, key)(*arguments(key), async_op=True)
+            assert lane.launch.call_count == 2
+            assert lane.hold.call_args.args[4] == 7
+
+
+class MagicOptions:
+    """Options of any kind of call."""
+
+    def __getitem__(self, _):
+        return self
+
+    def __call__(self, *_):
+        return self
+
+    get = __call__
+
+
+def check_asked(made):
+    """Who may take a call is asked before all that can differ between ranks, and once (see takers.py)."""
+    for key in DIRECT:
+        given = arguments(key)
+        for holder in ("ENGINES", "BUCKETS", "REGIONS"):
+            with mock.patch.object(made, holder, {1: 1}), mock.patch.object(made, "offer") as offer:
+                offer.return_value = "taken"
+                with Sees(), noting(made, key) as notes:
+                    assert wrapped(made, key)(*given) == "taken"
+                assert notes.given == []
+                row, group, tensors, op, asynchronous = offer.call_args.args
+                assert (row, group, asynchronous) == (ROWS[key], stock.group.WORLD, False)
+                assert len(tensors) == len(row.tensors)
+                assert all(one is other for one, other in zip(tensors, given, strict=False))
+                assert op == (stock.ReduceOp.SUM if "op" in row.given else None)
+                offer.return_value = made.DECLINED
+                assert goes(made, key, *given)
+                offer.return_value = made.GENERAL
+                assert not goes(made, key, *given)
+
+
+def check_earlier(made):
+    """The earlier names are the same calls, and their call site is the caller's."""
+    for key in DIRECT:
+        alias = ROWS[key].alias
+        if alias and ROWS[key].name != alias and hasattr(c10d, alias):
+            with warnings.catch_warnings(record=True) as told, nothing_held():
+                warnings.simplefilter("always")
+                work = getattr(made, alias)(*arguments(key), async_op=True)
+                (entry,) = safecomm.pending()
+                assert "in check_earlier" in entry.site
+                work.wait()
+            deprecated = getattr(getattr(c10d, alias), "__deprecated__", None)
+            assert [str(one.message) for one in told] == ([] if deprecated is None else [deprecated])
+
+
+CHECKS_OF_GATES = [
+    check_launch, check_options, check_held, check_alias, check_ordinary, check_nested, check_sweep, check_device,
+    check_asked, check_earlier,
+]  # fmt: skip
+
+
+@on(1)
+def test_the_gates_pass_their_checks():
+    safecomm.all_reduce(torch.ones(1))
+    for check in CHECKS_OF_GATES:
+        check(gates)
+        check(fresh(gates))
+
+
+def fails(checks, made):
+    """Return whether ``made`` does not pass all of ``checks``."""
+    try:
+        for check in checks:
+            check(made)
+    except (Exception, pytest.fail.Exception):
+        LEDGER._release_all(LEDGER._entries())  # what a mutant has held where it can't be waited for
+        return True
+    return False
+
+
+MUTANTS_OF_GATES = {
+    "compiles by itself": ("if _compiling():\n        return", "if False:\n        return"),
+    "looks at nothing that is held": ("if _busy and not _awaited():", "if False:"),
+    "looks at all that is held": ("if _busy and not _awaited():", "if _busy:"),
+    "asks no engine": ("if ENGINES or BUCKETS or REGIONS:", "if BUCKETS or REGIONS:"),
+    "asks no buckets": ("if ENGINES or BUCKETS or REGIONS:", "if ENGINES or REGIONS:"),
+    "asks no region": ("if ENGINES or BUCKETS or REGIONS:", "if ENGINES or BUCKETS:"),
+    "launches what is taken": ("if taken is not DECLINED:", "if taken is DECLINED:"),
+    "launches what is c10d's": ("if taken is GENERAL else taken", "if False else None"),
+    "sees no function mode": ("not _has_torch_function(", "not (lambda *_: False)("),
+    "asks guards about nested tensors": ("not tensor.is_nested", "True"),
+    "asks guards about nested inputs and outputs": (".is_nested ", ".requires_grad "),
+    "sees no dispatch mode": ("and not _modes()", ""),
+    "sees no profiler": ("and not _profiler._is_profiler_enabled", ""),
+    "sees no graph input": (" and not _inflight()", ""),
+    "takes any flag": ("(async_op is False or (async_op is True and not _inflight()))", "True"),
+    "takes any root": ("(options := _options_broadcast(lane, to, src, group_src, None, async_op)) is None",
+                       "not (options := _options_broadcast(lane, to, 0, None, None, async_op))"),
+    "takes any sizes": ("(outputs := split_sizes(output_split_sizes)) is None",
+                        "(outputs := output_split_sizes or []) is None"),
+    "mixes options": ("_options_all_reduce[async_op].get(id(op))", "_options_all_reduce[async_op].get(_ANY)"),
+    "always launches synchronously": ("[async_op]", "[False]"),
+    "counts nothing": ("    _count_broadcast()\n", ""),
+    "holds no input": ("storages = (output.untyped_storage(), input.untyped_storage(),)",
+                       "storages = (output.untyped_storage(),)"),
+    "holds nothing": ("return inner and lane.hold(", "return inner and (lambda work, *_: work)("),
+    "polls what tells nothing": ("if not lane.streamed:\n            lane, work", "if False:\n            lane, work"),
+    "waits twice": ("handle(once=True)", "Work()"),
+    "gives gloo the tensor": ("else tensor.detach()", "else tensor"),
+    "gives gloo the output": ("to_write, to_read = output.detach(), input.data", "pass"),
+    "tells autograd nothing": ("output.detach(), input.data", "output.data, input.data"),
+    "leaves no trail": ("if index >= 0 and home != _current(index):", "if False:"),
+    "always leaves a trail": ("if index >= 0 and home != _current(index):", "if index >= 0:"),
+    "knows one home": ("_home(output.data_ptr(), input.data_ptr()) if index >= 0 else HOST", "HOST"),
+    "asks the device unrelaxed": ("if lane.queries:\n            inner = lane", "if False:\n            inner = lane"),
+    "waits unrelaxed": ("if lane.queries:\n            wait_for(", "if False:\n            wait_for("),
+    "launches unrelaxed": ("    if lane.queries:\n        inner = lane.launch(", "    if False:\n        inner = ("),
+    "names its own line": ("_caller(_getframe(1))", "_getframe(1)"),
+    "warns of nothing": ("if _deprecated_all_gather_single is not None and", "if False and"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", MUTANTS_OF_GATES)
+@on(1)
+def test_a_check_finds_gates_that(change):
+    old, new = MUTANTS_OF_GATES[change]
+    made = fresh(gates, old, new)
+    made._ANY = id(stock.ReduceOp.SUM)
+    safecomm.all_reduce(torch.ones(1))
+    if change == "warns of nothing" and getattr(c10d.all_gather_into_tensor, "__deprecated__", None) is None:
+        return  # this torch does not either
+    assert fails(CHECKS_OF_GATES, made)
+
+
+# --- takers ------------------------------------------------------------------------------------------------
+
+
+class Engine:
+    """Takes every call, and notes it."""
+
+    answer = None
+
+    def __init__(self):
+        self.calls = []
+
+    def run(self, group, name, tensors, op, asynchronous):
+        self.calls.append(name)
+        return self.answer
+
+    def leave(self, _):
+        return lambda: None
+
+
+@contextlib.contextmanager
+def engine_of(made, engine, group=None):
+    group = group or stock.group.WORLD
+    with mock.patch.dict(made.ENGINES, {group: engine}):
+        yield engine
+
+
+def offered(made, key, asynchronous=False, op=None, given=None):
+    given = given or arguments(key)[: len(ROWS[key].tensors)]
+    return made.offer(ROWS[key], stock.group.WORLD, given, op or stock.ReduceOp.SUM, asynchronous)
+
+
+def check_nobody(made):
+    assert offered(made, "all_reduce") is made.DECLINED
+    other = object()
+    with mock.patch.dict(made.ENGINES, {other: Engine()}), mock.patch.dict(made.BUCKETS, {other: None}):
+        assert offered(made, "all_reduce") is made.DECLINED
+
+
+def check_engine(made):
+    with engine_of(made, Engine()) as engine:
+        for key in ("all_reduce", "all_gather_single", "reduce_scatter_single"):
+            assert offered(made, key) is None
+            assert offered(made, key, asynchronous=True) is None
+        assert engine.calls == [
+            name
+            for key in ("all_reduce", "all_gather_single", "reduce_scatter_single")
+            for name in [ROWS[key].name] * 2
+        ]
+        engine.calls.clear()
+        for key in ("broadcast", "_all_gather_base"):
+            assert offered(made, key) is made.DECLINED
+        assert engine.calls == []
+        with cpu_profile() as profile:
+            assert offered(made, "all_reduce") is None
+        assert any(event.key == "safecomm::all_reduce" for event in profile.key_averages())
+    refuses = Engine()
+    refuses.answer = made.NOT_TAKEN
+    with engine_of(made, refuses) as engine:
+        assert offered(made, "all_reduce") is made.DECLINED
+        assert len(engine.calls) == 1
+    with mock.patch.dict(made.ENGINES, {None: Engine()}):
+        assert offered(made, "all_reduce") is None
+
+
+def check_captured(made):
+    """In a capture that is seen, the engine's calls are told to it: what they use, before and after (S5, S6)."""
+    seen = mock.Mock(RECORDING={1: None})
+    with engine_of(made, Engine()), mock.patch.object(made, "captures", seen):
+        assert offered(made, "all_reduce") is None
+        assert seen.check_group.call_args.args[:2] == ("all_reduce", stock.group.WORLD)
+        assert seen.note.call_args.args[0] == "all_reduce"
+        assert len(seen.note.call_args.args[2]) == 1
+
+
+class Buckets:
+    """Puts off what it is told to, and notes when it is closed."""
+
+    def __init__(self, puts_off=True):
+        self.puts_off = puts_off
+        self.calls = []
+
+    def put_off(self, row, op, *tensors):
+        self.calls.append(row.key)
+        return self.puts_off
+
+    @contextlib.contextmanager
+    def closed(self):
+        self.calls.append("closed")
+        del self.table[stock.group.WORLD]
+        yield
+        self.table[stock.group.WORLD] = self
+
+
+@contextlib.contextmanager
+def buckets_of(made, buckets):
+    buckets.table = made.BUCKETS
+    with mock.patch.dict(made.BUCKETS, {stock.group.WORLD: buckets}):
+        yield
+
+
+def check_buckets(made):
+    buckets = Buckets()
+    with (
+        buckets_of(made, buckets),
+    ):
+        assert offered(made, "all_reduce") is None
+        assert buckets.calls == ["all_reduce"]
+        assert offered(made, "all_reduce", asynchronous=True) is made.GENERAL
+        assert offered(made, "broadcast") is made.GENERAL
+        assert buckets.calls == ["all_reduce", "closed", "closed"]
+        with engine_of(made, Engine()) as engine:
+            assert offered(made, "all_reduce") is None
+            assert engine.calls == []
+            assert offered(made, "all_reduce", asynchronous=True) is None
+            assert engine.calls == ["all_reduce"]  # after what was put off
+            assert buckets.calls[-1] == "closed"
+
+
+def check_region(made):
+    buckets, engine = Buckets(), Engine()
+    region = Region()
+    with (
+        buckets_of(made, buckets),
+        engine_of(made, engine),
+        mock.patch.dict(REGIONS, {stock.group.WORLD: region}),
+    ):
+        assert offered(made, "all_reduce") is None
+        assert len(region) == 1
+        assert region[0].op.__name__ == "all_reduce"
+        assert offered(made, "all_reduce", asynchronous=True) is not None
+        assert offered(made, "broadcast") is made.GENERAL
+        assert offered(made, "_reduce_scatter_base") is made.GENERAL
+        tensor = torch.ones(4)
+        with FakeTensorMode(allow_non_fake_inputs=True):  # which the guards don't see
+            assert offered(made, "all_reduce", given=(tensor,)) is made.GENERAL
+        with mock.patch.object(made, "_inflight", return_value=True):
+            assert offered(made, "all_reduce", asynchronous=True) is made.GENERAL
+        assert offered(made, "all_reduce", op=object()) is made.GENERAL
+        with mock.patch.dict(REGIONS, {stock.group.WORLD: []}):
+            assert offered(made, "all_reduce") is made.GENERAL
+        assert (buckets.calls, engine.calls, len(region)) == ([], [], 2)
+
+
+def check_flags(made):
+    """A flag that is no bool is what c10d takes it for."""
+    buckets = Buckets()
+    with (
+        buckets_of(made, buckets),
+    ):
+        assert offered(made, "all_reduce", asynchronous=0) is None
+        assert offered(made, "all_reduce", asynchronous=1) is made.GENERAL
+        assert (
+            offered(made, "all_reduce", asynchronous=torch.ones(2)) is None
+        )  # c10d refuses it: it is not taken for true
+
+
+CHECKS_OF_TAKERS = [
+    check_nobody, check_engine, check_captured, check_buckets, check_region, check_flags,
+]  # fmt: skip
+
+
+@on(1)
+def test_the_takers_pass_their_checks():
+    safecomm.all_reduce(torch.ones(1))
+    for check in CHECKS_OF_TAKERS:
+        check(takers)
+        check(fresh(takers))
+
+
+MUTANTS_OF_TAKERS = {
+    "forgets regions": ("if REGIONS and (region := REGIONS.get(group)) is not None:", "if False:"),
+    "collects for torch's own manager": ("type(region) is Region and", "Region.collect and"),
+    "collects what c10d does not": ("row.collected and row.launch is not None and", "row.launch is not None and"),
+    "collects what is old": ("row.collected and row.launch is not None and", "row.collected and"),
+    "collects any operation": (" and id(op) in _OPS", ""),
+    "collects under a mode": ("not _modes() and", ""),
+    "collects what is a graph's input": ("and not (asynchronous and _inflight())", ""),
+    "asks buckets in a region": ("        return GENERAL\n    if BUCKETS", "        pass\n    if BUCKETS"),
+    "forgets buckets": ("if BUCKETS and (buckets := BUCKETS.get(group)) is not None:", "if False:"),
+    "puts off what was asked for now": ("row.collected and not asynchronous and", "row.collected and"),
+    "puts off what can't be": ("if row.collected and not asynchronous", "if not asynchronous"),
+    "overtakes what was put off": ("with buckets.closed():", "with contextlib.nullcontext():"),
+    "forgets the engine after buckets": ("taken = offer(row, group, tensors, op, asynchronous)", "taken = DECLINED"),
+    "runs after buckets, and again": ("return GENERAL if taken is DECLINED else taken", "return GENERAL"),
+    "gives an engine anything": ("not row.kind or not row.engine", "False"),
+    "gives an engine what is old": (" or not row.engine", ""),
+    "knows no engine of everywhere": (" or ENGINES.get(None)", ""),
+    "shows a profiler nothing": ("if _profiler._is_profiler_enabled and not SPAN.open:", "if False:"),
+    "asks no capture": ("captures.check_group(row.name, group, flat)", "pass"),
+    "tells no capture": ("captures.note(row.name, group, with_memory(flat), caller())", "pass"),
+    "takes what an engine leaves": ("TAKEN:\n        return DECLINED", "TAKEN:\n        return None"),
+    "takes flags as they are": ("asynchronous = is_true(asynchronous)", "pass"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", MUTANTS_OF_TAKERS)
+@on(1)
+def test_a_check_finds_takers_that(change):
+    made = fresh(takers, *MUTANTS_OF_TAKERS[change])
+    safecomm.all_reduce(torch.ones(1))
+    assert fails(CHECKS_OF_TAKERS, made)
+
+
+# --- captures that have to see each call ------------------------------------------------------------------
+
+
+def check_general(made):
+    """c10d's way tells a capture of each call, before it and after it (S5, S6)."""
+    seen = mock.Mock(RECORDING={1: None})
+    with mock.patch.object(made, "captures", seen):
+        call = made.forwarded(ROWS["broadcast"])
+        tensor = torch.ones(2)
+        call(tensor, 0)
+        assert seen.check_group.call_args.args == ("broadcast", stock.group.WORLD, [tensor])
+        assert seen.note.call_args.args[:3] == ("broadcast", stock.group.WORLD, [tensor])
+
+
+def check_diverted(made):
+    """While a capture has to see each call, no gate launches."""
+    safecomm.all_reduce(torch.ones(1))
+    with LEDGER.diverted():
+        assert not goes(gates, "all_reduce", torch.ones(1))
+        other = stock.new_group([0])  # one that is made meanwhile neither
+        for _ in range(2):
+            assert not goes(gates, "all_reduce", torch.ones(1), group=other)
+    assert goes(gates, "all_reduce", torch.ones(1))
+    assert goes(gates, "all_reduce", torch.ones(1), group=other)
+    stock.destroy_process_group(other)
+
+
+MUTANTS_OF_GENERAL = {
+    "asks no capture": ("captures.check_group(name, group, tensors)", "pass"),
+    "tells no capture": ("captures.note(name, group, with_memory(tensors), caller())", "pass"),
+}
+
+
+@pytest.mark.parametrize("change", [None, *MUTANTS_OF_GENERAL])
+@on(1)
+def test_a_capture_is_told_of_each_call_s5_s6(change):
+    made = fresh(general, *MUTANTS_OF_GENERAL.get(change, ()))
+    with contextlib.nullcontext() if change is None else pytest.raises((AssertionError, AttributeError, TypeError)):
+        check_general(made)
+
+
+@on(1)
+def test_while_a_capture_sees_each_call_no_gate_launches_s5():
+    check_diverted(None)
+
+
+# --- the budget --------------------------------------------------------------------------------------------
+
+BUDGET = {
+    "all_reduce": 20, "all_gather_single": 25, "reduce_scatter_single": 25, "broadcast": 21, "reduce": 21,
+    "all_to_all_single": 27,
+}  # fmt: skip
+"""Calls, of Python or of C, that an ordinary synchronous call of each makes at most before and after its launch."""
+
+
+@on(1)
+def test_an_ordinary_call_makes_few_calls_s10():
+    for key in DIRECT:
+        given = arguments(key)
+        wrapped(gates, key)(*given)
+        made = []
+
+        def see(frame, event, argument, made=made):
+            if event in ("call", "c_call"):
+                made.append(
+                    getattr(argument, "__name__", frame.f_code.co_name) if event == "c_call" else frame.f_code.co_name
+                )
+
+        sys.setprofile(see)
+        try:
+            wrapped(gates, key)(*given)
+        finally:
+            sys.setprofile(None)
+        assert len(made) - 1 <= BUDGET[key], (key, made)
+
+
+def test_a_gate_is_short_s10():
+    """The bytecodes of a gate, most of which an ordinary call runs; what a maintainer adds is paid by each call."""
+    if sys.version_info[:2] != (3, 11):
+        pytest.skip("bytecodes differ between versions of Python: they are counted on 3.11")
+    for key in DIRECT:
+        count = len(list(dis.get_instructions(inspect.unwrap(getattr(gates, f"_{key}"), stop=lambda _: True).__code__)))
+        assert count <= 470, (key, count)
