@@ -1,5 +1,6 @@
 # make demo        show what it is for: on the GPUs of this machine, or as it was recorded; the page is build/demo.html
-# make test        lint, types, and all tests that need no GPU
+# make test        lint, types, and the tests that need no GPU, with a fifth of the random programs
+# make test-all    the same with all of them, and what takes long; SAFECOMM_TESTS_SEED=7 for other programs
 # make compat      what depends on torch, on each version of it that is tested; COMPAT="2.4.1 newest" for some
 # make gpu-test    the tests that need GPUs; results in build/gpu-test.json
 # make bench       the benchmarks, on GPUs; results in build/bench.json
@@ -27,7 +28,7 @@ READY := .venv/.ready
 READY_FOR_TESTS := .venv/.ready-for-tests
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 
-.PHONY: demo test compat gpu-test bench dist docs clean venv
+.PHONY: demo test test-all compat gpu-test bench dist docs clean venv
 
 demo: $(READY)
 	@mkdir -p build
@@ -38,6 +39,9 @@ test: $(READY_FOR_TESTS)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+test-all: export SAFECOMM_TESTS = all
+test-all: test
 
 # Each version has an environment of its own, outside of the tree: some 5 GB, made, used and deleted one after another.
 compat: $(READY_FOR_TESTS)

@@ -287,6 +287,19 @@ def host(results, where):
     return table((f"host time of a call, 1 KiB, {where}, us", "torch.distributed", "safecomm", "ratio"), rows)
 
 
+def host_of_now(small, large):
+    head = "With torch {torch} on one {device}, one rank, at the commit {commit}: ratios with their quartiles.\n\n"
+    parts = [head.format(**small)]
+    for results, size in ((small, "1 KiB"), (large, "1 MiB")):
+        rows = [
+            (name, row["stock"], row["safecomm"], f"{row['ratio']} ({row['quartiles'][0]} to {row['quartiles'][1]})")
+            for name, row in results["rows"].items()
+        ]
+        columns = f"host time of a call, {size}, {results['backend']}, us", "torch.distributed", "safecomm", "ratio"
+        parts.append(table(columns, rows))
+    return "".join(parts)
+
+
 def imported(results):
     compiled, source = results["byte code"], results["source"]
     return (
@@ -336,6 +349,8 @@ def figures():
         "## Megatron\n",
         megatron(load("megatron.json")),
         "## Host time of a call\n",
+        host_of_now(load("host_time_one.json"), load("host_time_one_1mib.json")),
+        "The same earlier, on two GPUs and on gloo, when three collectives had the direct way and not six:\n",
         host(times, times["backend"]),
         host(load("host_time_gloo.json"), "gloo, one rank"),
         "## Import\n",

@@ -48,10 +48,18 @@ def compare(before: dict[str, Any], after: dict[str, Any]) -> str:
     return f"loss {before['losses'][-1]:.4f} -> {after['losses'][-1]:.4f} ({ways}; memory needs a GPU)"
 
 
+def has_megatron() -> bool:
+    """Return whether megatron-core is installed: a folder of the name "megatron" does for a package."""
+    try:
+        return importlib.util.find_spec("megatron.core") is not None
+    except ModuleNotFoundError:
+        return False
+
+
 def main() -> int:
     asked = [argument for argument in sys.argv[1:] if argument != "--cpu"]
     script = asked[0] if asked else str(SCRIPT)
-    if not asked and (importlib.util.find_spec("megatron") is None or not SCRIPT.exists()):
+    if not asked and not (has_megatron() and SCRIPT.exists()):
         print("skipped: needs megatron-core, and a clone with its tests")
         return 0
     gpus = 0 if "--cpu" in sys.argv else torch.cuda.device_count()

@@ -3,6 +3,7 @@ import json
 import os
 from pathlib import Path
 
+import amount
 import pytest
 import torch
 from ranks import Pools
@@ -17,7 +18,12 @@ SKIPS = json.loads((Path(__file__).parent / "compat_skips.json").read_text())
 """The tests that can't run on an old torch, and why. On the newest there are none."""
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    if not amount.ALL:
+        patterns = [pattern for entry in amount.LATER for pattern in entry["tests"]]
+        later = [item for item in items if any(fnmatch.fnmatchcase(item.nodeid, f"*{one}") for one in patterns)]
+        config.hook.pytest_deselected(items=later)
+        items[:] = [item for item in items if item not in set(later)]
     version = TorchVersion(torch.__version__)
     for entry in SKIPS:
         if version < entry["before"]:

@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from amount import SEED, share
 from hypothesis import HealthCheck, seed, settings
 from hypothesis.configuration import set_hypothesis_home_dir
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
@@ -44,7 +45,8 @@ class Running:
         self, machine: type[RuleBasedStateMachine], count: int, steps: int, number: int = 0, python: str = ""
     ) -> None:
         # No limit that a slow machine could reach: they end by themselves.
-        self._launch = Launch(1, _run, machine.__module__, machine.__name__, count, steps, number, python, limit=3600)
+        names = machine.__module__, machine.__name__
+        self._launch = Launch(1, _run, *names, share(count), steps, number + SEED, python, limit=3600)
 
     def check(self) -> None:
         """Wait for them, and raise what hypothesis found."""

@@ -8,6 +8,7 @@ import random
 from pathlib import Path
 
 import pytest
+from amount import SEED, share
 from differential import ORDINARY, Session, brief, compare, known, make
 
 CORPUS = json.loads((Path(__file__).parent / "corpus" / "differential.json").read_text())
@@ -21,7 +22,9 @@ def sessions():
         session.ranks.close()
 
 
-@pytest.mark.parametrize(("seed", "world", "cases"), [(1, 2, 60), (3, 1, 40), (4, 3, 12)])
+@pytest.mark.parametrize(
+    ("seed", "world", "cases"), [(1 + SEED, 2, share(150)), (3 + SEED, 1, share(100)), (4 + SEED, 3, share(50))]
+)
 def test_calls_by_chance_are_torchs_s8(sessions, seed, world, cases):
     session, found = sessions(world), []
     for number in range(cases):

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import fuzz_files
 import pytest
+from amount import share
 from fuzz_files import CHECKS, FOUND, corpus, watch
 
-FILES = 120
+FILES = share(300)
 """Of each seed. More are looked at by ``python tests/fuzz_files.py``."""
 
 

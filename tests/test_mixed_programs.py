@@ -9,6 +9,7 @@ from unittest import mock
 
 import mixed_programs
 import pytest
+from amount import SEED, share
 from mixed_programs import run_many
 from points import TurnLock
 
@@ -28,10 +29,10 @@ pytestmark = [
     pytest.mark.skipif(sys.version_info < (3, 11), reason="what is spared is told by qualified names"),
 ]
 
-GATE = {11: 300, 12: 300}
+GATE = {11 + SEED: share(600), 12 + SEED: share(600)}
 """Programs of each seed. Many more have run: benchmarks/results/mixed_programs.json."""
 
-GATE_NCCL2 = 200
+GATE_NCCL2 = share(500)
 """The same with ProcessGroupNCCL2's rules. More: benchmarks/results/mixed_programs_nccl2.json."""
 
 BOUND = 3000
@@ -47,7 +48,7 @@ def test_mixed_programs_s1_s3_s5_s6(seed):
 
 def test_mixed_programs_where_works_keep_inputs_and_waits_ask_the_device_s1_s3_s5_s6():
     """S1, S5: with ProcessGroupNCCL2's rules, also where handles and outputs are dropped, and beside captures."""
-    ended = run_many(13, range(GATE_NCCL2), nccl="nccl2")
+    ended = run_many(13 + SEED, range(GATE_NCCL2), nccl="nccl2")
     assert ended["failures"] == []
     assert min(ended["counts"].get(kind, 0) for kind in mixed_programs.KINDS if kind != "spared") > 0
 

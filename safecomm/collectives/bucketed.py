@@ -254,9 +254,10 @@ def bucketed(
     ``bucket_mb``: the size of a bucket in MiB, 32 by default, or the file that ``python -m safecomm tune`` wrote, the
     same on all ranks. ``group``: by default the default group.
 
-    Runs on the stream where the calls were made. The copies count as changes in place for autograd. They are made whatever autograd has to say of
-    the outputs, in which ranks may differ: what gloo would refuse one by one is not refused. Sums of floating-point
-    numbers over more than two ranks may be added in another order than one by one, because NCCL chooses by the size.
+    Runs on the stream where the calls were made. The copies count as changes in place for autograd. They are made
+    whatever autograd has to say of the outputs, in which ranks may differ: what gloo would refuse one by one is not
+    refused. Sums of floating-point numbers over more than two ranks may be added in another order than one by one,
+    because NCCL chooses by the size.
 
     An exception inside of the block goes on, and what was put off is not launched.
 
