@@ -7,7 +7,6 @@ and the takers promise; each mutant has to fail one of them, and what is not cha
 import ast
 import contextlib
 import dis
-import inspect
 import sys
 import types
 import warnings
@@ -25,6 +24,7 @@ from torch.torch_version import TorchVersion
 from watching import Sees, cpu_profile
 
 import safecomm
+from safecomm import _torch
 from safecomm.collectives import gates, general, generate, takers
 from safecomm.collectives.regions import REGIONS, Region
 from safecomm.collectives.table import ROWS
@@ -141,7 +141,7 @@ def check_launch(made):
                 work = wrapped(made, key)(*arguments(key), async_op=asynchronous)
             ((_, *_, options),) = notes.given
             assert isinstance(work, stock.Work) if asynchronous else work is None
-            assert not hasattr(options, "asyncOp") or options.asyncOp is asynchronous
+            assert not _torch.ASYNC_OPTION or options.asyncOp is asynchronous
             assert repr(getattr(made, f"_count_{key}").__self__) != before
             if asynchronous:
                 work.wait()
@@ -433,17 +433,24 @@ MUTANTS_OF_GATES = {
 }  # fmt: skip
 
 
+NOTHING_CHANGES_HERE = {
+    "sees no dispatch mode": HERE < "2.6",  # the guards see FakeTensorMode too
+    "always launches synchronously": not _torch.ASYNC_OPTION,
+    "names its own line": ROWS["all_gather_single"].name != "all_gather_single",  # there is no earlier name
+    "warns of nothing": getattr(c10d.all_gather_into_tensor, "__deprecated__", None) is None,  # and torch does not
+}
+"""The mutants that do in this torch what is right."""
+
+
 @pytest.mark.parametrize("change", MUTANTS_OF_GATES)
 @on(1)
 def test_a_check_finds_gates_that(change):
     old, new = MUTANTS_OF_GATES[change]
-    if "broadcast" in old and "broadcast" not in DIRECT:
-        return  # this torch has another
+    if NOTHING_CHANGES_HERE.get(change) or ("broadcast" in old and "broadcast" not in DIRECT):
+        return
     made = fresh(gates, old, new)
     made._ANY = id(stock.ReduceOp.SUM)
     safecomm.all_reduce(torch.ones(1))
-    if change == "warns of nothing" and getattr(c10d.all_gather_into_tensor, "__deprecated__", None) is None:
-        return  # this torch does not either
     assert fails(CHECKS_OF_GATES, made)
 
 
@@ -645,6 +652,8 @@ MUTANTS_OF_TAKERS = {
 @pytest.mark.parametrize("change", MUTANTS_OF_TAKERS)
 @on(1)
 def test_a_check_finds_takers_that(change):
+    if change == "collects under a mode" and HERE < "2.6":
+        return  # the guards of this torch see that mode too
     made = fresh(takers, *MUTANTS_OF_TAKERS[change])
     safecomm.all_reduce(torch.ones(1))
     assert fails(CHECKS_OF_TAKERS, made)
@@ -728,8 +737,6 @@ def test_an_ordinary_call_makes_few_calls_s10():
 
 def test_a_gate_is_short_s10():
     """The bytecodes of a gate, most of which an ordinary call runs; what a maintainer adds is paid by each call."""
-    if sys.version_info[:2] != (3, 11):
-        pytest.skip("bytecodes differ between versions of Python: they are counted on 3.11")
     for key in DIRECT:
-        count = len(list(dis.get_instructions(inspect.unwrap(getattr(gates, f"_{key}"), stop=lambda _: True).__code__)))
-        assert count <= 470, (key, count)
+        count = len(list(dis.get_instructions(getattr(gates, f"_{key}"))))
+        assert count <= 425, (key, count)
