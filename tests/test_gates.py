@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as stock
 import torch.distributed.distributed_c10d as c10d
-from ranks import on
+from ranks import on, run_program
 from torch._subclasses import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.torch_version import TorchVersion
@@ -147,6 +147,15 @@ def check_launch(made):
                 work.wait()
 
 
+class Index:
+    """A rank that c10d takes, and that is no key of a table, as an array is none."""
+
+    __hash__ = None
+
+    def __index__(self):
+        return 0
+
+
 def check_options(made):
     for key in {"all_reduce", "reduce_scatter_single", "reduce"} & set(DIRECT):
         with noting(made, key) as notes:
@@ -166,6 +175,10 @@ def check_options(made):
         for wrong in ({"src": 1}, {"src": 0.0}, {"src": 0, "group_src": 0}, {}):
             with pytest.raises((RuntimeError, TypeError, ValueError)):
                 made.broadcast(torch.ones(2), **wrong)
+        for wrong in ([0], {0}):  # which are no keys of a table
+            with pytest.raises(TypeError, match="incompatible function arguments"):
+                made.broadcast(torch.ones(2), src=wrong)
+        made.broadcast(torch.ones(2), src=Index())
         assert len(notes.given) == 1
 
 
@@ -454,6 +467,53 @@ def test_a_check_finds_gates_that(change):
     assert fails(CHECKS_OF_GATES, made)
 
 
+@on(1)
+def test_the_first_call_of_a_group_makes_the_way_of_the_next():
+    for key in ("broadcast", "reduce", "all_to_all_single"):
+        group = stock.new_group([0])
+        wrapped(gates, key)(*arguments(key), group=group)
+        assert goes(gates, key, *arguments(key), group=group), key
+        safecomm.destroy_process_group(group)
+
+
+@on(1)
+def test_a_root_of_a_group_that_was_destroyed_past_safecomm():
+    group = stock.new_group([0])
+    safecomm.all_reduce(torch.ones(1), group=group)
+    for _ in range(2):
+        safecomm.broadcast(torch.ones(1), src=0, group=group)
+    stock.destroy_process_group(group)
+    with pytest.raises(ValueError, match=r"Process group|not registered"):
+        safecomm.broadcast(torch.ones(1), src=0, group=group)
+
+
+def test_a_region_calls_what_somebody_has_put_in_the_place_of_torchs():
+    run_program(
+        """
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+torchs, calls = c10d.all_reduce, []
+
+def all_reduce(tensor, op=c10d.ReduceOp.SUM, group=None, async_op=False):
+    calls.append(tensor)
+    return torchs(tensor, op, group, async_op)
+
+c10d.all_reduce = all_reduce
+import safecomm
+
+safecomm.all_reduce(torch.ones(1))
+with safecomm._coalescing_manager():
+    safecomm.all_reduce(torch.ones(1))
+    safecomm.all_reduce(torch.ones(1))
+assert len(calls) == 3, calls
+dist.destroy_process_group()
+"""
+    ).check()
+
+
 # --- takers ------------------------------------------------------------------------------------------------
 
 
@@ -480,9 +540,9 @@ def engine_of(made, engine, group=None):
         yield engine
 
 
-def offered(made, key, asynchronous=False, op=None, given=None):
+def offered(made, key, asynchronous=False, op=stock.ReduceOp.SUM, given=None):
     given = given or arguments(key)[: len(ROWS[key].tensors)]
-    return made.offer(ROWS[key], stock.group.WORLD, given, op or stock.ReduceOp.SUM, asynchronous)
+    return made.offer(ROWS[key], stock.group.WORLD, given, op, asynchronous)
 
 
 def check_nobody(made):
@@ -584,7 +644,7 @@ def check_region(made):
         assert len(region) == 1
         assert region[0].op.__name__ == "all_reduce"
         assert offered(made, "all_reduce", asynchronous=True) is not None
-        assert offered(made, "broadcast") is made.GENERAL
+        assert offered(made, "broadcast", op=None) is made.GENERAL
         assert offered(made, "_reduce_scatter_base") is made.GENERAL
         tensor = torch.ones(4)
         with FakeTensorMode(allow_non_fake_inputs=True):  # which the guards don't see
@@ -592,6 +652,9 @@ def check_region(made):
         with mock.patch.object(made, "_inflight", return_value=True):
             assert offered(made, "all_reduce", asynchronous=True) is made.GENERAL
         assert offered(made, "all_reduce", op=object()) is made.GENERAL
+        assert offered(made, "all_reduce", op=None) is made.GENERAL
+        for flag in ("yes", "", 1, torch.ones(2)):  # c10d refuses some of them
+            assert offered(made, "all_reduce", asynchronous=flag) is made.GENERAL
         with mock.patch.dict(REGIONS, {stock.group.WORLD: []}):
             assert offered(made, "all_reduce") is made.GENERAL
         assert (buckets.calls, engine.calls, len(region)) == ([], [], 2)

@@ -129,7 +129,13 @@ def forwarded(row: Row, *, asks: bool = True) -> Any:
             raise
         if recording:
             captures.note(name, group, with_memory(tensors), caller())
-        if result is None and not row.collected and not REGIONS and all_at_home(tensors):
+        if (
+            result is None
+            and not row.collected
+            and not REGIONS
+            and (row.launch is None or id(group) in LEDGER.direct)  # else finish() makes the lane of the next call
+            and all_at_home(tensors)
+        ):
             return None  # the ordinary program: nothing to hold
         return finish(row, result, group, tensors, caller())
 
@@ -204,12 +210,16 @@ def options_by_root(row: Row) -> Callable[[WorkLane, Any, Any, Any, Any, bool], 
     name, launch = row.name, row.launch
 
     def options(lane: WorkLane, group: Any, root: Any, group_root: Any, op: Any, asynchronous: bool) -> Any:
+        # Before anything is looked up: an array is no key, a root of 1.0 is as good a key as 1, and c10d takes the one
+        # and refuses the other.
+        if (type(root), type(group_root)) not in _ONE_ROOT:
+            return None
         key = name, root, group_root, id(op), asynchronous
         found = lane.root_options.get(key)
-        # A root of 1.0 is as good a key as 1, and c10d refuses it.
-        if (found is not None) and (type(root) is int or type(group_root) is int):
+        # A rank of all means something only in a group that c10d knows: it may have been destroyed past safecomm.
+        if found is not None and (root is None or _torch.group_name(group)):
             return found
-        if launch is None or id(op) not in _OPS or (type(root), type(group_root)) not in _ONE_ROOT:
+        if launch is None or id(op) not in _OPS:
             return None
         try:
             rank = c10d.get_group_rank(group, root) if group_root is None else group_root

@@ -32,7 +32,7 @@ _OPS = frozenset({id(None), *map(id, OPS)})
 _COLLECTED = {
     row: getattr(c10d, row.name)
     for row in ROWS.values()
-    if row.collected and row.launch is not None and hasattr(c10d, row.name)
+    if row.collected and row.launch is not None and _torch.is_torchs(getattr(c10d, row.name, None))
 }
 _COUNT = {name: counter(row.name) for name, row in ROWS.items()}
 _direct = LEDGER.direct
@@ -64,10 +64,13 @@ def offer(row: Row, group: Any, tensors: tuple[Any, ...], op: Any, asynchronous:
 
     ``tensors``: what is given as the output, and as the input where that is another. ``op``: the reduce operation.
     """
+    flag = asynchronous
     if asynchronous is not False and asynchronous is not True:
         asynchronous = is_true(asynchronous)
     if REGIONS and (region := REGIONS.get(group)) is not None:
-        if type(region) is Region and (function := _COLLECTED.get(row)) is not None and id(op) in _OPS:
+        # c10d refuses some flags that are no bool, and None for an operation where it takes one.
+        wanted = flag is asynchronous and (op is None) is ("op" not in row.given)
+        if type(region) is Region and wanted and (function := _COLLECTED.get(row)) is not None and id(op) in _OPS:
             lane = _direct.get(id(group))
             if lane is not None and _ordinary(lane, tensors, asynchronous):
                 other = None if len(tensors) == 1 else tensors[0]
