@@ -3,7 +3,9 @@
 import contextlib
 import ctypes
 import gc
+import sys
 import threading
+import weakref
 from datetime import timedelta
 
 import points
@@ -287,7 +289,61 @@ def test_a_call_in_another_thread_is_told_from_this_ones():
         for thread in threads:
             thread.join()
         comes_back()
-        assert not patching._state.functional._hooks
+        assert not patching._state.functional._open
+
+
+def same_group(_):
+    """Several threads make functional and other calls of one group at once."""
+    safecomm.patch()
+    sys.setswitchinterval(1e-5)
+    failed = []
+
+    def many(call):
+        try:
+            for _ in range(1000):
+                assert float(call().sum()) == 8
+                launched()
+        except BaseException as error:
+            failed.append(error)
+
+    def other():
+        tensor = torch.ones(8)
+        stock.all_reduce(tensor)
+        return tensor
+
+    threads = [threading.Thread(target=many, args=(call,)) for call in (launched, launched, other, other)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed, failed
+    comes_back()
+    assert not noted()
+    assert not patching._state.functional._open
+    stock.destroy_process_group()
+
+
+def test_threads_that_share_a_group_do_not_take_hooks_from_under_each_other():
+    """Torch goes through a group's hooks without a lock."""
+    for ended in launch(1, same_group, limit=90):
+        ended.check()
+
+
+@on(1)
+def test_a_hook_that_stays_keeps_nothing_and_goes_with_the_patch():
+    with safecomm.patched():
+        launched().wait()
+        functional = patching._state.functional
+        tap = functional._taps[id(world())][1]
+        assert tap.func.__self__.maxlen == 0
+        storage = StorageWeakRef((tensor := torch.ones(8)).untyped_storage())
+        stock.all_reduce(tensor)
+        del tensor
+        until(storage.expired)
+    assert not functional._taps
+    stale = weakref.ref(tap)
+    del tap
+    assert stale() is None  # C++ has it no more
 
 
 @on(1)
@@ -416,7 +472,7 @@ def test_no_interrupt_leaves_a_hook():
             def after():
                 safecomm.drain()
                 assert launched(x).tolist() == [1] * 4
-                assert not patching._state.functional._hooks
+                assert not patching._state.functional._open
 
             return run, after
 

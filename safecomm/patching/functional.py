@@ -17,6 +17,9 @@ Two things must hold, and the first alone makes it safe:
    So the program is given another tensor of the storage than the work has, and each tensor and each storage object
    that comes of that is counted. The work's own references can only become fewer. Those that a wait ends are gone
    where somebody has waited, and then there is nothing to take; the others end with the work.
+
+Torch goes through a group's hooks without a lock: one that is taken off while another thread launches takes the
+process down. So a hook stays on its group once it is there, and what it calls is exchanged (:data:`Tap`).
 """
 
 from __future__ import annotations
@@ -24,12 +27,12 @@ from __future__ import annotations
 import atexit
 import functools
 import inspect
-import itertools
 import threading
 import time
 import types
 import weakref
-from typing import Any
+from collections import deque
+from typing import Any, TypeAlias
 
 import torch
 from torch.compiler import is_compiling
@@ -37,7 +40,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from safecomm import _torch
-from safecomm.entries import Entry, WorkLane
+from safecomm.entries import Entry, WorkLane, keys_of
 from safecomm.ledger import LEDGER
 from safecomm.refcounts import COUNTED, HELD_ONCE, getrefcount
 from safecomm.sites import outside
@@ -45,6 +48,22 @@ from safecomm.streams import HOST, capture_of
 
 NAMES = ("all_gather_single", "all_reduce", "all_to_all_single", "broadcast", "reduce_scatter_single")
 """The functional collectives that launch one collective for one tensor. The older names call these."""
+
+Tap: TypeAlias = Any  # functools.partial, whose __setstate__ the checkers don't know
+"""A hook: calls ``append`` of the list of the call that is being made, or of :data:`_NOBODYS`. No function of Python,
+in which an exception of a signal handler could come: the operator would raise, and nobody would have the work, which
+runs. ``__setstate__`` exchanges the list between two calls of the hook, whichever thread makes them."""
+
+_ID = int.from_bytes(b"functio", "big")
+"""Of our hooks. A program that registers one under the same number takes its place."""
+
+_NOBODYS: deque[Any] = deque(maxlen=0)
+"""For what nobody is to see."""
+
+
+def _into(calls: list[Any] | deque[Any]) -> tuple[Any, ...]:
+    """Return the state of a :data:`Tap` whose calls go to ``calls``."""
+    return calls.append, (), {}, None
 
 
 class Result(Entry):
@@ -126,8 +145,9 @@ class Functional:
         self.changes: dict[Any, Any] = {}
         self.unwaited: dict[int, Result] = {}  # by storage
         self.exiting = False
-        self._hooks: dict[int, tuple[int, Any]] = {}  # by thread: the one that is registered, and with which group
-        self._numbers = itertools.count(1 << 32)  # a hook of the program's with the same number would be replaced
+        self._on = True
+        self._taps: dict[int, tuple[weakref.ref[Any], Tap]] = {}  # by the id of a group
+        self._open: dict[int, tuple[int, list[Any]]] = {}  # by the same: the call that is being made, and its thread
         self._module: Any = _torch.functional_collectives() if COUNTED else None
         module = self._module
         if module is None:
@@ -143,14 +163,19 @@ class Functional:
     def remove(self) -> None:
         """Put torch's own back. What was dropped stays the ledger's, and the rest is torch's."""
         atexit.unregister(self._exit)
+        self._on = False
         for original, replacement in self.changes.items():
             if vars(self._module).get(original.__name__) is replacement:
                 setattr(self._module, original.__name__, original)
         for result in tuple(self.unwaited.values()):
             if result.wrapper() is not None:
                 result.forget()
-        for thread in tuple(self._hooks):
-            self._unhook(thread)
+        self._open.clear()
+        for key in keys_of(self._taps):
+            there = self._taps.pop(key, None)
+            group = None if there is None else there[0]()
+            if group is not None:
+                group.unregister_post_hook(_ID)
 
     def _exit(self) -> None:
         # Neither a wait nor a hook outlives the interpreter: a function that C++ has then takes the process down.
@@ -178,7 +203,7 @@ class Functional:
 
         @functools.wraps(original)
         def collective(*args: Any, **kwargs: Any) -> Any:
-            if is_compiling():
+            if is_compiling() or not self._on:
                 return original(*args, **kwargs)
             if LEDGER.busy:
                 LEDGER.sweep()
@@ -188,21 +213,24 @@ class Functional:
             # In a coalescing region a work may tell that it is complete before it has begun.
             if group is None or seen or group in _torch.world.pg_coalesce_state:
                 return original(*args, **kwargs)
+            tap, key = self._tap(group), id(group)
             calls: list[Any] = []
-            thread = threading.get_ident()
-            # One that an exception has left, or that of a call around this one, which is not noted then.
-            self._unhook(thread)
-            hook = next(self._numbers), group
+            mine = threading.get_ident(), calls
+            other = self._open.setdefault(key, mine)
+            if other is not mine:
+                if other[0] != mine[0]:
+                    return original(*args, **kwargs)  # another thread is in a call, and its hook would be closed
+                # One that an exception has left, or a call around this one, which is not noted then.
+                self._open[key] = mine
             try:
-                self._hooks[thread] = hook
-                # No function of Python, in which an exception of a signal handler could come: the operator would raise,
-                # and nobody would have the work, which runs.
-                group.register_post_hook(hook[0], calls.append)
+                tap.__setstate__(_into(calls))
                 made = original(*args, **kwargs)
             finally:
-                whole = self._hooks.get(thread) is hook
-                self._unhook(thread)
-            # The hook was there all the time, so the work of this call is among these; others may be other threads'.
+                whole = self._open.get(key) is mine
+                if whole:
+                    tap.__setstate__(_into(_NOBODYS))
+                    self._open.pop(key, None)
+            # The hook was open all the time, so the work of this call is among these; others may be other threads'.
             works = tuple(call.work for call in calls)
             if whole and works and None not in works and type(made) is self._module.AsyncCollectiveTensor:
                 self._note(made, works, group, original.__name__, outside(("torch.", f"{__name__}.")))
@@ -210,11 +238,28 @@ class Functional:
 
         return collective
 
-    def _unhook(self, thread: int) -> None:
-        hook = self._hooks.get(thread)
-        if hook is not None:
-            hook[1].unregister_post_hook(hook[0])
-            self._hooks.pop(thread, None)
+    def _tap(self, group: Any) -> Tap:
+        """Return the hook of ``group``."""
+        key = id(group)
+        there = self._taps.get(key)
+        if there is not None and there[0]() is group:
+            return there[1]
+
+        def gone(reference: Any) -> None:
+            there = self._taps.get(key)
+            if there is not None and there[0] is reference:
+                self._taps.pop(key, None)
+                self._open.pop(key, None)
+
+        tap: Tap = functools.partial(_NOBODYS.append)
+        self._taps[key] = weakref.ref(group, gone), tap  # before it is on: what is on, has to be taken off at exit
+        try:
+            group.register_post_hook(_ID, tap)
+        except BaseException:  # of a signal handler: nobody knows whether it is on
+            group.unregister_post_hook(_ID)
+            self._taps.pop(key, None)
+            raise
+        return tap
 
     def _note(self, wrapper: Any, works: tuple[Any, ...], group: Any, op: str, frame: types.FrameType) -> None:
         """Note what was launched, before the program has it."""
