@@ -469,7 +469,7 @@ def test_a_check_finds_gates_that(change):
 
 @on(1)
 def test_the_first_call_of_a_group_makes_the_way_of_the_next():
-    for key in ("broadcast", "reduce", "all_to_all_single"):
+    for key in {"broadcast", "reduce", "all_to_all_single"} & set(DIRECT):
         group = stock.new_group([0])
         wrapped(gates, key)(*arguments(key), group=group)
         assert goes(gates, key, *arguments(key), group=group), key
@@ -483,8 +483,11 @@ def test_a_root_of_a_group_that_was_destroyed_past_safecomm():
     for _ in range(2):
         safecomm.broadcast(torch.ones(1), src=0, group=group)
     stock.destroy_process_group(group)
-    with pytest.raises(ValueError, match=r"Process group|not registered"):
+    with pytest.raises((ValueError, TypeError)) as torchs:
+        stock.broadcast(torch.ones(1), src=0, group=group)
+    with pytest.raises(torchs.type) as raised:
         safecomm.broadcast(torch.ones(1), src=0, group=group)
+    assert str(raised.value) == str(torchs.value)
 
 
 def test_a_region_calls_what_somebody_has_put_in_the_place_of_torchs():
