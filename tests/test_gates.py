@@ -694,7 +694,7 @@ MUTANTS_OF_TAKERS = {
     "collects for torch's own manager": ("type(region) is Region and", "Region.collect and"),
     "collects what c10d does not": ("row.collected and row.launch is not None and", "row.launch is not None and"),
     "collects what is old": ("row.collected and row.launch is not None and", "row.collected and"),
-    "collects any operation": (" and id(op) in _OPS", ""),
+    "collects any operation": (" and id(op) in OP_IDS", ""),
     "collects under a mode": ("not _modes() and", ""),
     "collects what is a graph's input": ("and not (asynchronous and _inflight())", ""),
     "asks buckets in a region": ("        return GENERAL\n    if BUCKETS", "        pass\n    if BUCKETS"),

@@ -24,8 +24,8 @@ from safecomm.arena.staging import buffer
 from safecomm.block import Block
 from safecomm.collectives import gates
 from safecomm.collectives.regions import REGIONS
-from safecomm.collectives.table import GATHER, REDUCE, ROWS, SCATTER, Row, fits
-from safecomm.collectives.takers import BUCKETS, OPS, default_group
+from safecomm.collectives.table import GATHER, OP_IDS, REDUCE, ROWS, SCATTER, Row, fits
+from safecomm.collectives.takers import BUCKETS, default_group
 from safecomm.collectives.tensors import storages_of
 from safecomm.errors import SafecommError
 from safecomm.guards import COMPLEX, PLAIN
@@ -39,7 +39,6 @@ BUCKET_MB = 32.0
 LARGEST_MB = float(1 << 42)
 """MiB that no bucket has; so many bytes are still a whole number of 63 bits."""
 
-_OPS = frozenset({id(None), *map(id, OPS)})
 _gather_into = getattr(gates, ROWS["all_gather_single"].name)
 _scatter_into = getattr(gates, ROWS["reduce_scatter_single"].name)
 _current = LEDGER.current
@@ -163,7 +162,7 @@ class Buckets:
 
     def _shared(self, kind: str, op: Any, tensors: _Call) -> Any:
         """Return what calls have in common that can share a bucket; None for those that go on their own."""
-        if id(op) not in _OPS or not all(map(_torch.has_plain_keys, tensors)):
+        if id(op) not in OP_IDS or not all(map(_torch.has_plain_keys, tensors)):
             return None
         first, last = tensors[0], tensors[-1]
         # What does not fit, c10d is to refuse.

@@ -25,9 +25,9 @@ from safecomm.collectives.general import (
     by_way_of,
     direct,
     forwarded,
-    options_by_root,
-    options_of_all,
     prepared,
+    prepared_by_root,
+    prepared_for_all,
     split_sizes,
 )
 from safecomm.collectives.holding import counter, wait_for
@@ -161,8 +161,7 @@ _name_all_gather_single = _row_all_gather_single.name
 _c10d_all_gather_single = getattr(c10d, _name_all_gather_single)
 _count_all_gather_single = counter(_name_all_gather_single)
 _general_all_gather_single = forwarded(_row_all_gather_single, asks=False)
-_launch_all_gather_single, *_ = prepared(_row_all_gather_single.launch)
-_options_all_gather_single = options_of_all(_row_all_gather_single.launch)
+_launch_all_gather_single, _options_all_gather_single = prepared_for_all(_row_all_gather_single.launch)
 
 
 def _all_gather_single(output_tensor: Any, input_tensor: Any, group: Any = None, async_op: bool = False) -> Any:
@@ -359,8 +358,7 @@ _name_broadcast = _row_broadcast.name
 _c10d_broadcast = getattr(c10d, _name_broadcast)
 _count_broadcast = counter(_name_broadcast)
 _general_broadcast = forwarded(_row_broadcast, asks=False)
-_launch_broadcast, *_ = prepared(_row_broadcast.launch)
-_options_broadcast = options_by_root(_row_broadcast)
+_launch_broadcast, _options_broadcast = prepared_by_root(_row_broadcast)
 
 
 def _broadcast(tensor: Any, src: Any = None, group: Any = None, async_op: bool = False, group_src: Any = None) -> Any:
@@ -434,8 +432,7 @@ _name_reduce = _row_reduce.name
 _c10d_reduce = getattr(c10d, _name_reduce)
 _count_reduce = counter(_name_reduce)
 _general_reduce = forwarded(_row_reduce, asks=False)
-_launch_reduce, *_ = prepared(_row_reduce.launch)
-_options_reduce = options_by_root(_row_reduce)
+_launch_reduce, _options_reduce = prepared_by_root(_row_reduce)
 
 
 def _reduce(tensor: Any, dst: Any = None, op: Any = c10d.ReduceOp.SUM, group: Any = None, async_op: bool = False, group_dst: Any = None) -> Any:
@@ -509,8 +506,7 @@ _name_all_to_all_single = _row_all_to_all_single.name
 _c10d_all_to_all_single = getattr(c10d, _name_all_to_all_single)
 _count_all_to_all_single = counter(_name_all_to_all_single)
 _general_all_to_all_single = forwarded(_row_all_to_all_single, asks=False)
-_launch_all_to_all_single, *_ = prepared(_row_all_to_all_single.launch)
-_options_all_to_all_single = options_of_all(_row_all_to_all_single.launch)
+_launch_all_to_all_single, _options_all_to_all_single = prepared_for_all(_row_all_to_all_single.launch)
 
 
 def _all_to_all_single(output: Any, input: Any, output_split_sizes: Any = None, input_split_sizes: Any = None, group: Any = None, async_op: bool = False) -> Any:

@@ -31,8 +31,8 @@ from safecomm.collectives.holding import (
     span,
 )
 from safecomm.collectives.regions import REGIONS, Region
-from safecomm.collectives.table import ROWS, Row
-from safecomm.collectives.takers import BUCKETS, DECLINED, ENGINES, GENERAL, OPS, default_group, is_true, offer
+from safecomm.collectives.table import OP_IDS, OPS, ROWS, Row
+from safecomm.collectives.takers import BUCKETS, DECLINED, ENGINES, GENERAL, default_group, is_true, offer
 from safecomm.collectives.tensors import all_at_home, as_they_are, device_alias, flatten, host_alias, with_memory
 from safecomm.entries import WorkLane
 from safecomm.guards import PLAIN
@@ -175,37 +175,39 @@ def forwarded(row: Row, *, asks: bool = True) -> Any:
     return stand_in(call, original)
 
 
+def _options(launch: _torch.Launch, op: Any, asynchronous: bool) -> Any:
+    options = launch.options()
+    if hasattr(options, "reduceOp"):
+        options.reduceOp = op
+    if _torch.ASYNC_OPTION:
+        options.asyncOp = asynchronous
+    return options
+
+
 def prepared(launch: _torch.Launch | None) -> tuple[Any, dict[int, Any], dict[int, Any]]:
     """Return what launches, and its options for synchronous and for asynchronous calls, by the id of the operation.
 
-    Members of an enum live for ever, so an id in the table is theirs. None and empty tables where torch has no such
-    launch.
+    None and empty tables where torch has no such launch.
     """
     if launch is None:
         return None, {}, {}
-    tables: tuple[dict[int, Any], dict[int, Any]] = ({}, {})
-    for asynchronous, table in enumerate(tables):
-        for op in OPS:
-            options = launch.options()
-            if hasattr(options, "reduceOp"):
-                options.reduceOp = op
-            if _torch.ASYNC_OPTION:
-                options.asyncOp = bool(asynchronous)
-            table[id(op)] = options
-    return launch.function, *tables
+    synchronous, asynchronous = ({id(op): _options(launch, op, which) for op in OPS} for which in (False, True))
+    return launch.function, synchronous, asynchronous
 
 
-def options_of_all(launch: _torch.Launch | None) -> tuple[Any, Any]:
-    """Return the options of synchronous and of asynchronous calls that have no reduce operation."""
-    _, *tables = prepared(launch)
-    return tables[0].get(id(SUM)), tables[1].get(id(SUM))
+def prepared_for_all(launch: _torch.Launch | None) -> tuple[Any, tuple[Any, Any]]:
+    """As :func:`prepared`, of a collective that has no reduce operation."""
+    if launch is None:
+        return None, (None, None)
+    return launch.function, (_options(launch, SUM, False), _options(launch, SUM, True))
 
 
-def options_by_root(row: Row) -> Callable[[WorkLane, Any, Any, Any, Any, bool], Any]:
-    """Return what gives the options of a call of ``row``, which has a root: None if that is c10d's to look at.
+def prepared_by_root(row: Row) -> tuple[Any, Callable[[WorkLane, Any, Any, Any, Any, bool], Any]]:
+    """Return what launches calls of ``row``, which has a root, and what gives their options.
 
-    It is given the lane, the group, the root as a rank of all and as one of the group, the operation, and whether the
-    call is asynchronous. c10d wants one of the two ranks.
+    The function that gives options takes the lane, the group, the root as a rank of all and as one of the group (c10d
+    wants one of the two), the operation, and whether the call is asynchronous. It gives None if the call is c10d's to
+    look at.
     """
     name, launch = row.name, row.launch
 
@@ -219,7 +221,7 @@ def options_by_root(row: Row) -> Callable[[WorkLane, Any, Any, Any, Any, bool], 
         # A rank of all means something only in a group that c10d knows: it may have been destroyed past safecomm.
         if found is not None and (root is None or _torch.group_name(group)):
             return found
-        if launch is None or id(op) not in _OPS:
+        if launch is None or id(op) not in OP_IDS:
             return None
         try:
             rank = c10d.get_group_rank(group, root) if group_root is None else group_root
@@ -227,19 +229,14 @@ def options_by_root(row: Row) -> Callable[[WorkLane, Any, Any, Any, Any, bool], 
             return None
         if not 0 <= rank < lane.world:
             return None
-        found = launch.options()
+        found = _options(launch, op, asynchronous)
         found.rootRank = rank
-        if hasattr(found, "reduceOp"):
-            found.reduceOp = op
-        if _torch.ASYNC_OPTION:
-            found.asyncOp = asynchronous
         lane.root_options[key] = found
         return found
 
-    return options
+    return launch and launch.function, options
 
 
-_OPS = frozenset({id(None), *map(id, OPS)})
 _ONE_ROOT = {(int, type(None)), (type(None), int)}
 _EQUAL: list[int] = []
 _LARGEST = 1 << 62
@@ -292,12 +289,12 @@ def direct(gate: F, row: Row, launch: Any) -> Any:
     original = getattr(c10d, row.name, None)
     if launch is None or original is None or not _torch.is_torchs(original):
         return forwarded(row)
-    if _arguments(original) != _arguments(gate):
+    if _names(original) != _names(gate):
         return forwarded(row)
     return stand_in(gate, original)
 
 
-def _arguments(function: Any) -> list[str]:
+def _names(function: Any) -> list[str]:
     return list(inspect.signature(function).parameters)
 
 

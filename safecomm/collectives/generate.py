@@ -40,9 +40,9 @@ from safecomm.collectives.general import (
     by_way_of,
     direct,
     forwarded,
-    options_by_root,
-    options_of_all,
     prepared,
+    prepared_by_root,
+    prepared_for_all,
     split_sizes,
 )
 from safecomm.collectives.holding import counter, wait_for
@@ -174,15 +174,13 @@ def gate(row: Row) -> str:
     types = {"async_op": "bool"}
     operation = "op" if "op" in row.given else "None"
     if root:
-        prepared = f"_launch_{row.key}, *_ = prepared(_row_{row.key}.launch)\n"
-        prepared += f"_options_{row.key} = options_by_root(_row_{row.key})"
+        prepared = f"_launch_{row.key}, _options_{row.key} = prepared_by_root(_row_{row.key})"
         options = f"(options := _options_{row.key}(lane, to, {root}, group_{root}, {operation}, async_op)) is None"
     elif "op" in row.given:
         prepared = f"_launch_{row.key}, *_options_{row.key} = prepared(_row_{row.key}.launch)"
         options = f"(options := _options_{row.key}[async_op].get(id(op))) is None"
     else:
-        prepared = f"_launch_{row.key}, *_ = prepared(_row_{row.key}.launch)\n"
-        prepared += f"_options_{row.key} = options_of_all(_row_{row.key}.launch)"
+        prepared = f"_launch_{row.key}, _options_{row.key} = prepared_for_all(_row_{row.key}.launch)"
         options = f"(options := _options_{row.key}[async_op]) is None"
     if splits:
         options += " or (outputs := split_sizes(output_split_sizes)) is None"

@@ -27,7 +27,7 @@ from torch.nn import Parameter as _Parameter
 
 from safecomm import _torch, captures
 from safecomm.arena.use import IN_USE, in_use, may_be_used, would_be_used
-from safecomm.collectives.general import direct, forwarded, prepared
+from safecomm.collectives.general import direct, forwarded, prepared, prepared_for_all
 from safecomm.collectives.holding import counter, hold_launched, launch, span
 from safecomm.collectives.regions import REGIONS
 from safecomm.collectives.table import ROWS
@@ -59,9 +59,7 @@ _inflight = _torch.inflight_as_graph_input
 _inference = torch.is_inference_mode_enabled
 _NCCL = _torch.NCCL
 
-_SUM = id(c10d.ReduceOp.SUM)
-_launch_all_gather, *_tables = prepared(_torch.all_gather)
-_gather_options = tuple(table.get(_SUM) for table in _tables)
+_launch_all_gather, _gather_options = prepared_for_all(_torch.all_gather)
 _launch_reduce_scatter, *_scatter_options = prepared(_torch.reduce_scatter)
 _c10d_all_gather, _c10d_reduce_scatter = c10d.all_gather, c10d.reduce_scatter
 _count_all_gather, _count_reduce_scatter = counter("all_gather"), counter("reduce_scatter")

@@ -18,6 +18,12 @@ from safecomm import _torch
 REDUCE, SCATTER, GATHER = "all_reduce", "reduce_scatter", "all_gather"
 """The kinds of collectives that can be put off or run by an engine."""
 
+OPS = tuple(getattr(c10d.ReduceOp, name) for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"))
+"""The reduce operations that are members of an enum. A premultiplied sum is another object."""
+
+OP_IDS = frozenset({id(None), *map(id, OPS)})
+"""The ids of those, and of None. Members of an enum live for ever, so such an id is theirs."""
+
 
 @dataclass(frozen=True, eq=False)
 class Row:

@@ -20,15 +20,11 @@ import torch.distributed.distributed_c10d as c10d
 from safecomm import _torch, captures
 from safecomm.collectives.holding import SPAN, caller, counter, finish, span
 from safecomm.collectives.regions import REGIONS, Region
-from safecomm.collectives.table import ROWS, Row
+from safecomm.collectives.table import OP_IDS, ROWS, Row
 from safecomm.collectives.tensors import all_at_home, flatten, storages_of, with_memory
 from safecomm.entries import WorkLane
 from safecomm.ledger import LEDGER
 
-OPS = tuple(getattr(c10d.ReduceOp, name) for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"))
-"""The reduce operations that are members of an enum. A premultiplied sum is another object."""
-
-_OPS = frozenset({id(None), *map(id, OPS)})
 _COLLECTED = {
     row: getattr(c10d, row.name)
     for row in ROWS.values()
@@ -70,7 +66,7 @@ def offer(row: Row, group: Any, tensors: tuple[Any, ...], op: Any, asynchronous:
     if REGIONS and (region := REGIONS.get(group)) is not None:
         # c10d refuses some flags that are no bool, and None for an operation where it takes one.
         wanted = flag is asynchronous and (op is None) is ("op" not in row.given)
-        if type(region) is Region and wanted and (function := _COLLECTED.get(row)) is not None and id(op) in _OPS:
+        if type(region) is Region and wanted and (function := _COLLECTED.get(row)) is not None and id(op) in OP_IDS:
             lane = _direct.get(id(group))
             if lane is not None and _ordinary(lane, tensors, asynchronous):
                 other = None if len(tensors) == 1 else tensors[0]

@@ -17,8 +17,8 @@ import torch.distributed.distributed_c10d as c10d
 from safecomm import _torch, captures
 from safecomm.collectives.holding import relaxed
 from safecomm.collectives.lists import STAGED
-from safecomm.collectives.table import COLLECTIVE_OF, GATHER, LISTS, REDUCE, SCATTER
-from safecomm.collectives.takers import NOT_TAKEN, OPS
+from safecomm.collectives.table import COLLECTIVE_OF, GATHER, LISTS, OPS, REDUCE, SCATTER
+from safecomm.collectives.takers import NOT_TAKEN
 from safecomm.collectives.tensors import storages_of
 from safecomm.errors import LowLatencyError, PeerTimeoutError
 from safecomm.guards import PLAIN

@@ -15,11 +15,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed.distributed_c10d as c10d
 
 from safecomm import _torch
 from safecomm.arena.use import IN_USE
-from safecomm.collectives.general import prepared
+from safecomm.collectives.general import prepared_for_all
 from safecomm.collectives.lists import addresses_of
 from safecomm.guards import PLAIN
 from safecomm.streams import HOST
@@ -27,8 +26,7 @@ from safecomm.streams import HOST
 LARGEST = 1 << 30
 """Elements of a tensor of the list. The kernel counts in 32 bits."""
 
-_launch, _synchronous, _ = prepared(_torch.all_to_all)
-_options = _synchronous.get(id(c10d.ReduceOp.SUM))
+_launch, (_options, _) = prepared_for_all(_torch.all_to_all)
 
 
 def alike(pieces: Any, tensor: torch.Tensor, rank: int, world: int, *, written: bool) -> bool:
