@@ -274,7 +274,7 @@ def _launch(method: str, tensors: int, options: str, newer: str = "", sizes: int
         method = newer  # what c10d's own function calls
     owner = "ProcessGroup" if HOOKS else "Backend"
     # What pybind writes down of a method's arguments: so many of tensors or lists of them, of sizes, and the options.
-    given = rf"(, \w+: \S*Tensor\]?){{{tensors}}}(, \w+: [^,]*\]){{{sizes}}}, opts: \S+\.{options} = "
+    given = rf"(, \w+: \S*Tensor\]*){{{tensors}}}(, \w+: [^,]*\]){{{sizes}}}, opts: \S+\.{options} = "
     signature = re.compile(rf"\(self: \S+\.{owner}{given}")
     function = _private(
         f"{_C_C10D}.{owner}.{method}", None, _NOT_DIRECT,
@@ -302,6 +302,10 @@ all_to_all: Launch | None = _launch("alltoall", 2, "AllToAllOptions")
 all_to_all_single: Launch | None = _launch("alltoall_base", 2, "AllToAllOptions", "all_to_all_single", sizes=2)
 broadcast: Launch | None = _launch("broadcast", 1, "BroadcastOptions")
 reduce: Launch | None = _launch("reduce", 1, "ReduceOptions")
+all_gather_list: Launch | None = _launch("allgather", 2, "AllgatherOptions")
+reduce_scatter_list: Launch | None = _launch("reduce_scatter", 2, "ReduceScatterOptions")
+gather: Launch | None = _launch("gather", 2, "GatherOptions")
+scatter: Launch | None = _launch("scatter", 2, "ScatterOptions")
 """How collectives are launched directly; None where torch does not have what that takes."""
 
 

@@ -379,8 +379,8 @@ class WorkLane(Lane):
     """The works of a group on one device, in one capture or in none, and what its direct calls need to know."""
 
     __slots__ = (
-        "_unordered", "alone", "backend", "brief", "current", "guards", "kind", "ledger", "queries", "root_options",
-        "streamed", "world",
+        "_unordered", "alone", "backend", "brief", "current", "guards", "kind", "ledger", "queries", "rank",
+        "root_options", "streamed", "world",
     )  # fmt: skip
 
     def __init__(
@@ -392,6 +392,7 @@ class WorkLane(Lane):
         self.kind = backends.UNKNOWN  # what the backend is
         self.backend: Any = None  # of an ordinary lane: the C++ side of the group's backend, which direct calls go to
         self.world = 0  # ranks of the group
+        self.rank = 0  # that of this process among them
         self.alone = False  # a region of one call does what that call does
         self.brief = False  # block_current_stream() does what the backend's first wait() for a work does
         self.queries = False  # launches and waits ask the device, and are to be made by launch() and wait_for()

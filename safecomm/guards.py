@@ -75,6 +75,13 @@ class Guards:
         self._add(tensors)
         return True
 
+    def all(self, tensors: list[Any]) -> bool:
+        """Return whether ``tensors``, any number of them, are plain. No tensor given twice is like any."""
+        for guard in self._known.get(len(tensors), ()):
+            if guard(*tensors):
+                return True
+        return len(set(map(id, tensors))) == len(tensors) and self.plain(*tensors)
+
     def _add(self, tensors: tuple[torch.Tensor, ...]) -> None:
         guard = _torch.look_alike(*tensors)
         if any(tensor.requires_grad for tensor in tensors):  # the dispatcher does more where a gradient is recorded
@@ -86,7 +93,7 @@ class Guards:
     def _put_first(self, guard: Callable[..., bool], count: int) -> None:
         if count == 1:
             self.one = guard
-        else:
+        elif count == 2:
             self.two, self.two_before = guard, self.two
 
 

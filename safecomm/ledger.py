@@ -190,6 +190,7 @@ class Ledger:
                 if isinstance(backend, _torch.Backend):
                     lane.backend = backend
                     lane.world = group.size()
+                    lane.rank = group.rank()
                     # What wraps another compares the names of what the ranks call, which differ.
                     short = kind.short and _torch.unwrapped(backend) is backend
                     lane.alone = short and not _torch.regions_differ()

@@ -191,6 +191,20 @@ class Work(Launched, _Base):
         return f"<safecomm.Work {self.op} from {self.site}: {self.nbytes} bytes held, {state}>"
 
 
+class StagedWork(Work):
+    """A :class:`Work` of which c10d stages memory on the stream of the launch, and gives it back at the first wait."""
+
+    __slots__ = ("stream",)
+
+    staged = True
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        lane = self.lane
+        if lane.current(lane.index) != self.stream:
+            self.rare = True  # the stream of the launch is to be ordered as well
+        return super().wait(timeout)
+
+
 class OnceWork(Work):
     """A :class:`Work` whose backend can be waited for only once: a second wait for a gloo send hangs (torch 2.13)."""
 

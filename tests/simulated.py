@@ -17,7 +17,7 @@ from safecomm.demo.simulated import INDEX as INDEX
 from safecomm.demo.simulated import Block, SimulatedDevice, Stream, Violation
 from safecomm.ledger import Ledger
 from safecomm.streams import HOST, home_of
-from safecomm.work import Work
+from safecomm.work import StagedWork, Work
 from safecomm.work import handle as new_handle
 
 
@@ -361,7 +361,14 @@ def call(
     storages = tuple(tensor.untyped_storage() for tensor in tensors)
     handle = new_handle(once=p2p and group.backend == "gloo")
     frame = sys._getframe(1)
-    if staged or p2p:
+    now = device.here()
+    if staged and not p2p and index != HOST and not now.capture:  # as holding.hold_list() does
+        at_home = {home_of(ledger.streams, storage, HOST) for storage in storages} == {now.handle}
+        handle = StagedWork()
+        handle.stream = now.handle
+        lane = ledger.lane_of(group, index)
+        lane.hold(handle, op, inner, storages, now.handle if at_home else None, frame)
+    elif staged or p2p:
         ledger.hold(handle, op, inner, group, index, storages, frame, staged=staged, unordered=p2p)
     else:
         homes = {HOST if index == HOST else home_of(ledger.streams, storage, HOST) for storage in storages}

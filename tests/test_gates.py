@@ -51,7 +51,8 @@ def test_the_gates_are_what_the_table_and_the_template_make():
 
 
 def test_a_row_has_a_direct_way_or_says_why_not():
-    assert [row.key for row in ROWS.values() if row.launch is not None] == GATED
+    launched = [row.key for row in ROWS.values() if row.launch is not None]
+    assert launched == [*GATED, "all_gather", "reduce_scatter", "all_to_all", "gather", "scatter"]
     assert GATED == [
         "all_reduce", "all_gather_single", "reduce_scatter_single", "broadcast", "reduce", "all_to_all_single",
     ]  # fmt: skip

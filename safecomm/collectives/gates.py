@@ -4,7 +4,8 @@ Made by ``python -m safecomm.collectives.generate`` of ``gate.py.in`` and ``tabl
 
 A gate asks, in this order: whether something that is held may be over; whether somebody takes the call before the
 backend does (``takers.py``); whether it is an ordinary call, of plain tensors on a group that has a lane. Then it
-launches, and holds. What is not ordinary goes the general way, which is c10d's own function with a hold around it.
+launches, and holds. What is not ordinary goes the general way, which is c10d's own function with a hold around it. The
+gates of lists are in ``list_gates.py``.
 """
 
 # ruff: noqa: E501
@@ -21,6 +22,7 @@ import torch
 import torch.distributed.distributed_c10d as c10d
 
 from safecomm import _torch
+from safecomm.collectives import list_gates
 from safecomm.collectives.general import (
     by_way_of,
     direct,
@@ -640,7 +642,7 @@ if TYPE_CHECKING:
     def all_to_all(*args: Any, **kwargs: Any) -> Any: ...
 
 else:
-    all_to_all = forwarded(ROWS["all_to_all"])
+    all_to_all = direct(list_gates.all_to_all, ROWS["all_to_all"], ROWS["all_to_all"].launch)
 
 if TYPE_CHECKING:
 
@@ -653,7 +655,7 @@ if TYPE_CHECKING:
     def gather(*args: Any, **kwargs: Any) -> Any: ...
 
 else:
-    gather = forwarded(ROWS["gather"])
+    gather = direct(list_gates.gather, ROWS["gather"], ROWS["gather"].launch)
 
 if TYPE_CHECKING:
 
@@ -666,7 +668,7 @@ if TYPE_CHECKING:
     def scatter(*args: Any, **kwargs: Any) -> Any: ...
 
 else:
-    scatter = forwarded(ROWS["scatter"])
+    scatter = direct(list_gates.scatter, ROWS["scatter"], ROWS["scatter"].launch)
 
 if TYPE_CHECKING:
 

@@ -19,7 +19,8 @@ Made by ``python -m safecomm.collectives.generate`` of ``gate.py.in`` and ``tabl
 
 A gate asks, in this order: whether something that is held may be over; whether somebody takes the call before the
 backend does (``takers.py``); whether it is an ordinary call, of plain tensors on a group that has a lane. Then it
-launches, and holds. What is not ordinary goes the general way, which is c10d's own function with a hold around it.
+launches, and holds. What is not ordinary goes the general way, which is c10d's own function with a hold around it. The
+gates of lists are in ``list_gates.py``.
 """
 
 # ruff: noqa: E501
@@ -36,6 +37,7 @@ import torch
 import torch.distributed.distributed_c10d as c10d
 
 from safecomm import _torch
+from safecomm.collectives import list_gates
 from safecomm.collectives.general import (
     by_way_of,
     direct,
@@ -116,6 +118,12 @@ GENERAL = """
 ${typed}
 else:
     ${key} = forwarded(ROWS["${key}"])
+"""
+
+LISTED = """
+${typed}
+else:
+    ${key} = direct(list_gates.${key}, ROWS["${key}"], ROWS["${key}"].launch)
 """
 
 _TYPES = {
@@ -248,7 +256,11 @@ def gates() -> str:
     public = [key for row in rows for key in (row.key, row.alias) if key and not key.startswith("_")]
     names = "".join(f'    "{key}",\n' for key in sorted(public))
     gated = [gate(row) for row in rows if not row.because]
-    others = [Template(GENERAL).substitute(key=row.key, typed=typed(row)) for row in rows if row.because]
+    others = [
+        Template(GENERAL if row.launch is None else LISTED).substitute(key=row.key, typed=typed(row))
+        for row in rows
+        if row.because
+    ]
     return "".join([HEAD, f"\n__all__ = [\n{names}]\n", *gated, "\n# --- the rest ---\n", *others])
 
 

@@ -22,11 +22,12 @@ from safecomm.entries import WorkLane, leave_empty
 from safecomm.ledger import LEDGER
 from safecomm.sites import outside
 from safecomm.streams import HOST
-from safecomm.work import Work, handle, member
+from safecomm.work import StagedWork, Work, handle, member
 
 _NOTHING = contextlib.nullcontext()
 _current = LEDGER.streams.current
 _home = LEDGER.streams.home
+_all_at_home = LEDGER.streams.all_at_home
 
 _counts: dict[str, itertools.count[int]] = {}
 
@@ -130,6 +131,27 @@ def hold_launched(
     if index >= 0 and home != _current(index):
         LEDGER.trail(op, group, index, storages_of(tensors), frame)
     return None
+
+
+def hold_list(
+    row: Row, inner: Any, lane: WorkLane, group: Any, tensors: list[torch.Tensor], frame: types.FrameType
+) -> Work:
+    """Hold the plain ``tensors`` of an asynchronous call that was launched on ``lane``, and return its handle."""
+    index = lane.index
+    storages = tuple([tensor.untyped_storage() for tensor in tensors])
+    if index < 0:
+        if row.pollable:
+            return lane.hold(Work(), row.name, inner, storages, HOST, frame)
+        return lane.unordered(group).hold(handle(once=True), row.name, inner, storages, HOST, frame)
+    stream = _current(index)
+    home = stream if _all_at_home(stream, sorted([tensor.data_ptr() for tensor in tensors])) else None
+    if not row.staged:
+        return lane.hold(Work(), row.name, inner, storages, home, frame)
+    if stream and LEDGER.streams.is_capturing(index, stream):
+        return LEDGER.hold(Work(), row.name, inner, group, index, storages, frame, staged=True, home=home)
+    work = StagedWork()
+    work.stream = stream
+    return lane.hold(work, row.name, inner, storages, home, frame)
 
 
 def finish(row: Row, result: Any, group: Any, tensors: list[Any], frame: types.FrameType) -> Any:

@@ -29,6 +29,7 @@ from safecomm import _torch, captures
 from safecomm.arena.use import IN_USE, in_use, may_be_used, would_be_used
 from safecomm.collectives.general import direct, forwarded, prepared, prepared_for_all
 from safecomm.collectives.holding import counter, hold_launched, launch, span
+from safecomm.collectives.list_gates import run_all_gather, run_reduce_scatter
 from safecomm.collectives.regions import REGIONS
 from safecomm.collectives.table import ROWS
 from safecomm.collectives.takers import BUCKETS, DECLINED, ENGINES, GENERAL, default_group, offer
@@ -43,6 +44,7 @@ __all__ = ["all_gather", "reduce_scatter"]
 # Bound once: each of these is read on every call.
 _compiling = torch.compiler.is_dynamo_compiling
 _busy = LEDGER.busy
+_awaited = LEDGER.awaited
 _current = LEDGER.streams.current
 _all_at_home = LEDGER.streams.all_at_home
 _direct = LEDGER.direct
@@ -265,8 +267,6 @@ def _run(
     arguments: list[torch.Tensor], asynchronous: bool,
 ) -> Any:  # fmt: skip
     """Launch a flat collective, hold what it uses, and return what the caller gets."""
-    if _busy:
-        LEDGER.sweep()
     if _recording:
         captures.check_group(op, group, arguments)
     if _profiler._is_profiler_enabled:
@@ -288,8 +288,6 @@ def _staged(
     addresses = addresses_of(pieces, tensor, lane.backend.size(), written=written)
     if addresses is None:
         return False
-    if _busy:
-        LEDGER.sweep()
     arguments = [*pieces, tensor] if _recording else pieces
     if _recording:
         captures.check_group(op, group, arguments)  # before a graph is given a slot
@@ -339,25 +337,29 @@ def _scatter(
 def _all_gather(tensor_list: Any, tensor: Any, group: Any = None, async_op: bool = False) -> Any:
     if _compiling():
         return _c10d_all_gather(tensor_list, tensor, group, async_op)
+    if _busy and not _awaited():
+        LEDGER.sweep()
     to = group or default_group()
     if ENGINES or BUCKETS or REGIONS:
-        if _busy:
-            LEDGER.sweep()
         taken = offer(_ALL_GATHER, to, (tensor_list, tensor), None, async_op)
         if taken is GENERAL:
             return _general_all_gather(tensor_list, tensor, group=group, async_op=async_op)
         if taken is not DECLINED:
             return taken
-    if not may_be_used() or type(async_op) is not bool or (lane := _found(tensor_list, tensor, to, async_op)) is None:
-        return _general_all_gather(tensor_list, tensor, group=group, async_op=async_op)
-    options = _gather_options[async_op]
-    whole = whole_of(tensor_list, tensor, lane.backend)
-    if whole is None:
-        if not async_op and _staged(
-            "all_gather", _gather, options, lane, to, tensor_list, tensor, _count_all_gather, written=True
-        ):
+    lane = _found(tensor_list, tensor, to, async_op) if may_be_used() and type(async_op) is bool else None
+    whole = None if lane is None else whole_of(tensor_list, tensor, lane.backend)
+    if lane is None or whole is None:
+        if (
+            lane is not None
+            and not async_op
+            and _staged(
+                "all_gather", _gather, _gather_options[async_op], lane, to, tensor_list, tensor, _count_all_gather,
+                written=True,
+            )
+        ):  # fmt: skip
             return None
-        return _general_all_gather(tensor_list, tensor, group=group, async_op=async_op)
+        taken = run_all_gather(tensor_list, tensor, to, async_op)
+        return _general_all_gather(tensor_list, tensor, group=group, async_op=async_op) if taken is GENERAL else taken
     # c10d's copies would say so to autograd, and raise for tensors of inference mode outside of it.
     if not whole.is_inference():
         _torch.increment_versions(tensor_list)
@@ -365,7 +367,9 @@ def _all_gather(tensor_list: Any, tensor: Any, group: Any = None, async_op: bool
         return _general_all_gather(tensor_list, tensor, group=group, async_op=async_op)
     _count_all_gather()
     arguments = [*tensor_list, tensor] if _recording else tensor_list
-    return _run("all_gather", _launch_all_gather, options, lane, to, whole, tensor, arguments, async_op)
+    return _run(
+        "all_gather", _launch_all_gather, _gather_options[async_op], lane, to, whole, tensor, arguments, async_op
+    )
 
 
 def _reduce_scatter(
@@ -373,29 +377,31 @@ def _reduce_scatter(
 ) -> Any:
     if _compiling():
         return _c10d_reduce_scatter(output, input_list, op, group, async_op)
+    if _busy and not _awaited():
+        LEDGER.sweep()
     to = group or default_group()
     if ENGINES or BUCKETS or REGIONS:
-        if _busy:
-            LEDGER.sweep()
         taken = offer(_REDUCE_SCATTER, to, (output, input_list), op, async_op)
         if taken is GENERAL:
             return _general_reduce_scatter(output, input_list, op=op, group=group, async_op=async_op)
         if taken is not DECLINED:
             return taken
-    if (
-        not may_be_used()
-        or type(async_op) is not bool
-        or (options := _scatter_options[async_op].get(id(op))) is None
-        or (lane := _found(input_list, output, to, async_op)) is None
-    ):
-        return _general_reduce_scatter(output, input_list, op=op, group=group, async_op=async_op)
-    whole = whole_of(input_list, output, lane.backend)
-    if whole is None:
-        if not async_op and _staged(
-            "reduce_scatter", _scatter, options, lane, to, input_list, output, _count_reduce_scatter, written=False
+    options = _scatter_options[async_op].get(id(op)) if may_be_used() and type(async_op) is bool else None
+    lane = None if options is None else _found(input_list, output, to, async_op)
+    whole = None if lane is None else whole_of(input_list, output, lane.backend)
+    if lane is None or whole is None:
+        if (
+            lane is not None
+            and not async_op
+            and _staged(
+                "reduce_scatter", _scatter, options, lane, to, input_list, output, _count_reduce_scatter, written=False
+            )
         ):
             return None
-        return _general_reduce_scatter(output, input_list, op=op, group=group, async_op=async_op)
+        taken = run_reduce_scatter(output, input_list, op, to, async_op)
+        if taken is GENERAL:
+            return _general_reduce_scatter(output, input_list, op=op, group=group, async_op=async_op)
+        return taken
     _count_reduce_scatter()
     arguments = [output, *input_list] if _recording else input_list
     return _run("reduce_scatter", _launch_reduce_scatter, options, lane, to, output, whole, arguments, async_op)

@@ -1,8 +1,8 @@
 """The collectives as data: what each is given, who may take its calls first, and how its calls are launched.
 
-A row with a ``launch`` has a *direct* way: a gate in ``gates.py``, which ``generate.py`` makes of ``gate.py.in``,
-launches plain calls past c10d's Python. A row without one says why not, and its calls go through c10d's own function;
-see ``general.py``.
+A row with a ``launch`` has a *direct* way: a gate launches plain calls past c10d's Python. The gates of single tensors
+are in ``gates.py``, which ``generate.py`` makes of ``gate.py.in``, and those of lists in ``list_gates.py``. A row
+without a launch says why not, and its calls go through c10d's own function; see ``general.py``.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Row:
     launch: _torch.Launch | None = None
     """What launches it directly; None if nothing does."""
     because: str = ""
-    """Why it has no direct way."""
+    """Why no gate is made for it: it has no direct way, or it is a list form."""
     module: str = "gates"
     """The module of this package that has it."""
 
@@ -67,7 +67,8 @@ class Row:
         return self.alias if self.alias and not hasattr(c10d, self.key) else self.key
 
 
-_LIST = "lists are other works; those that have a short way have it in lists.py"
+_LIST = "it takes lists: its gate is in list_gates.py"
+_COALESCED = "it is rare, and c10d stages it"
 _PEER = "what it is given is held apart, and by aliases: see point_to_point.py"
 _RARE = "it is new in torch 2.14, and rare where latency matters"
 _OLD = "it is private and old: c10d's calls its successor"
@@ -99,16 +100,19 @@ ROWS: dict[str, Row] = {
             "_reduce_scatter_base", ("output", "input"), ("op",), SCATTER, collected=True, engine=False, pollable=False,
             because=_OLD,
         ),
-        Row("all_gather", ("tensor_list", "tensor"), (), GATHER, staged=True, because=_LIST, module="lists"),
         Row(
-            "reduce_scatter", ("output", "input_list"), (), SCATTER, staged=True, pollable=False, because=_LIST,
-            module="lists",
+            "all_gather", ("tensor_list", "tensor"), (), GATHER, staged=True, launch=_torch.all_gather_list,
+            because=_LIST, module="lists",
         ),
-        Row("all_gather_coalesced", ("output_tensor_lists", "input_tensor_list"), staged=True, because=_LIST),
+        Row(
+            "reduce_scatter", ("output", "input_list"), (), SCATTER, staged=True, pollable=False,
+            launch=_torch.reduce_scatter_list, because=_LIST, module="lists",
+        ),
+        Row("all_gather_coalesced", ("output_tensor_lists", "input_tensor_list"), staged=True, because=_COALESCED),
         Row("all_reduce_coalesced", ("tensors",), ("op",), because="torch deprecates it, and it answers by a future"),
-        Row("all_to_all", ("output_tensor_list", "input_tensor_list"), because=_LIST),
-        Row("gather", ("tensor", "gather_list"), ("dst",), because=_LIST),
-        Row("scatter", ("tensor", "scatter_list"), ("src",), because=_LIST),
+        Row("all_to_all", ("output_tensor_list", "input_tensor_list"), launch=_torch.all_to_all, because=_LIST),
+        Row("gather", ("tensor", "gather_list"), ("dst",), launch=_torch.gather, because=_LIST),
+        Row("scatter", ("tensor", "scatter_list"), ("src",), launch=_torch.scatter, because=_LIST),
         Row("gather_single", ("tensor", "gather_tensor"), ("dst",), because=_RARE),
         Row("gather_into_tensor", ("tensor", "gather_tensor"), ("dst",), because=_RARE),
         Row("barrier", (), because=_HOST_ONLY),

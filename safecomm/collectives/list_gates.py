@@ -1,0 +1,263 @@
+"""The direct way of the list forms: plain calls past c10d's Python, and a hold of all that they were given.
+
+An ordinary call, of plain tensors on a group that has a lane, goes to what c10d's own function calls in C++. What is
+not ordinary is c10d's function's, which raises what it raises and does the rest. ``all_gather`` and ``reduce_scatter``
+have ways of their own before this one: see ``lists.py``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed.distributed_c10d as c10d
+
+from safecomm import _torch
+from safecomm.collectives.general import forwarded, prepared, prepared_by_root, prepared_for_all
+from safecomm.collectives.holding import counter, hold_list
+from safecomm.collectives.regions import REGIONS
+from safecomm.collectives.table import ROWS, Row
+from safecomm.collectives.takers import BUCKETS, DECLINED, ENGINES, GENERAL, offer
+from safecomm.collectives.tensors import storages_of
+from safecomm.entries import WorkLane
+from safecomm.ledger import LEDGER
+
+# Bound once: each of these is read on every call.
+_compiling = torch.compiler.is_dynamo_compiling
+_busy = LEDGER.busy
+_awaited = LEDGER.awaited
+_current = LEDGER.streams.current
+_all_at_home = LEDGER.streams.all_at_home
+_getframe = sys._getframe
+_has_torch_function = _torch.has_torch_function
+_groups = _torch.groups
+_DEFAULT = _torch.DEFAULT
+_direct = LEDGER.direct
+_modes = _torch.dispatch_modes
+_profiler = _torch.profiler
+_inflight = _torch.inflight_as_graph_input
+_HOOKS = _torch.HOOKS
+
+
+class _Way:
+    """How the calls of one row are launched, and what is said of them."""
+
+    __slots__ = ("count", "function", "row")
+
+    def __init__(self, row: Row, function: Callable[..., Any]) -> None:
+        self.row = row
+        self.function = function
+        self.count = counter(row.name)
+
+
+def _lane_of(group: Any, tensors: list[Any], asynchronous: Any) -> WorkLane | None:
+    """Return the lane of an ordinary call of ``tensors``; None for a call that is c10d's function's."""
+    lane = _direct.get(id(group))
+    try:
+        if lane is None or _has_torch_function(*tensors):  # a subclass, or a TorchFunctionMode is active
+            return None
+        for tensor in tensors:
+            if tensor.is_nested:  # the guards must not be asked
+                return None
+        if (
+            not lane.guards.all(tensors)
+            or _modes()
+            or _profiler._is_profiler_enabled
+            or not (asynchronous is False or (asynchronous is True and not _inflight()))
+        ):
+            return None
+    except (AttributeError, RuntimeError, TypeError):  # not a tensor, or one with attributes of its own
+        return None
+    return lane
+
+
+def _given(lane: WorkLane, tensors: list[torch.Tensor], asynchronous: bool) -> list[torch.Tensor]:
+    """Return what the backend is given in place of ``tensors``; see ``tensors.host_alias``."""
+    if not asynchronous or lane.streamed:
+        return tensors
+    for tensor in tensors:
+        if tensor.requires_grad:
+            return tensors
+    return [tensor.detach() for tensor in tensors]
+
+
+def _run(
+    way: _Way, lane: WorkLane, group: Any, outputs: list[Any], inputs: list[Any], options: Any,
+    tensors: list[torch.Tensor], asynchronous: bool,
+) -> Any:  # fmt: skip
+    """Launch an ordinary call, hold ``tensors``, and return what the caller gets."""
+    launcher = group if _HOOKS else lane.backend
+    index = lane.index
+    way.count()
+    try:
+        if lane.queries:
+            inner = lane.launch(way.function, launcher, outputs, inputs, options)
+        else:
+            inner = way.function(launcher, outputs, inputs, options)
+        if asynchronous:
+            return inner and hold_list(way.row, inner, lane, group, tensors, _getframe(3))
+        if inner is not None:  # None where ProcessGroupNCCL ran it on the current stream (torch 2.8 and later)
+            if lane.queries:
+                lane.wait_for(inner)
+            else:
+                inner.wait()
+    except Exception as error:
+        # What was launched before that may still be running.
+        if index >= 0 and (lane.queries or isinstance(error, torch.distributed.DistBackendError)):
+            LEDGER.trail(way.row.name, group, index, storages_of(tensors), _getframe(3))
+        raise
+    if index >= 0 and not _all_at_home(_current(index), sorted([tensor.data_ptr() for tensor in tensors])):
+        LEDGER.trail(way.row.name, group, index, storages_of(tensors), _getframe(3))
+    return None
+
+
+# --- all_gather and reduce_scatter, as lists.py leaves them ---
+
+_function, _gather_options = prepared_for_all(ROWS["all_gather"].launch)
+_ALL_GATHER = _Way(ROWS["all_gather"], _function)
+
+
+def run_all_gather(tensor_list: Any, tensor: Any, group: Any, asynchronous: Any) -> Any:
+    """Run an ordinary ``all_gather``, and return what its caller gets; GENERAL for a call that is c10d's function's."""
+    if type(tensor_list) is not list or not tensor_list or _ALL_GATHER.function is None:
+        return GENERAL
+    tensors = [*tensor_list, tensor]
+    lane = _lane_of(group, tensors, asynchronous)
+    if lane is None:
+        return GENERAL
+    given = _given(lane, tensors, asynchronous)
+    return _run(
+        _ALL_GATHER, lane, group, [given[:-1]], given[-1:], _gather_options[asynchronous], tensors, asynchronous
+    )
+
+
+_function, *_reduce_options = prepared(ROWS["reduce_scatter"].launch)
+_REDUCE_SCATTER = _Way(ROWS["reduce_scatter"], _function)
+
+
+def run_reduce_scatter(output: Any, input_list: Any, op: Any, group: Any, asynchronous: Any) -> Any:
+    """As :func:`run_all_gather`, of a ``reduce_scatter``."""
+    if type(input_list) is not list or not input_list:
+        return GENERAL
+    tensors = [output, *input_list]
+    lane = _lane_of(group, tensors, asynchronous)
+    if lane is None or (options := _reduce_options[asynchronous].get(id(op))) is None:
+        return GENERAL
+    given = _given(lane, tensors, asynchronous)
+    return _run(_REDUCE_SCATTER, lane, group, given[:1], [given[1:]], options, tensors, asynchronous)
+
+
+# --- all_to_all ---
+
+_row_all_to_all = ROWS["all_to_all"]
+_c10d_all_to_all = c10d.all_to_all
+_general_all_to_all = forwarded(_row_all_to_all, asks=False)
+_function, _all_to_all_options = prepared_for_all(_row_all_to_all.launch)
+_ALL_TO_ALL = _Way(_row_all_to_all, _function)
+
+
+def all_to_all(output_tensor_list: Any, input_tensor_list: Any, group: Any = None, async_op: bool = False) -> Any:
+    if _compiling():
+        return _c10d_all_to_all(output_tensor_list, input_tensor_list, group, async_op)
+    if _busy and not _awaited():
+        LEDGER.sweep()
+    to = _groups[_DEFAULT] if group is None else group
+    if ENGINES or BUCKETS or REGIONS:
+        taken = offer(_row_all_to_all, to, (output_tensor_list, input_tensor_list), None, async_op)
+    else:
+        taken = DECLINED
+    if taken is DECLINED:
+        taken = _run_all_to_all(output_tensor_list, input_tensor_list, to, async_op)
+    if taken is GENERAL:
+        return _general_all_to_all(output_tensor_list, input_tensor_list, group=group, async_op=async_op)
+    return taken
+
+
+def _run_all_to_all(outputs: Any, inputs: Any, group: Any, asynchronous: Any) -> Any:
+    if type(outputs) is not list or type(inputs) is not list or not inputs:
+        return GENERAL
+    tensors = [*outputs, *inputs]
+    lane = _lane_of(group, tensors, asynchronous)
+    if lane is None:
+        return GENERAL
+    given = _given(lane, tensors, asynchronous)
+    count = len(outputs)
+    options = _all_to_all_options[asynchronous]
+    return _run(_ALL_TO_ALL, lane, group, given[:count], given[count:], options, tensors, asynchronous)
+
+
+# --- gather and scatter ---
+
+_row_gather, _row_scatter = ROWS["gather"], ROWS["scatter"]
+_c10d_gather, _c10d_scatter = c10d.gather, c10d.scatter
+_general_gather, _general_scatter = forwarded(_row_gather, asks=False), forwarded(_row_scatter, asks=False)
+_function, _gather_root = prepared_by_root(_row_gather)
+_GATHER = _Way(_row_gather, _function)
+_function, _scatter_root = prepared_by_root(_row_scatter)
+_SCATTER = _Way(_row_scatter, _function)
+
+
+def gather(
+    tensor: Any, gather_list: Any = None, dst: Any = None, group: Any = None, async_op: bool = False,
+    group_dst: Any = None,
+) -> Any:  # fmt: skip
+    if _compiling():
+        return _c10d_gather(tensor, gather_list, dst, group, async_op, group_dst)
+    if _busy and not _awaited():
+        LEDGER.sweep()
+    to = _groups[_DEFAULT] if group is None else group
+    if ENGINES or BUCKETS or REGIONS:
+        taken = offer(_row_gather, to, (tensor, gather_list), None, async_op)
+    else:
+        taken = DECLINED
+    if taken is DECLINED:
+        taken = _run_by_root(_GATHER, _gather_root, tensor, gather_list, to, dst, group_dst, async_op)
+    if taken is GENERAL:
+        return _general_gather(tensor, gather_list, dst=dst, group=group, async_op=async_op, group_dst=group_dst)
+    return taken
+
+
+def scatter(
+    tensor: Any, scatter_list: Any = None, src: Any = None, group: Any = None, async_op: bool = False,
+    group_src: Any = None,
+) -> Any:  # fmt: skip
+    if _compiling():
+        return _c10d_scatter(tensor, scatter_list, src, group, async_op, group_src)
+    if _busy and not _awaited():
+        LEDGER.sweep()
+    to = _groups[_DEFAULT] if group is None else group
+    if ENGINES or BUCKETS or REGIONS:
+        taken = offer(_row_scatter, to, (tensor, scatter_list), None, async_op)
+    else:
+        taken = DECLINED
+    if taken is DECLINED:
+        taken = _run_by_root(_SCATTER, _scatter_root, tensor, scatter_list, to, src, group_src, async_op)
+    if taken is GENERAL:
+        return _general_scatter(tensor, scatter_list, src=src, group=group, async_op=async_op, group_src=group_src)
+    return taken
+
+
+def _run_by_root(
+    way: _Way, options_of: Callable[..., Any], tensor: Any, parts: Any, group: Any, root: Any, group_root: Any,
+    asynchronous: Any,
+) -> Any:  # fmt: skip
+    if parts is None:
+        parts = []
+    elif type(parts) is not list:
+        return GENERAL
+    tensors = [*parts, tensor]
+    lane = _lane_of(group, tensors, asynchronous)
+    if lane is None:
+        return GENERAL
+    if root is None and group_root is None:
+        root = 0
+    options = options_of(lane, group, root, group_root, None, asynchronous)
+    if options is None or (options.rootRank == lane.rank) is not bool(parts):  # the root has the list, and no other has
+        return GENERAL
+    given = _given(lane, tensors, asynchronous)
+    lists, one = [given[:-1]] if parts else [], given[-1:]
+    if way is _GATHER:
+        return _run(way, lane, group, lists, one, options, tensors, asynchronous)
+    return _run(way, lane, group, one, lists, options, tensors, asynchronous)

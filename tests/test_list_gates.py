@@ -1,0 +1,486 @@
+"""The direct way of the list forms: each of its questions counts, and it holds what it was given.
+
+The mutants are as those of ``test_gates.py``: the text of the module with one thing changed has to fail a check.
+"""
+
+import contextlib
+import sys
+import warnings
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as stock
+from ranks import on
+from test_gates import Function, Nested, cpu_profile, fresh
+from torch._subclasses import FakeTensorMode
+from torch.torch_version import TorchVersion
+from watching import Sees
+
+import safecomm
+from safecomm import _torch
+from safecomm.collectives import gates, list_gates, lists
+from safecomm.collectives.table import ROWS
+from safecomm.entries import Entry
+from safecomm.ledger import LEDGER
+from safecomm.work import OnceWork, StagedWork, Work
+
+HERE = TorchVersion(torch.__version__)
+
+KEYS = ["all_gather", "reduce_scatter", "all_to_all", "gather", "scatter"]
+DIRECT = [key for key in KEYS if key not in ("gather", "scatter") or HERE >= "2.6"]
+"""Before 2.6 gather and scatter have no ``group_dst`` and ``group_src``, so that they stay c10d's."""
+
+
+def gloo_has(key):
+    """Return whether gloo runs a collective: it has an all_to_all since torch 2.13 or so."""
+    tensors = {"all_to_all": ([torch.ones(1)], [torch.ones(1)])}
+    with contextlib.suppress(RuntimeError):
+        getattr(stock, key)(*tensors[key])
+        return True
+    return False
+
+
+def arguments(key, count=4):
+    """Return what a call of one rank is given, without the group."""
+    one, other = torch.ones(count), torch.ones(count)
+    return {
+        "all_gather": ([one], other),
+        "reduce_scatter": (one, [other]),
+        "all_to_all": ([one], [other]),
+        "gather": (one, [other], 0),
+        "scatter": (one, [other], 0),
+    }[key]
+
+
+def run(made, key, *given, group=None, asynchronous=False, **how):
+    """Run a call of ``made``, which is ``list_gates`` or a mutant of it, as the public function does."""
+    to = group or stock.group.WORLD
+    if key not in ("all_gather", "reduce_scatter"):
+        return getattr(made, key)(*given, group=group, async_op=asynchronous, **how)
+    op = (stock.ReduceOp.SUM,) if key == "reduce_scatter" else ()
+    return getattr(made, f"run_{key}")(*given, *(how.values() or op), to, asynchronous)
+
+
+class Launches:
+    """Stands in for what launches: notes what it was given, and launches it if it is to."""
+
+    def __init__(self, way, launches):
+        self.function = way.function
+        self.launches = launches
+        self.given = []
+
+    def __call__(self, *given):
+        self.given.append(given)
+        return self.function(*given) if self.launches else None
+
+
+@contextlib.contextmanager
+def noting(made, key, *, launches=True):
+    way = getattr(made, f"_{key.upper()}")
+    notes = Launches(way, launches)
+    way.function = notes
+    try:
+        yield notes
+    finally:
+        way.function = notes.function
+
+
+def goes(made, key, *given, **how):
+    """Return whether a call goes the direct way. It is not launched: under a mode that takes the process down."""
+    with (
+        noting(made, key, launches=False) as notes,
+        contextlib.suppress(TypeError, ValueError, RuntimeError, AttributeError),
+    ):
+        work = run(made, key, *given, **how)
+        if isinstance(work, stock.Work):
+            work.wait()
+    return bool(notes.given)
+
+
+def present():
+    return [key for key in DIRECT if key != "all_to_all" or gloo_has(key)]
+
+
+# --- checks ------------------------------------------------------------------------------------------------
+
+
+def check_launch(made):
+    """An ordinary call launches once, with the options of its kind, counts, and does what it is to do."""
+    for key in present():
+        way = getattr(made, f"_{key.upper()}")
+        for asynchronous in (False, True):
+            before = repr(way.count.__self__)
+            given = arguments(key)
+            source = given[1] if key in ("all_gather", "reduce_scatter", "all_to_all", "scatter") else given[0]
+            (source[0] if isinstance(source, list) else source).fill_(7)
+            with noting(made, key) as notes:
+                work = run(made, key, *given, asynchronous=asynchronous)
+            ((_, _, _, options),) = notes.given
+            assert isinstance(work, stock.Work) if asynchronous else work is None
+            assert not _torch.ASYNC_OPTION or options.asyncOp is asynchronous
+            assert repr(way.count.__self__) != before
+            if asynchronous:
+                work.wait()
+            for one in given[:2]:
+                assert (one[0] if isinstance(one, list) else one).tolist() == [7] * 4, key
+
+
+def check_held(made):
+    """An asynchronous call holds all of its tensors until it was waited for, and says where it was made."""
+    for key in present():
+        assert safecomm.pending() == []
+        row = ROWS[key]
+        if key in ("all_gather", "reduce_scatter"):
+            with mock.patch.object(lists, f"run_{key}", getattr(made, f"run_{key}")):
+                work = getattr(lists, key)(*arguments(key), async_op=True)
+        else:
+            work = getattr(made, key)(*arguments(key), async_op=True)
+        (entry,) = safecomm.pending()
+        assert entry.nbytes == 32, key
+        assert entry.op == row.name
+        assert "in check_held" in entry.site
+        assert type(work) is (Work if row.pollable else OnceWork)
+        assert work.lane.blind is not row.pollable
+        work.wait()
+        safecomm.drain(wait=True)
+
+
+def check_alias(made):
+    """gloo's threads get tensors of their own, which share the versions of what is written to."""
+    for key in present():
+        given = arguments(key)
+        with noting(made, key) as notes:
+            run(made, key, *given, asynchronous=True).wait()
+        sent = []
+        for one in notes.given[0][1:3]:
+            for tensor in one:
+                sent += tensor if isinstance(tensor, list) else [tensor]
+        mine = [tensor for one in given[:2] for tensor in (one if isinstance(one, list) else [one])]
+        assert {tensor.data_ptr() for tensor in sent} == {tensor.data_ptr() for tensor in mine}
+        assert {id(tensor) for tensor in sent}.isdisjoint(map(id, mine))
+
+
+def check_ordinary(made):
+    """What is not ordinary goes c10d's way, with all that torch does around it."""
+    for key in present():
+        given = arguments(key)
+        assert goes(made, key, *given), key
+        with Function():
+            assert not goes(made, key, *given)
+        with Sees():
+            assert not goes(made, key, *given)
+        with FakeTensorMode(allow_non_fake_inputs=True):  # which the guards don't see
+            assert not goes(made, key, *given)
+        with cpu_profile():
+            assert not goes(made, key, *given)
+        with mock.patch.object(made, "_inflight", return_value=True):
+            assert not goes(made, key, *given, asynchronous=True)
+            assert goes(made, key, *given)
+        assert not goes(made, key, *given, asynchronous=1)
+        for change in (lambda one: one.to(torch.complex64), lambda one: one.clone().requires_grad_()):
+            changed = [
+                [change(part) for part in one]
+                if isinstance(one, list)
+                else change(one)
+                if torch.is_tensor(one)
+                else one
+                for one in arguments(key)
+            ]
+            assert not goes(made, key, *changed)
+        mixed = [[part.double() for part in one] if key != "all_to_all" or not place else one
+                 for place, one in enumerate(given) if isinstance(one, list)]  # fmt: skip
+        mixed = [mixed.pop(0) if isinstance(one, list) else one for one in given]
+        assert not goes(made, key, *mixed)
+        tuples = [tuple(one) if isinstance(one, list) else one for one in given]
+        assert not goes(made, key, *tuples)
+        empty = [[] if isinstance(one, list) else one for one in given]
+        assert not goes(made, key, *empty)
+        with mock.patch.dict(made._direct, clear=True):
+            assert not goes(made, key, *given)
+
+
+def check_nested(made):
+    asked = []
+    lane = mock.Mock(guards=mock.Mock(all=asked.append))
+    with mock.patch.dict(made._direct, {id(stock.group.WORLD): lane}):
+        for key in present():
+            given = [[Nested()] if isinstance(one, list) else Nested() if torch.is_tensor(one) else one
+                     for one in arguments(key)]  # fmt: skip
+            goes(made, key, *given)
+    assert asked == []
+
+
+def check_roots(made):
+    """The root has the list, and is named as c10d takes it."""
+    for key, group_root in (("gather", "group_dst"), ("scatter", "group_src")):
+        if key not in present():
+            continue
+        one, parts, _ = arguments(key)
+        for how in ({}, {group_root: 0}):
+            assert goes(made, key, one, parts, **how), (key, how)
+        for wrong in ((1,), (0.0,), ([0],)):
+            assert not goes(made, key, one, parts, *wrong)
+        assert not goes(made, key, one, parts, 0, **{group_root: 0})
+        assert not goes(made, key, one, None, 0)
+        lane = made._direct[id(stock.group.WORLD)]
+        with mock.patch.object(lane, "rank", 1):  # on another rank nobody has the list
+            assert not goes(made, key, one, parts, 0)
+            seen = mock.Mock(return_value=None)
+            with mock.patch.object(getattr(made, f"_{key.upper()}"), "function", seen):
+                run(made, key, one, None, 0)
+            outputs, inputs = seen.call_args.args[1:3]
+            assert (outputs, inputs) == (([], [one]) if key == "gather" else ([one], []))
+
+
+def check_operation(made):
+    with noting(made, "reduce_scatter") as notes:
+        made.run_reduce_scatter(*arguments("reduce_scatter"), stock.ReduceOp.MAX, stock.group.WORLD, False)
+    assert notes.given[0][-1].reduceOp == stock.ReduceOp.MAX
+    assert made.run_reduce_scatter(*arguments("reduce_scatter"), object(), stock.group.WORLD, False) is made.GENERAL
+
+
+def check_sweep(made):
+    """A call looks whether something that is held is over (S4)."""
+    for key in set(present()) - {"all_gather", "reduce_scatter"}:
+        for awaited in (False, True):
+            with (
+                mock.patch.object(made, "_busy", {1: None}),
+                mock.patch.object(made, "_awaited", return_value=awaited),
+                mock.patch.object(made, "LEDGER", mock.Mock(wraps=LEDGER)) as ledger,
+            ):
+                run(made, key, *arguments(key))
+            assert ledger.sweep.called is not awaited, key
+
+
+def check_asked(made):
+    """Who may take a call is asked before all that can differ between ranks, and once (see takers.py)."""
+    for key in set(present()) - {"all_gather", "reduce_scatter"}:
+        given = arguments(key)
+        for holder in ("ENGINES", "BUCKETS", "REGIONS"):
+            with mock.patch.object(made, holder, {1: 1}), mock.patch.object(made, "offer") as offer:
+                offer.return_value = "taken"
+                with Sees(), noting(made, key) as notes:
+                    assert run(made, key, *given) == "taken"
+                assert notes.given == []
+                row, group, tensors, op, asynchronous = offer.call_args.args
+                assert (row, group, op, asynchronous) == (ROWS[key], stock.group.WORLD, None, False)
+                assert all(one is other for one, other in zip(tensors, given, strict=False))
+                offer.return_value = made.DECLINED
+                assert goes(made, key, *given)
+                offer.return_value = made.GENERAL
+                assert not goes(made, key, *given)
+
+
+def check_compiling(made):
+    for key in set(present()) - {"all_gather", "reduce_scatter"}:
+        with mock.patch.object(made, "_compiling", return_value=True):
+            assert not goes(made, key, *arguments(key))
+
+
+def check_device(made):
+    """On a device what was used on another stream than its own leaves a trail (S1), as does what has failed (S4)."""
+    for key in present():
+        row, way = ROWS[key], getattr(made, f"_{key.upper()}")
+        for queries in (False, True):
+            lane = mock.Mock(index=0, streamed=True, queries=queries, rank=0)
+            lane.launch = lambda function, *given: function(*given)
+            ledger = mock.Mock()
+            with (
+                mock.patch.dict(made._direct, {id(stock.group.WORLD): lane}),
+                mock.patch.multiple(made, _current=mock.Mock(return_value=5), LEDGER=ledger),
+                mock.patch.multiple(
+                    made, _gather_root=lambda *_: mock.Mock(rootRank=0), _scatter_root=lambda *_: mock.Mock(rootRank=0)
+                ),
+            ):
+                for at_home in (True, False):
+                    with (
+                        mock.patch.object(made, "_all_at_home", return_value=at_home) as asked,
+                        mock.patch.object(way, "function", return_value=mock.Mock()) as launch,
+                    ):
+                        run(made, key, *arguments(key))
+                        stream, pointers = asked.call_args.args
+                        assert stream == 5
+                        assert pointers == sorted(pointers)
+                        assert len(pointers) == 2
+                        assert ledger.trail.called is not at_home
+                        waits = lane.wait_for if queries else launch.return_value.wait
+                        assert waits.call_count == 1
+                    lane.wait_for.reset_mock()
+                assert ledger.trail.call_args.args[:3] == (row.name, stock.group.WORLD, 0)
+                assert len(ledger.trail.call_args.args[3]) == 2
+                ledger.trail.reset_mock()
+                failed = stock.DistBackendError("it has failed")
+                with mock.patch.object(way, "function", side_effect=failed), pytest.raises(stock.DistBackendError):
+                    run(made, key, *arguments(key))
+                assert len(ledger.trail.call_args.args[3]) == 2
+                with (
+                    mock.patch.object(way, "function", return_value="inner"),
+                    mock.patch.object(made, "hold_list") as hold,
+                ):
+                    run(made, key, *arguments(key), asynchronous=True)
+                assert hold.call_args.args[:2] == (row, "inner")
+                assert len(hold.call_args.args[4]) == 2
+
+
+CHECKS = [
+    check_launch, check_held, check_alias, check_ordinary, check_nested, check_roots, check_operation, check_sweep,
+    check_asked, check_compiling, check_device,
+]  # fmt: skip
+
+MUTANTS = {
+    "compiles by itself": ("if _compiling():\n        return", "if False:\n        return"),
+    "looks at nothing that is held": ("if _busy and not _awaited():", "if False:"),
+    "looks at all that is held": ("if _busy and not _awaited():", "if _busy:"),
+    "asks no engine": ("if ENGINES or BUCKETS or REGIONS:", "if BUCKETS or REGIONS:"),
+    "asks no buckets": ("if ENGINES or BUCKETS or REGIONS:", "if ENGINES or REGIONS:"),
+    "asks no region": ("if ENGINES or BUCKETS or REGIONS:", "if ENGINES or BUCKETS:"),
+    "launches what is taken": ("if taken is DECLINED:", "if True:"),
+    "sees no function mode": (" or _has_torch_function(*tensors)", ""),
+    "asks guards about nested tensors": ("if tensor.is_nested:", "if False:"),
+    "takes what is not plain": ("not lane.guards.all(tensors)", "False"),
+    "sees no dispatch mode": ("or _modes()", ""),
+    "sees no profiler": ("or _profiler._is_profiler_enabled", ""),
+    "sees no graph input": (" and not _inflight()", ""),
+    "takes any flag": ("not (asynchronous is False or (asynchronous is True and not _inflight()))", "False"),
+    "gives gloo the tensors": ("[tensor.detach() for tensor in tensors]", "tensors"),
+    "always launches synchronously": ("[asynchronous]", "[False]"),
+    "counts nothing": ("way.count()", "pass"),
+    "holds nothing": ("inner and hold_list(", "inner and (lambda _, inner, *__: inner)("),
+    "names its own line": ("_getframe(3))", "_getframe(2))"),
+    "does not wait": ("                inner.wait()\n", "                pass\n"),
+    "waits unrelaxed": ("lane.wait_for(inner)", "inner.wait()"),
+    "leaves no trail": ("if index >= 0 and not _all_at_home(", "if False and not _all_at_home("),
+    "always leaves a trail": ("if index >= 0 and not _all_at_home(", "if index >= 0 or not _all_at_home("),
+    "forgets what has failed": ("if index >= 0 and (lane.queries", "if False and (lane.queries"),
+    "forgets inputs": ("tensors = [*outputs, *inputs]", "tensors = [*outputs]"),
+    "takes any operation": ("(options := _reduce_options[asynchronous].get(id(op))) is None",
+                            "not (options := _reduce_options[asynchronous].get(id(stock.ReduceOp.SUM)))"),
+    "takes a list from anybody": ("(options.rootRank == lane.rank) is not bool(parts)", "False"),
+    "knows no root but a named one": ("root = 0", "pass"),
+    "takes tuples": ("if type(tensor_list) is not list or", "if"),
+    "takes tuples of inputs": ("if type(input_list) is not list or", "if"),
+    "takes tuples of parts": ("elif type(parts) is not list:", "elif False:"),
+    "takes empty lists": ("or not tensor_list or", "or"),
+    "gathers what it scatters": ("if way is _GATHER:", "if way is _SCATTER:"),
+}  # fmt: skip
+
+NOTHING_CHANGES_HERE = {
+    "sees no dispatch mode": HERE < "2.6",  # the guards see FakeTensorMode too
+    "always launches synchronously": not _torch.ASYNC_OPTION,
+}
+"""The mutants that do in this torch what is right."""
+
+
+def begin():
+    safecomm.all_reduce(torch.ones(1))  # makes the lane
+
+
+@on(1)
+def test_the_list_gates_pass_their_checks():
+    begin()
+    for check in CHECKS:
+        check(list_gates)
+        check(fresh(list_gates))
+
+
+@pytest.mark.parametrize("change", MUTANTS)
+@on(1)
+def test_a_check_finds_list_gates_that(change):
+    if NOTHING_CHANGES_HERE.get(change) or HERE < "2.6":
+        return
+    made = fresh(list_gates, *MUTANTS[change])
+    made.stock = stock
+    begin()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            for check in CHECKS:
+                check(made)
+        except (Exception, pytest.fail.Exception):
+            LEDGER._release_all(LEDGER._entries())  # what a mutant has held where it can't be waited for
+            return
+    pytest.fail("no check finds it")
+
+
+@on(1)
+def test_the_first_list_call_of_a_group_makes_the_way_of_the_next():
+    for key in present():
+        group = stock.new_group([0])
+        getattr(safecomm, key)(*arguments(key), group=group)
+        assert goes(list_gates, key, *arguments(key), group=group), key
+        safecomm.destroy_process_group(group)
+
+
+@on(1)
+def test_one_tensor_given_twice_is_c10ds():
+    begin()
+    one, other = torch.ones(2), torch.ones(2)
+    guards = LEDGER.direct[id(stock.group.WORLD)].guards
+    for _ in range(2):
+        before = list(guards._known.get(3, ()))
+        assert not guards.all([one, one, other])
+        assert guards._known.get(3, []) == before  # and learns nothing, of which it would not know the next
+
+
+@on(2)
+def test_two_ranks_that_go_different_ways_meet_s8():
+    """One goes past c10d's Python, and the other through it, because a profiler is on there."""
+    rank = stock.get_rank()
+    begin()
+    for key in present():
+        for asynchronous in (False, True):
+            parts, one = [torch.zeros(2), torch.zeros(2)], torch.full((2,), float(rank + 1))
+            given = {
+                "all_gather": (parts, one), "reduce_scatter": (one, parts), "all_to_all": (parts, [one, one.clone()]),
+                "gather": (one, None if rank else parts, 0), "scatter": (one, None if rank else parts, 0),
+            }[key]  # fmt: skip
+            with cpu_profile() if rank else contextlib.nullcontext():
+                work = getattr(safecomm, key)(*given, async_op=asynchronous)
+                if asynchronous:
+                    work.wait()
+            if key in ("all_gather", "all_to_all") or (key == "gather" and not rank):
+                assert [part.tolist() for part in parts] == [[1, 1], [2, 2]], key
+            else:
+                assert one.tolist() == ([rank + 1] * 2 if key == "gather" else [0, 0]), key
+
+
+def test_a_staged_work_orders_the_stream_of_its_launch_s1():
+    """c10d gives its staging back at the first wait, to the stream of the launch: waited for elsewhere, both wait."""
+    for current, rare in ((5, False), (7, True)):
+        work = StagedWork()
+        work.stream = 5
+        work.lane = mock.Mock(index=0, current=lambda _, current=current: current)
+        with mock.patch.object(Work, "wait", lambda self, timeout: self.rare):
+            assert work.wait() is rare
+        assert work.staged
+        assert Entry.staged is False
+
+
+BUDGET = {"all_gather": 36, "reduce_scatter": 36, "all_to_all": 33, "gather": 38, "scatter": 38}
+"""Calls, of Python or of C, that an ordinary synchronous call of each makes at most before and after its launch."""
+
+
+@on(1)
+def test_an_ordinary_list_call_makes_few_calls_s10():
+    begin()
+    for key in present():
+        call, given, made = (
+            getattr(lists if key in ("all_gather", "reduce_scatter") else gates, key),
+            arguments(key),
+            [],
+        )
+        call(*given)
+
+        def see(frame, event, argument, made=made):
+            if event == "c_call":
+                made.append(getattr(argument, "__name__", ""))
+            elif event == "call":
+                made.append(frame.f_code.co_name)
+
+        sys.setprofile(see)
+        try:
+            call(*given)
+        finally:
+            sys.setprofile(None)
+        assert len(made) - 1 <= BUDGET[key], (key, made)
