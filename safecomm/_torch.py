@@ -269,10 +269,12 @@ class Launch(NamedTuple):
     options: Any
 
 
-def _launch(method: str, tensors: int, options: str, newer: str = "", sizes: int = 0) -> Launch | None:
-    if HOOKS and hasattr(c10d.ProcessGroup, newer):
+def _launch(
+    method: str, tensors: int, options: str, newer: str = "", sizes: int = 0, *, by_group: bool = HOOKS
+) -> Launch | None:
+    if by_group and hasattr(c10d.ProcessGroup, newer):
         method = newer  # what c10d's own function calls
-    owner = "ProcessGroup" if HOOKS else "Backend"
+    owner = "ProcessGroup" if by_group else "Backend"
     # What pybind writes down of a method's arguments: so many of tensors or lists of them, of sizes, and the options.
     given = rf"(, \w+: \S*Tensor\]*){{{tensors}}}(, \w+: [^,]*\]){{{sizes}}}, opts: \S+\.{options} = "
     signature = re.compile(rf"\(self: \S+\.{owner}{given}")
@@ -307,6 +309,17 @@ reduce_scatter_list: Launch | None = _launch("reduce_scatter", 2, "ReduceScatter
 gather: Launch | None = _launch("gather", 2, "GatherOptions")
 scatter: Launch | None = _launch("scatter", 2, "ScatterOptions")
 """How collectives are launched directly; None where torch does not have what that takes."""
+
+COALESCED: dict[str, Launch | None] = {
+    "all_reduce": _launch("allreduce_coalesced", 1, "AllreduceCoalescedOptions", by_group=True),
+    "all_gather": _launch(
+        "allgather_into_tensor_coalesced", 2, "AllgatherOptions", "all_gather_single_coalesced", by_group=True
+    ),
+    "reduce_scatter": _launch(
+        "reduce_scatter_tensor_coalesced", 2, "ReduceScatterOptions", "reduce_scatter_single_coalesced", by_group=True
+    ),
+}
+"""How many calls are launched as one, by a group, always: backends do not have all of these."""
 
 
 def _perhaps() -> bool:

@@ -17,7 +17,7 @@ import time
 import types
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -215,6 +215,17 @@ def leave_empty(alias: torch.Tensor) -> None:
         if type(empty) is torch.Tensor and _torch.has_plain_keys(empty):  # and not a mode's
             _EMPTY[key] = empty
     alias.data = empty
+
+
+def leave_all_empty(aliases: Iterable[torch.Tensor]) -> None:
+    """Take their memory from ``aliases``, of which most are of one type and device."""
+    like: torch.Tensor | None = None
+    for alias in aliases:
+        if like is None or alias.dtype is not like.dtype or alias.get_device() != like.get_device():
+            leave_empty(alias)
+            like = alias
+        else:
+            alias.data = like
 
 
 W = TypeVar("W", bound=Entry)

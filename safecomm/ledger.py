@@ -42,7 +42,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from safecomm import _torch, backends
-from safecomm.entries import Entry, Lane, Pending, W, WorkLane, keys_of, leave_empty
+from safecomm.entries import Entry, Lane, Pending, W, WorkLane, keys_of, leave_all_empty
 from safecomm.errors import CaptureBoundaryError, PendingWorkError
 from safecomm.refcounts import COUNTED, QUEUED, getrefcount
 from safecomm.streams import HOST, CudaStreams, Streams, capture_of, home_of
@@ -245,8 +245,7 @@ class Ledger:
         """Let go of a work after whose end all streams that can reuse its memory are ordered."""
         if entry.aliases:
             entry.emptied = True
-            for alias in entry.aliases:
-                leave_empty(alias)
+            leave_all_empty(entry.aliases)
             entry.aliases = ()
         entry.storages = ()
         self.quarantine.pop(entry, None)

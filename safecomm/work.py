@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.distributed_c10d import Work as C10dWork
 
-from safecomm.entries import Launched
+from safecomm.entries import Launched, leave_all_empty
 from safecomm.errors import SafecommError
 
 if TYPE_CHECKING:
@@ -203,6 +203,20 @@ class StagedWork(Work):
         if lane.current(lane.index) != self.stream:
             self.rare = True  # the stream of the launch is to be ordered as well
         return super().wait(timeout)
+
+
+class RegionWork(Work):
+    """A :class:`Work` of a coalescing region, of which c10d has aliases, and keeps them for longer than it needs."""
+
+    __slots__ = ("aliases",)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        done = super().wait(timeout)
+        if self.aliases and not self.storages:
+            self.emptied = True
+            leave_all_empty(self.aliases)
+            self.aliases = ()
+        return done
 
 
 class OnceWork(Work):

@@ -9,17 +9,26 @@ c10d's flight recorder shows the name of the way that each rank went.
 from __future__ import annotations
 
 import functools
+import operator
 import sys
 import types
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed.distributed_c10d as c10d
 
 from safecomm import _torch, captures
 from safecomm.block import Block
-from safecomm.collectives.general import DIRECT, SUM, inside, stand_in
-from safecomm.collectives.holding import counter, hold_launched, hold_region, kind_for, launch, relaxed
+from safecomm.collectives.general import DIRECT, SUM, TOGETHER, inside, stand_in
+from safecomm.collectives.holding import (
+    counter,
+    hold_launched,
+    hold_region,
+    hold_together,
+    kind_for,
+    launch,
+    relaxed,
+)
 from safecomm.collectives.regions import REGIONS, Region
 from safecomm.collectives.table import COLLECTIVE_OF, fits
 from safecomm.collectives.takers import BUCKETS, at_once, default_group
@@ -134,6 +143,12 @@ class _Manager(Block):
                 cm.append(hold_launched("_coalescing_manager", inner, lane, group, tensors, async_ops, frame))
                 return
             calls = REGIONS[group] = taken
+        elif manager is None and not region.tensors and (together := _together(region, group, calls, async_ops)):
+            taken = REGIONS.pop(group)
+            if len(taken) == len(together.given):  # as above
+                cm.append(together.launch(group, async_ops, frame))
+                return
+            calls = REGIONS[group] = taken
         index = index_of(calls[0].tensor) if calls else None
         kept = index is None or index < 0 or kind_for(group, index).shelves
         for call in calls:
@@ -181,7 +196,8 @@ def _alone(
     given, other = call.tensor, call.dst_tensor
     tensors = [given] if other is None else [other, given]
     # That one has been found to be so when it was collected, where perhaps no gradient was recorded.
-    if call is not region.plain or (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)):
+    plain = len(region.plain) == 1 and call is region.plain[0]
+    if not plain or (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)):
         for tensor in tensors:
             if type(tensor) not in PLAIN or tensor.is_nested:
                 return None
@@ -198,6 +214,83 @@ def _alone(
     ):
         return None
     return function, lane, options, tensors
+
+
+class _Together(NamedTuple):
+    """What it takes to launch the calls of a region as one."""
+
+    function: Any
+    options: Any
+    lane: WorkLane
+    given: list[torch.Tensor]
+    others: list[torch.Tensor]
+    """The outputs, where the calls have an output and an input."""
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [*self.given, *self.others]
+
+    def launch(self, group: Any, async_ops: bool, frame: types.FrameType) -> Any:
+        """Launch them as c10d does at the end of a region, and return what the region's caller gets."""
+        function, options, lane, given, others = self
+        aliases: list[torch.Tensor] = []
+        if lane.index < 0 or lane.kind.shelves:
+            given, others = _aliases(given, aliases), _aliases(others, aliases)
+        to_launch = (others, given) if others else (given,)
+        if lane.queries:
+            inner = lane.launch(function, group, *to_launch, options)
+        else:
+            inner = function(group, *to_launch, options)
+        return hold_together(inner, lane, group, self.tensors, aliases, async_ops, frame)
+
+
+def _together(region: Region, group: Any, calls: list[Any], async_ops: bool) -> _Together | None:
+    """Return what it takes to launch all ``calls`` of a region past c10d's manager; None where they are c10d's."""
+    lane = LEDGER.direct.get(id(group))
+    if (
+        lane is None
+        or not _ORDINARY
+        or not calls
+        or len(calls) != len(region.plain)
+        or not all(map(operator.is_, calls, region.plain))  # each was found to be plain when it was collected
+    ):
+        return None
+    op, redop = calls[0].op, calls[0].redop
+    function, synchronous, asynchronous = TOGETHER.get(op.__name__, _NO_WAY)
+    options = (asynchronous if async_ops else synchronous).get(id(SUM if redop is None else redop))
+    if options is None:
+        return None
+    given, others = [], []
+    for call in calls:
+        tensor, other = call.tensor, call.dst_tensor
+        # Where a gradient is recorded torch does more; and calls of several kinds c10d refuses.
+        if call.op is not op or tensor.requires_grad or (other is not None and other.requires_grad):
+            return None
+        given.append(tensor)
+        if other is not None:
+            others.append(other)
+    if (
+        _torch.dispatch_modes()
+        or _torch.transform() is not None
+        or _torch.profiler._is_profiler_enabled
+        or captures.RECORDING
+        or (async_ops and _torch.inflight_as_graph_input())
+    ):
+        return None
+    return _Together(function, options, lane, given, others)
+
+
+def _aliases(tensors: list[torch.Tensor], aliases: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return what c10d is given in place of plain ``tensors``, and put it into ``aliases``; see ``Region.alias``."""
+    inference = torch.is_inference_mode_enabled()
+    found = []
+    for tensor in tensors:
+        if tensor.is_inference() is inference:
+            aliases.append(tensor.detach())
+            found.append(aliases[-1])
+        else:
+            found.append(tensor)
+    return found
 
 
 def _abandon(group: Any, device: Any) -> list[Any]:

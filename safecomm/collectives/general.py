@@ -78,10 +78,17 @@ def forwarded(row: Row, *, asks: bool = True) -> Any:
     profiler = _torch.profiler
     deprecated = getattr(original, "__deprecated__", None)
     point_to_point = not row.ordered
+    # A barrier has nothing to hold, and no engine takes it: unless somebody is to see it, it is c10d's at once.
+    hosts_alone = not row.tensors and not row.kind and not backends.SOME_QUERY
     after = [frozenset(names[count:]) for count in range(len(names) + 1)]
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if compiling() or (point_to_point and inside.batch):
+            return original(*args, **kwargs)
+        if hosts_alone and not (BUCKETS or recording or profiler._is_profiler_enabled):
+            count()
+            if busy:
+                LEDGER.sweep()
             return original(*args, **kwargs)
         group, tensors = _arguments(args, kwargs)
         asynchronous = async_place is not None and (
@@ -129,6 +136,8 @@ def forwarded(row: Row, *, asks: bool = True) -> Any:
             raise
         if recording:
             captures.note(name, group, with_memory(tensors), caller())
+        if not tensors:
+            return result
         if (
             result is None
             and not row.collected
@@ -268,6 +277,14 @@ DIRECT: dict[str, tuple[Callable[..., Any], dict[int, Any], dict[int, Any]]] = {
 What to call with the group, or its backend where groups have no hooks, the tensors and options; and the two tables of
 :func:`prepared`.
 """
+
+
+TOGETHER: dict[str, tuple[Any, dict[int, Any], dict[int, Any]]] = {
+    row.name: prepared(_torch.COALESCED[row.kind])
+    for row in ROWS.values()
+    if row.collected and row.launch is not None and _torch.COALESCED[row.kind] is not None
+}
+"""How several calls of a coalescing region are launched by its group, as :data:`DIRECT`."""
 
 
 def stand_in(wrapper: F, original: Any) -> F:

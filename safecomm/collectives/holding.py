@@ -18,11 +18,11 @@ from safecomm.backends import Kind
 from safecomm.collectives.regions import REGIONS, Region
 from safecomm.collectives.table import Row
 from safecomm.collectives.tensors import home_of_few, index_of, storages_of
-from safecomm.entries import WorkLane, leave_empty
+from safecomm.entries import WorkLane, leave_all_empty
 from safecomm.ledger import LEDGER
 from safecomm.sites import outside
 from safecomm.streams import HOST
-from safecomm.work import StagedWork, Work, handle, member
+from safecomm.work import RegionWork, StagedWork, Work, handle, member
 
 _NOTHING = contextlib.nullcontext()
 _current = LEDGER.streams.current
@@ -154,6 +154,29 @@ def hold_list(
     return lane.hold(work, row.name, inner, storages, home, frame)
 
 
+def hold_together(
+    inner: Any, lane: WorkLane, group: Any, tensors: list[torch.Tensor], aliases: list[torch.Tensor],
+    asynchronous: bool, frame: types.FrameType,
+) -> Work | None:  # fmt: skip
+    """Hold the plain ``tensors`` of a region, of which c10d has ``aliases``; return what the region's caller gets."""
+    op, index = "_coalescing_manager", lane.index
+    stream = _current(index) if index >= 0 else HOST
+    at_home = index < 0 or _all_at_home(stream, sorted([tensor.data_ptr() for tensor in tensors]))
+    if not asynchronous or inner is None:
+        if inner is not None:
+            lane.wait_for(inner)
+        leave_all_empty(aliases)
+        if not at_home:
+            LEDGER.trail(op, group, index, storages_of(tensors), frame)
+        return None
+    work = RegionWork()
+    work.aliases = ()
+    storages = tuple([tensor.untyped_storage() for tensor in tensors])
+    lane.hold(work, op, inner, storages, stream if at_home else None, frame)
+    work.aliases = tuple(aliases)
+    return work
+
+
 def finish(row: Row, result: Any, group: Any, tensors: list[Any], frame: types.FrameType) -> Any:
     """Hold what a call of ``row`` on ``group`` left running, and return what its caller gets for ``result``."""
     if type(result) is _torch.FakeWork:
@@ -251,6 +274,5 @@ def hold_region(cm: Any, group: Any, region: Region, frame: types.FrameType) -> 
         for call in region.works:
             call._region = work
         return
-    for alias in region.aliases:
-        leave_empty(alias)
+    leave_all_empty(region.aliases)
     _hold_used("_coalescing_manager", group, index, storages, frame)

@@ -22,7 +22,7 @@ class Region(list[Any]):
         self.tensors: list[Any] = []
         self.aliases: list[torch.Tensor] = []
         self.works: list[MemberWork] = []
-        self.plain: Any = None  # the last call that was collected here, of plain tensors on a direct lane
+        self.plain: list[Any] = []  # the calls that were collected here, of plain tensors on a direct lane
         self.staged = False
         self.ordered = True
 
@@ -43,8 +43,9 @@ class Region(list[Any]):
 
     def collect(self, function: Any, tensor: torch.Tensor, other: torch.Tensor | None, op: Any, async_op: bool) -> Any:
         """Do what c10d's ``function`` does here: note the call, which the end of the region launches and holds."""
-        self.plain = _CollOp(function, tensor, other, op, None)
-        self.append(self.plain)
+        call = _CollOp(function, tensor, other, op, None)
+        self.plain.append(call)
+        self.append(call)
         return _torch.IllegalWork() if async_op else None
 
 
