@@ -1,7 +1,7 @@
 """The shell command ``safecomm``: its arguments, its help, and its answers to mistakes, all of it without torch.
 
 It is beside the package and not in it, because whoever imports the package imports torch, which takes seconds of a
-processor. ``python -m safecomm`` is the same command. What the commands do is in ``safecomm/commands.py``.
+processor. ``python -m safecomm`` is the same command. What the commands do is in ``safecomm/tools/commands.py``.
 
 Exit statuses: 0 done, 1 it ran and something is wrong, 2 bad arguments, 130 interrupted.
 """
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "safecomm") -> i
         with warnings.catch_warnings():
             if options.command != "run":  # whose program may want to know
                 warnings.filterwarnings("ignore", "Failed to initialize NumPy")
-            from safecomm import commands
+            from safecomm.tools import commands
     except KeyboardInterrupt:
         status, text = INTERRUPTED, "interrupted"
     except ImportError as error:  # of a torch that is missing, or too old

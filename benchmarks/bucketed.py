@@ -15,7 +15,7 @@ import torch.distributed as stock
 from measured import begin, setting, write
 
 import safecomm
-from safecomm.tune import MANAGER, ONE_BY_ONE, SIZES, measure, ways_of, workload
+from safecomm.tools.tune import MANAGER, ONE_BY_ONE, SIZES, measure, ways_of, workload
 
 
 def main():

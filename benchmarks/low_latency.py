@@ -22,7 +22,7 @@ from measured import begin, setting, write
 
 import safecomm
 from safecomm.collectives.table import GATHER, REDUCE, SCATTER
-from safecomm.peers.tuning import NCCL, calls, prepare, slowest
+from safecomm.tools.tune_low_latency import NCCL, calls, prepare, slowest
 
 OURS, ONE_SHOT, TWO_SHOT = "safecomm", "torch one-shot", "torch two-shot"
 SIZES = {

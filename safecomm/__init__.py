@@ -18,8 +18,8 @@ memory is. ``help(safecomm.all_reduce)`` ends with what safecomm does beside tor
 
 # The direction of dependency, top to bottom; nothing imports upwards (``tests/test_structure.py`` keeps it):
 #
-#     __init__, __main__, commands   the face; the shell, whose arguments are in safecomm_shell.py, which needs no torch
-#     demo, tune, progress   the program that shows what it is for; the best size of a bucket; how far a command is
+#     __init__, __main__     the face; the shell, whose arguments are in safecomm_shell.py, which needs no torch
+#     tools                  what only the shell runs: its commands, the demo, the doctor and the tuning
 #     patching               patch(), unpatch(), and the runner
 #     diagnostics            where memory goes, and what keeps it; loaded when asked for
 #     functional             autograd-aware collectives out of the arena

@@ -345,13 +345,14 @@ def check_plan(path: Path, number: int) -> str:
 
 def check_tuned(path: Path, number: int) -> str:
     from safecomm import bucketed
-    from safecomm.peers import choice, tuning
+    from safecomm.peers import choice
+    from safecomm.tools import tune_low_latency
 
-    return " ".join(refused(path, one) for one in (bucketed, lambda p: choice.read(p, 2), tuning.kept))
+    return " ".join(refused(path, one) for one in (bucketed, lambda p: choice.read(p, 2), tune_low_latency.kept))
 
 
 def check_arguments(path: Path, number: int) -> str:
-    from safecomm import tune
+    from safecomm.tools import tune
 
     launch, tune.launch = tune.launch, lambda *_: 0
     try:
@@ -391,10 +392,6 @@ def check(kind: str, data: bytes, folder: Path, number: int = 1) -> str:
 
 def limit_memory() -> None:
     """Give this process ``MEMORY`` more than what its libraries have."""
-    import safecomm.__main__
-    import safecomm.diagnostics.page
-    import safecomm.peers.tuning
-    import safecomm.tune  # noqa: F401
 
     with contextlib.suppress(ImportError):
         import matplotlib.figure  # noqa: F401

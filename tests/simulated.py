@@ -1,4 +1,4 @@
-"""What c10d, graphs and arenas do to the memory of the simulated device, which is ``safecomm/demo/simulated.py``.
+"""What c10d, graphs and arenas do to the memory of the simulated device, which is ``safecomm/tools/demo/simulated.py``.
 
 The ledger under test is the real one; only its ``Streams`` and c10d's works are replaced.
 """
@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from safecomm import backends
-from safecomm.demo.simulated import INDEX as INDEX
-from safecomm.demo.simulated import Block, SimulatedDevice, Stream, Violation
 from safecomm.ledger import Ledger
 from safecomm.streams import HOST, home_of
+from safecomm.tools.demo.simulated import INDEX as INDEX
+from safecomm.tools.demo.simulated import Block, SimulatedDevice, Stream, Violation
 from safecomm.work import StagedWork, Work
 from safecomm.work import handle as new_handle
 

@@ -19,8 +19,8 @@ import torch
 
 import safecomm
 from safecomm.__main__ import main
-from safecomm.demo import launch, pictures, program, show, shown
-from safecomm.demo.simulated import SimulatedDevice, Violation
+from safecomm.tools.demo import launch, pictures, program, show, shown
+from safecomm.tools.demo.simulated import SimulatedDevice, Violation
 
 ROOT = Path(__file__).resolve().parent.parent
 FIGURES = json.loads((show.RECORDED / "figures.json").read_text())
@@ -289,7 +289,7 @@ def _speak(send, rank, words):
 def quick_ranks():
     """Start ranks as copies of one process that has imported torch, and not each on its own."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["safecomm.demo.launch"])
+    context.set_forkserver_preload(["safecomm.tools.demo.launch"])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(multiprocessing, "get_context", lambda _: context)
         yield
@@ -315,9 +315,9 @@ def test_ranks_that_do_not_end_well(words, limit, error, said):
 
 INTERRUPTED = """
 import sys
-from safecomm import commands
+from safecomm.tools import commands
 from safecomm.__main__ import main
-from safecomm.demo.launch import launch
+from safecomm.tools.demo.launch import launch
 from test_demo import _speak
 
 def hang(options):

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from safecomm.__main__ import main
-from safecomm.diagnostics import doctor
-from safecomm.diagnostics.doctor import Diagnosis, Machine, examine
+from safecomm.tools import doctor
+from safecomm.tools.doctor import Diagnosis, Machine, examine
 
 H200 = Machine(
     torch="2.11.0+cu130", python="3.12.3", cuda="13.0", nccl=(2, 28, 9), driver="580.1", gpus=("NVIDIA H200",) * 2,

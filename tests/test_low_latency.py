@@ -36,9 +36,10 @@ from safecomm import captures
 from safecomm.collectives import takers
 from safecomm.collectives.takers import ENGINES
 from safecomm.ledger import LEDGER
-from safecomm.peers import choice, low_latency, pieces, tuning
+from safecomm.peers import choice, low_latency, pieces
 from safecomm.peers.choice import LowLatencyLimits
 from safecomm.peers.staging import SLOT, Layout
+from safecomm.tools import tune_low_latency
 
 pytest.importorskip("triton", reason="the kernels are Triton's, which is not installed")
 
@@ -921,9 +922,9 @@ def test_limits_follow_from_the_times():
         "reduce_scatter": {"NCCL": nccl, "one_shot": times(9.2, 1, 1, 1)},
         "all_gather": {"NCCL": nccl, "one_shot": times(2, 9.1, 3, 4)},
     }
-    assert tuning.limits_of(us, sizes) == LowLatencyLimits(one_shot=1, two_shot=8, scatter=0, gather=8)
+    assert tune_low_latency.limits_of(us, sizes) == LowLatencyLimits(one_shot=1, two_shot=8, scatter=0, gather=8)
     del us["all_reduce"]["two_shot"]
-    assert tuning.limits_of(us, sizes) == LowLatencyLimits(one_shot=8, two_shot=0, scatter=0, gather=8)
+    assert tune_low_latency.limits_of(us, sizes) == LowLatencyLimits(one_shot=8, two_shot=0, scatter=0, gather=8)
 
 
 @on(2, interpreted=True)
@@ -932,7 +933,7 @@ def test_tuning_writes_limits_that_low_latency_reads(tmp_path):
     path = tmp_path / "tuned.json"
     try:
         with contextlib.redirect_stdout(io.StringIO()) as out:
-            tuning.tune(torch.device("cpu"), path, 2, lambda _: None, sizes=[2 * KIB])
+            tune_low_latency.tune(torch.device("cpu"), path, 2, lambda _: None, sizes=[2 * KIB])
     finally:
         del low_latency.STAGINGS["gloo"]
     stock.barrier()

@@ -14,7 +14,7 @@ from ranks import on, run_python
 import safecomm
 from safecomm.__main__ import main
 from safecomm.captures import CapturedGraph
-from safecomm.diagnostics import doctor
+from safecomm.tools import doctor
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -39,9 +39,9 @@ def not_counted(_, python):
     import safecomm
     from safecomm import record_stream, refcounts
     from safecomm.captures import CapturedGraph
-    from safecomm.diagnostics import doctor
     from safecomm.ledger import LEDGER
     from safecomm.streams import HOST
+    from safecomm.tools import doctor
 
     assert not refcounts.COUNTED
     assert len(lines) == 1, lines

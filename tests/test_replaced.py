@@ -7,8 +7,8 @@ from ranks import launch, run_program
 
 import safecomm
 from safecomm.__main__ import main
-from safecomm.diagnostics.doctor import diagnose
 from safecomm.diagnostics.replaced import replaced
+from safecomm.tools.doctor import diagnose
 
 KEPT = """
 import sys, types

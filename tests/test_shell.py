@@ -12,8 +12,8 @@ import pytest
 
 import safecomm
 import safecomm_shell
-from safecomm import commands
 from safecomm.__main__ import main
+from safecomm.tools import commands
 
 ROOT = Path(safecomm.__file__).resolve().parents[1]
 
@@ -124,7 +124,7 @@ def test_every_command_is_done_by_something():
 def test_tune_says_before_it_launches_what_would_fail_on_every_rank(capsys, monkeypatch):
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    monkeypatch.setattr("safecomm.tune.launch", lambda *_: pytest.fail("it was launched"))
+    monkeypatch.setattr("safecomm.tools.tune.launch", lambda *_: pytest.fail("it was launched"))
     assert main(["tune", "--low-latency"]) == 1
     assert capsys.readouterr().err == (
         "python -m safecomm tune: there is nothing to tune: low_latency() needs two GPUs, and here there are 1\n"

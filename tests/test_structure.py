@@ -3,6 +3,7 @@
 import ast
 import itertools
 import json
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -74,6 +75,25 @@ def test_nothing_imports_upwards(path):
     module = module_of(path)
     for other in imported(ast.parse(path.read_text())):
         assert layer_of(other) >= layer_of(module), f"{module or '__init__'} imports {other or 'safecomm itself'}"
+
+
+TOOLS = "safecomm.tools"
+
+
+def test_nothing_but_the_shell_imports_the_tools():
+    library = [path for path in FILES if not module_of(path).startswith("tools")]
+    assert len(library) < len(FILES)
+    for path in library:  # as text, and so what is imported by its name too
+        assert TOOLS not in path.read_text().replace("import tools", TOOLS), path
+    shell = imported(ast.parse((ROOT.parent / "safecomm_shell.py").read_text()))
+    assert set(shell) == {"tools"}
+
+
+def test_the_library_loads_no_tool():
+    script = "import sys, safecomm\nfor name in safecomm._LAZY: getattr(safecomm, name)\nprint(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
+    assert "safecomm.diagnostics.leaks" in loaded
+    assert [name for name in loaded if name.startswith(TOOLS)] == []
 
 
 def test_every_file_is_in_the_list():

@@ -13,7 +13,7 @@ from ranks import on
 
 import safecomm
 from safecomm.__main__ import main
-from safecomm.tune import best, launch
+from safecomm.tools.tune import best, launch
 
 
 def test_the_smallest_size_that_is_about_as_fast_is_the_best():

@@ -10,7 +10,7 @@ from watching import Log
 import safecomm
 from safecomm import _torch
 from safecomm.diagnostics import leaks
-from safecomm.diagnostics.doctor import examine, look
+from safecomm.tools.doctor import examine, look
 
 SAID = "3 functional collectives that nobody has waited for"
 

@@ -10,7 +10,7 @@ import torch
 from ranks import run_program
 
 from safecomm import versions
-from safecomm.diagnostics import doctor
+from safecomm.tools import doctor
 
 ROOT = Path(__file__).resolve().parents[1]
 

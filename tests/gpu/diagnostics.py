@@ -11,10 +11,10 @@ from harness import MIB, case, rank, require, settle, slow
 
 import safecomm
 from safecomm import leaks
-from safecomm.diagnostics.doctor import diagnose
 from safecomm.diagnostics.record import read_recording
 from safecomm.diagnostics.report import make_reports, waiting
 from safecomm.diagnostics.snapshot import read_snapshot
+from safecomm.tools.doctor import diagnose
 
 
 def layers(library, x, count, side):

@@ -13,9 +13,10 @@ from typing import Any, TextIO
 
 import torch
 
-import safecomm
+from safecomm._version import __version__
 from safecomm.diagnostics.checked import printable
-from safecomm.progress import Progress
+from safecomm.errors import SafecommError
+from safecomm.tools.progress import Progress
 from safecomm_shell import DONE, INTERRUPTED, USAGE, WRONG, speaks
 
 
@@ -54,8 +55,8 @@ def _write_page(path: Path, reports: Sequence[Any]) -> None:
 
 
 def _demo(options: argparse.Namespace) -> int:
-    from safecomm.demo import pictures
-    from safecomm.demo.show import demo
+    from safecomm.tools.demo import pictures
+    from safecomm.tools.demo.show import demo
 
     page: Path = options.html or Path("safecomm-demo.html")
     for name, path in (("html", page), ("json", options.json)):
@@ -71,7 +72,7 @@ def _demo(options: argparse.Namespace) -> int:
     _print(found.text(shutil.get_terminal_size().columns, letters, colour=_coloured()))
     _print(f"\n{page.absolute()}")
     if not found.ok:
-        raise safecomm.SafecommError("not all came out as it must")
+        raise SafecommError("not all came out as it must")
     return DONE
 
 
@@ -123,8 +124,7 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _tune(options: argparse.Namespace) -> Callable[[], int] | int:
-    from safecomm import tune
-    from safecomm.peers.tuning import kept
+    from safecomm.tools import tune, tune_low_latency
 
     sizes = options.mib or tune.SIZES
     if not all(0 < size <= tune.LARGEST for size in sizes):
@@ -137,13 +137,13 @@ def _tune(options: argparse.Namespace) -> Callable[[], int] | int:
         if path is not None and len(os.fsencode(path.name)) > 255:  # of the common file systems
             raise ValueError(f"{path.name[:40]}... is too long a name for a file")
     if options.low_latency:
-        kept(options.out)  # not after all has been measured
+        tune_low_latency.kept(options.out)  # not after all has been measured
     if not os.environ.get("LOCAL_RANK", "0").isascii() or not os.environ.get("LOCAL_RANK", "0").isdigit():
         raise ValueError(f"LOCAL_RANK={os.environ['LOCAL_RANK']!r}: expected a number, as torchrun sets it")
 
     if "LOCAL_RANK" not in os.environ:
         if options.low_latency and torch.cuda.device_count() < 2:
-            raise safecomm.SafecommError(
+            raise SafecommError(
                 "there is nothing to tune: low_latency() needs two GPUs, and here there are "
                 f"{torch.cuda.device_count()}"
             )
@@ -158,7 +158,8 @@ def _tune(options: argparse.Namespace) -> Callable[[], int] | int:
         try:
             with Progress() as progress:
                 if options.low_latency:
-                    tune.tune_low_latency(options.out, options.rounds, progress)
+                    with tune.group() as device:
+                        tune_low_latency.tune(device, options.out, options.rounds, progress)
                 else:
                     tune.tune(sizes, options.out, options.png, options.rounds, progress)
         except KeyboardInterrupt:  # whoever has started the ranks says so
@@ -175,13 +176,13 @@ def _tune(options: argparse.Namespace) -> Callable[[], int] | int:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from safecomm.diagnostics.doctor import diagnose
+    from safecomm.tools.doctor import diagnose
 
     found = diagnose()
     if options.json:
         print(json.dumps(found.to_json(), indent=1))
     else:
-        print(f"safecomm {safecomm.__version__}")
+        print(f"safecomm {__version__}")
         print(found.text(colour=_coloured()))
     return DONE if found.ok else WRONG
 
@@ -207,7 +208,7 @@ def execute(options: argparse.Namespace, prog: str) -> int:
         return DONE
     except ValueError as error:
         status, text = USAGE, str(error)
-    except (safecomm.SafecommError, OSError) as error:
+    except (SafecommError, OSError) as error:
         status, text = WRONG, str(error)
     except KeyboardInterrupt:
         status, text = INTERRUPTED, "interrupted"

@@ -15,11 +15,11 @@ import torch
 import torch.distributed
 
 from safecomm._version import __version__
-from safecomm.demo import pictures, program, shown
-from safecomm.demo.pictures import Letters, Picture
 from safecomm.diagnostics import report
+from safecomm.tools.demo import pictures, program, shown
+from safecomm.tools.demo.pictures import Letters, Picture
 
-RECORDED = Path(__file__).parents[1] / "recorded"
+RECORDED = Path(__file__).parents[2] / "recorded"
 """What ``benchmarks/record_snapshots.py`` recorded on GPUs."""
 
 _TITLES = {"stock": "record_stream", "safecomm": "safecomm.avoid_record_streams()"}

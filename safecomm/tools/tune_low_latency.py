@@ -162,7 +162,10 @@ def measure(
 def tune(
     device: torch.device, out: Path, rounds: int, say: Callable[[str], None], sizes: Iterable[int] = SIZES
 ) -> None:
-    """Measure on the ranks of the default group, and write and say what was found, on rank 0."""
+    """Measure on the ranks of the default group, and write and say what was found, on rank 0.
+
+    Raises RuntimeError where low_latency() can't be switched on.
+    """
     sizes = list(sizes)
     first, world = stock.get_rank() == 0, stock.get_world_size()
     us = measure(device, sizes, rounds, say if first else lambda _: None)

@@ -25,9 +25,9 @@ from safecomm import _torch
 from safecomm._version import __version__
 from safecomm.collectives.gates import all_reduce
 from safecomm.collectives.groups import destroy_process_group
-from safecomm.demo.launch import Refused, launch
 from safecomm.ledger import drain
 from safecomm.record_stream import avoid_record_streams
+from safecomm.tools.demo.launch import Refused, launch
 
 DTYPES: dict[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,

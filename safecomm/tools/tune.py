@@ -1,6 +1,6 @@
 """python -m safecomm tune: which size of a bucket is the best for bucketed(), on the machines at hand.
 
-``--low-latency`` is in ``peers/tuning.py``.
+``--low-latency`` is in ``tune_low_latency.py``.
 
 The program is 200 all_reduces of 4 KiB to 256 KiB. Its time is that from the first call until the device has got
 through, on the slowest rank; the ways of running it take turns, and the figure of each is its median.
@@ -27,7 +27,6 @@ from safecomm.arena.use import use_arena
 from safecomm.collectives.bucketed import bucketed
 from safecomm.collectives.gates import all_reduce
 from safecomm.diagnostics.table import laid_out
-from safecomm.peers import tuning
 
 SIZES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
 """MiB of a bucket that are tried."""
@@ -121,7 +120,7 @@ def best(times: dict[float, float]) -> float:
 
 
 @contextlib.contextmanager
-def _group() -> Iterator[torch.device]:
+def group() -> Iterator[torch.device]:
     """Join the ranks that torchrun has started; yields this rank's device."""
     cuda = torch.cuda.is_available()
     local = int(os.environ["LOCAL_RANK"])
@@ -137,7 +136,7 @@ def _group() -> Iterator[torch.device]:
 
 def tune(sizes: Sequence[float], out: Path, png: Path | None, rounds: int, say: Callable[[str], None]) -> None:
     """Measure on the ranks that torchrun has started, and write and say what was found, on rank 0."""
-    with _group() as device:
+    with group() as device:
         first = stock.get_rank() == 0
         tensors = workload(device)
         nbytes = sum(tensor.nbytes for tensor in tensors)
@@ -145,15 +144,6 @@ def tune(sizes: Sequence[float], out: Path, png: Path | None, rounds: int, say: 
             times = measure(tensors, ways_of(tensors, sizes), rounds, say if first else lambda _: None)
         if first:
             _tell({name: statistics.median(values) for name, values in times.items()}, sizes, device, out, png)
-
-
-def tune_low_latency(out: Path, rounds: int, say: Callable[[str], None]) -> None:
-    """Measure the kernels of low_latency() on the ranks that torchrun has started; write and say what was found.
-
-    Raises RuntimeError where low_latency() can't be switched on.
-    """
-    with _group() as device:
-        tuning.tune(device, out, rounds, say)
 
 
 def _milliseconds(us: float) -> str:

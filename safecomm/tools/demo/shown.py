@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 
 from safecomm import backends
-from safecomm.demo.simulated import INDEX, Block, SimulatedDevice
 from safecomm.diagnostics import leaks
 from safecomm.errors import CaptureBoundaryError
 from safecomm.ledger import Ledger
+from safecomm.tools.demo.simulated import INDEX, Block, SimulatedDevice
 from safecomm.work import handle
 
 _MAIN, _SIDE = 0, 1
