@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import multiprocessing
@@ -330,8 +331,9 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
-def test_interrupted_in_the_middle(tmp_path):
+@pytest.fixture
+def hanging(tmp_path):
+    """A demo whose two ranks do nothing any more."""
     (tmp_path / "interrupted.py").write_text(INTERRUPTED)
     running = subprocess.Popen(
         command(str(tmp_path / "interrupted.py")), env=environment(PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}"),
@@ -341,10 +343,23 @@ def test_interrupted_in_the_middle(tmp_path):
     )  # fmt: skip
     assert running.stdout is not None
     assert {running.stdout.readline() for _ in range(2)} == {"0\n", "1\n"}
-    os.killpg(running.pid, signal.SIGINT)  # as Ctrl-C in a terminal does
-    err = running.communicate(timeout=30)[1]
-    assert running.returncode == 130
+    yield running
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(running.pid, signal.SIGKILL)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
+def test_interrupted_in_the_middle(hanging):
+    os.killpg(hanging.pid, signal.SIGINT)  # as Ctrl-C in a terminal does
+    err = hanging.communicate(timeout=30)[1]
+    assert hanging.returncode == 130
     assert err.splitlines() == ["python -m safecomm demo: interrupted"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
+def test_ranks_end_with_the_process_that_started_them_though_it_is_killed(hanging):
+    hanging.kill()
+    hanging.communicate(timeout=30)  # until nobody has the pipes any more, and the ranks have them
 
 
 def test_tensor_parallel_example(runs):

@@ -201,7 +201,8 @@ def _plot(us: dict[str, float], sizes: Sequence[float], png: Path) -> None:
 def launch(world: int | None, arguments: Sequence[str]) -> int:
     """Start ``tune`` on ``world`` ranks of this machine, and return the exit status of the first that failed, or 0.
 
-    A rank says itself what is wrong: what torchrun would add, a traceback of its own, is left out.
+    Torch's elastic launcher starts them, so that they are what torchrun starts on several machines. A rank says itself
+    what is wrong: what torchrun would add, a traceback of its own, is left out.
     """
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException

@@ -1,4 +1,9 @@
-"""Processes of this machine, a rank each, that send what they find to the process that started them."""
+"""Processes of this machine, a rank each, that send what they find to the process that started them.
+
+Not torch's elastic launcher, which starts the ranks of ``tune``. That one hands over what ranks return, and only when
+all have ended; it waits for a silent rank for ever; it leaves to its log what a rank could not do; and if it is killed,
+the ranks that it has started run on, and keep their GPUs. The demo tells each way as it is measured, and must end.
+"""
 
 from __future__ import annotations
 
