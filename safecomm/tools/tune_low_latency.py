@@ -21,6 +21,7 @@ import torch.distributed as stock
 
 from safecomm.collectives import gates
 from safecomm.collectives.table import GATHER, REDUCE, ROWS, SCATTER
+from safecomm.diagnostics.table import laid_out
 from safecomm.peers.choice import ONE_SHOT, TWO_SHOT, KiB, LowLatencyLimits, MiB
 from safecomm.peers.low_latency import low_latency
 
@@ -174,9 +175,9 @@ def tune(
     found = limits_of(us, sizes)
     print("us of one call in a graph, bf16, on the slowest rank, median\n")
     for collective, engines in us.items():
-        print(f"{collective:16}" + "".join(f"{engine:>12}" for engine in engines))
-        for size in sizes:
-            print(f"{_readable(size):>16}" + "".join(f"{engines[engine][size]:12.1f}" for engine in engines))
+        rows = [(_readable(size), *(f"{took[size]:.1f}" for took in engines.values())) for size in sizes]
+        print(*laid_out((collective, *engines), rows), sep="\n")
+        print()
     written = kept(out)
     written.setdefault("low_latency", {})[str(world)] = asdict(found)
     written["low_latency_measured"] = {
@@ -187,7 +188,7 @@ def tune(
         "date": datetime.date.today().isoformat(),
     }
     out.write_text(json.dumps(written, indent=1) + "\n")
-    print(f"\n{found}\nwritten to {out}: low_latency(limits={str(out)!r}) uses it, on all ranks")
+    print(f"{found}\nwritten to {out}: low_latency(limits={str(out)!r}) uses it, on all ranks")
 
 
 def kept(out: Path) -> dict[str, Any]:

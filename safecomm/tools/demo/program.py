@@ -25,6 +25,7 @@ from safecomm import _torch
 from safecomm._version import __version__
 from safecomm.collectives.gates import all_reduce
 from safecomm.collectives.groups import destroy_process_group
+from safecomm.diagnostics.table import laid_out
 from safecomm.ledger import drain
 from safecomm.record_stream import avoid_record_streams
 from safecomm.tools.demo.launch import Refused, launch
@@ -153,29 +154,17 @@ class Report:
 
     def table(self) -> str:
         """Return the rows as text, with what the columns mean."""
-        head = ["way", "library", "peak", "freed but unusable", "held at the end", "after drain()", "ms", "numbers"]
-        lines = [head] + [
-            [
+        columns = ("way", "library", "peak", "freed but unusable", "held at the end", "after drain()", "ms", "numbers")
+        rows = [
+            (
                 row.way,
                 row.library,
-                _mib(row.peak),
-                _mib(row.unusable),
-                _mib(row.held),
-                _mib(row.held_after_drain),
+                *map(_mib, (row.peak, row.unusable, row.held, row.held_after_drain)),
                 f"{row.milliseconds:.2f}",
                 row.numbers,
-            ]
+            )
             for row in self.rows
         ]
-        widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
-        lines.insert(1, ["-" * width for width in widths])
-        text = "\n".join(
-            "  ".join(
-                cell.ljust(width) if column in (0, 1, 7) else cell.rjust(width)
-                for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-            ).rstrip()
-            for line in lines
-        )
         notes = [
             f"Memory in MiB above the base (weights and input), on the rank with the most; one layer's result is "
             f"{_mib(self.settings.buffer_bytes)} MiB.",
@@ -186,7 +175,7 @@ class Report:
             f"ms: time of one iteration, median of {self.settings.passes} passes.",
             "numbers: the final tensor against a synchronous all_reduce with torch.distributed.",
         ]
-        return "\n".join([text, "", *notes])
+        return "\n".join([*laid_out(columns, rows), "", *notes])
 
 
 def _mib(count: int | None) -> str:
