@@ -13,8 +13,9 @@ import re
 import sys
 import tempfile
 
+from safecomm.diagnostics.files import make_reports
 from safecomm.diagnostics.plot import plot
-from safecomm.diagnostics.report import MIB, make_reports
+from safecomm.diagnostics.units import MIB
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RECORDED = ROOT / "safecomm" / "recorded"

@@ -18,9 +18,11 @@ from snapshots import MIB, Allocator, forum, stack, write
 
 import safecomm
 from safecomm.__main__ import main
+from safecomm.diagnostics.comparison import compared, difference, headline
+from safecomm.diagnostics.files import make_reports
 from safecomm.diagnostics.page import make_page
-from safecomm.diagnostics.report import compared, difference, headline, make_reports, waiting
 from safecomm.diagnostics.snapshot import read_snapshot
+from safecomm.diagnostics.snapshot_report import waiting
 
 LAYER = "/home/me/train.py:21 in layer"
 GONE = "/home/me/train.py:23 in layer"

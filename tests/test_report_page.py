@@ -14,9 +14,10 @@ from snapshots import MIB, Allocator, stack, write
 from test_report import GONE, LAYER, recording
 
 from safecomm.__main__ import main
-from safecomm.diagnostics import colours, report
+from safecomm.diagnostics import colours, snapshot_report
+from safecomm.diagnostics.files import make_reports
 from safecomm.diagnostics.page import make_page
-from safecomm.diagnostics.report import Report, make_reports
+from safecomm.diagnostics.report import Report
 from safecomm.diagnostics.snapshot import without_collection
 
 
@@ -83,7 +84,7 @@ def traced(request):
         snapshot = snapshots.many(Path("many.pickle"), request.param)
         (trace,) = snapshot.traces
         active = [one + two for one, two in zip(trace.allocated, trace.unusable, strict=True)]
-        timeline = report._timeline(snapshot, trace, active, "", {snapshot.stacks.sites[1]: 1}, "")
+        timeline = snapshot_report._timeline(snapshot, trace, active, "", {snapshot.stacks.sites[1]: 1}, "")
         return trace, make_page([Report("", [], [], [], [timeline])])
 
 

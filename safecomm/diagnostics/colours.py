@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from safecomm.diagnostics.report import OTHERS, Timeline
 from safecomm.diagnostics.snapshot import UNKNOWN
+from safecomm.diagnostics.timeline import OTHERS, Timeline
 
 LINES = ("#0072b2", "#009e73", "#56b4e9", "#cc79a7", "#f0e442", "#e69f00")
 """Of the lines of the program that have the most, or of the call sites."""

@@ -18,10 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from safecomm.diagnostics import colours
-from safecomm.diagnostics.record import mib
-from safecomm.diagnostics.report import OTHERS, Report, Series, Timeline, difference, headline
+from safecomm.diagnostics.comparison import difference, headline
+from safecomm.diagnostics.report import Report
 from safecomm.diagnostics.snapshot import UNKNOWN
 from safecomm.diagnostics.table import Table
+from safecomm.diagnostics.timeline import OTHERS, Series, Timeline
+from safecomm.diagnostics.units import mib
 
 _SCRIPT = Path(__file__).with_name("page.js")
 _STYLE = Path(__file__).with_name("page.css")

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from safecomm.diagnostics import colours
-from safecomm.diagnostics.report import MIB, Drawn, Report, Series, Timeline
+from safecomm.diagnostics.report import Report
 from safecomm.diagnostics.snapshot import UNKNOWN
+from safecomm.diagnostics.timeline import Drawn, Series, Timeline
+from safecomm.diagnostics.units import MIB
 
 DRAWN = 2000
 """Blocks that are drawn one by one; the others are the grey on top of them."""

@@ -29,6 +29,7 @@ import torch.distributed
 from safecomm import _torch
 from safecomm.arena.arena import OPEN, taken
 from safecomm.diagnostics import checked
+from safecomm.diagnostics.units import mib
 from safecomm.entries import Entry, Pending
 from safecomm.errors import SafecommError
 from safecomm.ledger import LEDGER
@@ -484,13 +485,6 @@ class MemoryReport:
 def unwaited_for(count: int) -> str:
     """Return a sentence about ``count`` functional collectives that nobody has waited for."""
     return f"{count} functional collectives that nobody has waited for: torch keeps their tensors until somebody does"
-
-
-def mib(nbytes: float) -> str:
-    """Return ``nbytes`` as people read it."""
-    if abs(nbytes) < 1 << 20:
-        return f"{nbytes / 1024:.1f} KiB" if abs(nbytes) >= 1024 else f"{nbytes:.0f} B"
-    return f"{nbytes / (1 << 20):.1f} MiB"
 
 
 def memory_report() -> MemoryReport:

@@ -107,8 +107,9 @@ def _run(options: argparse.Namespace) -> Callable[[], int]:
 
 
 def _report(options: argparse.Namespace) -> int:
+    from safecomm.diagnostics.comparison import compared
+    from safecomm.diagnostics.files import make_reports
     from safecomm.diagnostics.plot import plot
-    from safecomm.diagnostics.report import compared, make_reports
 
     with Progress() as progress:
         reports = make_reports(options.files, progress)

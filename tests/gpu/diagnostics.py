@@ -11,9 +11,10 @@ from harness import MIB, case, rank, require, settle, slow
 
 import safecomm
 from safecomm import leaks
+from safecomm.diagnostics.files import make_reports
 from safecomm.diagnostics.record import read_recording
-from safecomm.diagnostics.report import make_reports, waiting
 from safecomm.diagnostics.snapshot import read_snapshot
+from safecomm.diagnostics.snapshot_report import waiting
 from safecomm.tools.doctor import diagnose
 
 

@@ -15,7 +15,8 @@ import torch
 import torch.distributed
 
 from safecomm._version import __version__
-from safecomm.diagnostics import report
+from safecomm.diagnostics.files import make_reports
+from safecomm.diagnostics.report import Report
 from safecomm.tools.demo import pictures, program, shown
 from safecomm.tools.demo.pictures import Letters, Picture
 
@@ -32,7 +33,7 @@ class Outcome:
 
     heading: str
     pictures: list[Picture]
-    reports: list[report.Report]
+    reports: list[Report]
     """For the page."""
     measured: program.Report | None = None
     recorded: dict[str, Any] = field(default_factory=dict)
@@ -140,9 +141,9 @@ def _what(settings: program.Settings) -> str:
     )
 
 
-def _pair(folder: Path, where: str) -> tuple[list[Picture], list[report.Report]]:
+def _pair(folder: Path, where: str) -> tuple[list[Picture], list[Report]]:
     paths = {name: folder / f"{name}.pickle" for name in _TITLES}
-    reports = report.make_reports(list(paths.values()))
+    reports = make_reports(list(paths.values()))
     for one, title in zip(reports, _TITLES.values(), strict=True):
         one.title = title + where
         for timeline in one.timelines:
