@@ -298,7 +298,7 @@ def test_memory_report_shows_what_is_held_now():
     report = safecomm.memory_report()
     assert [one.op for one in report.held] == ["irecv"]
     assert report.unusable == report.active - report.allocated == 0
-    assert str(report).splitlines()[0] == "held by collectives     3.9 KiB"
+    assert "held by collectives  3.9 KiB" in str(report).splitlines()
     assert "irecv of 4000 bytes on cpu, in flight" in str(report)
     signal_to_peers(f"reported {peer}")
     wait_for_signal(f"reported {1 - peer}")

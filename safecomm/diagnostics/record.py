@@ -29,6 +29,7 @@ import torch.distributed
 from safecomm import _torch
 from safecomm.arena.arena import OPEN, taken
 from safecomm.diagnostics import checked
+from safecomm.diagnostics.table import laid_out
 from safecomm.diagnostics.units import mib
 from safecomm.entries import Entry, Pending
 from safecomm.errors import SafecommError
@@ -470,12 +471,13 @@ class MemoryReport:
         return self.active - self.allocated
 
     def __str__(self) -> str:
-        lines = [f"{'held by collectives':24}{mib(sum(one.nbytes for one in self.held))}"]
-        for name in ("unusable", "active", "reserved"):
-            shown = "freed but unusable" if name == "unusable" else f"allocator, {name}"
-            lines.append(f"{shown:24}{mib(getattr(self, name))}")
-        if self.arena is not None:
-            lines.append(f"{'arena in use':24}{mib(self.arena)}")
+        figures = {
+            "held by collectives": sum(one.nbytes for one in self.held),
+            "freed but unusable": self.unusable,
+            "allocator, active": self.active,
+            "allocator, reserved": self.reserved,
+        } | ({} if self.arena is None else {"arena in use": self.arena})
+        lines = laid_out(("memory", "now"), [(name, mib(nbytes)) for name, nbytes in figures.items()])
         if self.unwaited:
             lines.append(unwaited_for(self.unwaited))
         lines += [f"  {one}" for one in self.held]
