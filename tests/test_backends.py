@@ -60,7 +60,7 @@ def test_what_debugging_wraps_around_a_backend_is_looked_into():
     wrapped = c10d._ProcessGroupWrapper(gloo, gloo)
     assert backends.kind_of(wrapped) is backends.GLOO
     assert backends.kind_of(c10d._ProcessGroupWrapper(wrapped, gloo)) is backends.GLOO
-    with mock.patch.object(_torch, "_Wrapper", type("Nothing", (), {})):
+    with mock.patch.object(_torch.backends, "_Wrapper", type("Nothing", (), {})):
         assert backends.kind_of(wrapped) is backends.OTHER
 
 

@@ -6,14 +6,12 @@ A failure of the first kind means that torch has moved: the message says what ta
 import contextlib
 import functools
 import importlib
-import importlib.util
 import inspect
 import logging
 import os
 import sys
 import types
 from datetime import timedelta
-from pathlib import Path
 from unittest import mock
 
 import calls
@@ -295,10 +293,18 @@ def test_without_all_names_of_a_subject_every_collective_is_torchs_on_two_ranks_
 
 def a_fresh_copy():
     """Return ``safecomm._torch``, run again, as on a torch without the names that the test took away."""
-    spec = importlib.util.spec_from_file_location("a_copy_of_torch_names", Path(_torch.__file__))
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+
+    def ours():
+        return [name for name in sys.modules if name == _torch.__name__ or name.startswith(f"{_torch.__name__}.")]
+
+    before = {name: sys.modules.pop(name) for name in ours()}
+    try:
+        return importlib.import_module(_torch.__name__)
+    finally:
+        for name in ours():
+            del sys.modules[name]
+        sys.modules.update(before)
+        safecomm._torch = _torch
 
 
 def test_without_the_use_count_nobody_is_known_to_be_the_only_holder(monkeypatch):
@@ -462,7 +468,7 @@ def test_what_is_known_of_groups_and_what_without_the_names():
     assert isinstance(_torch.group_timeout(group, "cpu"), timedelta)
 
     copy = a_fresh_copy()
-    copy.world = object()
+    copy.registry.world = object()
     assert copy.group_name(group) == ""
     assert copy.group_timeout(object(), "cpu") is None
 
@@ -486,8 +492,9 @@ def test_a_send_of_a_backend_that_is_not_known_is_never_asked_whether_it_is_over
 
 @on(2)
 def test_a_group_of_a_backend_that_is_not_known_is_held_for_all_the_same():
-    before = _torch.world
-    _torch.world = types.SimpleNamespace(default_pg=before.default_pg, pg_coalesce_state=before.pg_coalesce_state)
+    before = _torch.registry.world
+    world = types.SimpleNamespace(default_pg=before.default_pg, pg_coalesce_state=before.pg_coalesce_state)
+    _torch.registry.world = world
     try:
         tensor = torch.ones(4)
         with mock.patch.object(_torch, "backend_of", return_value=None):
@@ -498,5 +505,5 @@ def test_a_group_of_a_backend_that_is_not_known_is_held_for_all_the_same():
         assert work.wait()
         assert safecomm.pending() == []
     finally:
-        _torch.world = before
+        _torch.registry.world = before
     assert tensor.tolist() == [2.0] * 4

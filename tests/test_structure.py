@@ -33,9 +33,9 @@ WRAPPED_NAMES = {
 ALIASES = {"torch", "c10d", "_c10d", "C10dWork"}
 
 
-def layers():
-    """Return the layers that the head of the package lists, top to bottom, each a set of module names."""
-    lines = (ROOT / "__init__.py").read_text().splitlines()
+def layers(package=ROOT):
+    """Return the layers that the head of ``package`` lists, top to bottom, each a set of module names."""
+    lines = (package / "__init__.py").read_text().splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("# The direction of dependency"))
     comment = itertools.takewhile(lambda line: line.startswith("#"), lines[start:])
     indented = [line.removeprefix("#") for line in comment if line.startswith("#     ")]
@@ -101,6 +101,58 @@ def test_every_file_is_in_the_list():
         layer_of(module_of(path))
 
 
+PRIVATE = ROOT / "_torch"
+PRIVATE_FILES = sorted(path for path in PRIVATE.glob("*.py") if path.stem != "__init__")
+
+
+def test_the_files_of_private_names_import_only_what_is_below_them():
+    below = [names for (names,) in layers(PRIVATE)]
+    assert sorted(below) == [path.stem for path in PRIVATE_FILES]
+    for path in PRIVATE_FILES:
+        for other in imported(ast.parse(path.read_text())):
+            package, _, name = other.partition(".")
+            assert package == "_torch", f"{path.name} imports {other}"
+            assert name in below[below.index(path.stem) + 1 :], f"{path.name} imports {other}"
+
+
+def given_out():
+    """Return what the list of ``safecomm._torch`` gives out, and the file of each name."""
+    listed = [
+        (alias.asname, alias.name, node.module)
+        for node in ast.parse((PRIVATE / "__init__.py").read_text()).body
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("safecomm._torch.")
+        for alias in node.names
+        if not private(alias.asname)
+    ]
+    assert all(given == name for given, name, _ in listed)
+    return {name: module for name, _, module in listed}
+
+
+def used_of_private_names(tree):
+    """Yield what a file uses of ``safecomm._torch``, as ``_torch.x`` or by an import."""
+    for chain in chains(tree):
+        if chain[0] == "_torch":
+            yield chain[1]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module == "safecomm._torch":
+            yield from (alias.name for alias in node.names)
+
+
+def test_what_others_use_of_the_private_names_is_listed_and_no_more():
+    trees = [ast.parse(path.read_text()) for path in FILES if PRIVATE not in path.parents]
+    used = {name for tree in trees for name in used_of_private_names(tree)}
+    of_tests = {"LACKING", "NAMES", "REQUIRED"}
+    assert used | of_tests == set(given_out())
+    for tree in trees:
+        assert not [other for other in imported(tree) if other.startswith("_torch.")], "it reaches past the list"
+
+
+def test_no_name_that_is_given_out_hides_a_file():
+    assert not set(given_out()) & {path.stem for path in PRIVATE_FILES}
+    for name, module in given_out().items():
+        assert getattr(safecomm._torch, name) is getattr(sys.modules[module], name), name
+
+
 def chains(tree):
     """Yield each chain of attributes as a list of names: ``torch._C._x`` as ["torch", "_C", "_x"]."""
     for node in ast.walk(tree):
@@ -117,7 +169,7 @@ def private(name):
     return name.startswith("_") and not name.startswith("__")
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if path.name != "_torch.py"], ids=module_of)
+@pytest.mark.parametrize("path", [path for path in FILES if PRIVATE not in path.parents], ids=module_of)
 def test_private_names_of_torch_are_only_in_their_place(path):
     tree = ast.parse(path.read_text())
     touched = [

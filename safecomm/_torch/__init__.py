@@ -1,0 +1,126 @@
+"""Every private name of torch and of the CUDA driver that safecomm leans on, each with what stands in when it is gone.
+
+Nothing else in the package touches a private name. :func:`safecomm._torch.names.look_up` looks each of them up, and
+tries whether the name still is what safecomm takes it for. Where it is not, a slower way stands in, :data:`LACKING`
+says so, and the doctor repeats it. Nothing private can break the import, but for the few names of :data:`REQUIRED`,
+without which nobody can hold the memory of a call of c10d. ``tests/test_private_names.py`` takes away each in turn.
+
+The rest of safecomm uses ``_torch.x``. The imports below are the list of what there is, and nobody reaches past the
+list. A test that replaces ``_torch.x`` replaces it for the rest of safecomm, and not for the files here.
+"""
+
+# The direction of dependency: a file imports only from lines below its own.
+#
+#     launches       how collectives are launched directly, past c10d's own functions
+#     functional     functional collectives, and the registry of their works
+#     registry       c10d's registry of groups
+#     backends       the classes of backends, their timeouts, how their works wait
+#     regions        coalescing regions
+#     symmetric      torch's memory that peers can write to
+#     tensors        which tensors are plain, fake, alike
+#     lists          operations on lists of tensors
+#     storages       references to storages, their death, storages over given memory
+#     modes          modes, transforms and profilers that are active on this thread
+#     autograd       saved tensors, version counters, the level of forward mode
+#     kernels        torch's own kernels, replaced by functions of Python
+#     streams        the current device and stream, raw handles
+#     driver         the CUDA driver
+#     allocator      the caching allocator
+#     names          how a name is looked up and tried out, and what is reported of it
+
+from safecomm._torch.allocator import end_allocation_to_pool as end_allocation_to_pool
+from safecomm._torch.allocator import memory_history as memory_history
+from safecomm._torch.allocator import segments as segments
+from safecomm._torch.autograd import forward_ad as forward_ad
+from safecomm._torch.autograd import increment_versions as increment_versions
+from safecomm._torch.autograd import saved_by as saved_by
+from safecomm._torch.backends import GLOO as GLOO
+from safecomm._torch.backends import NCCL as NCCL
+from safecomm._torch.backends import NCCL2 as NCCL2
+from safecomm._torch.backends import NCCL_LAZY as NCCL_LAZY
+from safecomm._torch.backends import Backend as Backend
+from safecomm._torch.backends import FakeWork as FakeWork
+from safecomm._torch.backends import backend_of as backend_of
+from safecomm._torch.backends import group_timeout as group_timeout
+from safecomm._torch.backends import is_initialized as is_initialized
+from safecomm._torch.backends import regions_differ as regions_differ
+from safecomm._torch.backends import unwrapped as unwrapped
+from safecomm._torch.backends import waits_only_block_streams as waits_only_block_streams
+from safecomm._torch.driver import BUFFER_ID as BUFFER_ID
+from safecomm._torch.driver import capture_id as capture_id
+from safecomm._torch.driver import kernel_launcher as kernel_launcher
+from safecomm._torch.driver import new_question as new_question
+from safecomm._torch.driver import pointer_attribute as pointer_attribute
+from safecomm._torch.driver import questions as questions
+from safecomm._torch.driver import swap_capture_mode as swap_capture_mode
+from safecomm._torch.functional import functional_collectives as functional_collectives
+from safecomm._torch.functional import group_named as group_named
+from safecomm._torch.functional import inflight_as_graph_input as inflight_as_graph_input
+from safecomm._torch.functional import unwaited as unwaited
+from safecomm._torch.kernels import OVERRIDDEN as OVERRIDDEN
+from safecomm._torch.kernels import Override as Override
+from safecomm._torch.launches import ASYNC_OPTION as ASYNC_OPTION
+from safecomm._torch.launches import COALESCED as COALESCED
+from safecomm._torch.launches import Launch as Launch
+from safecomm._torch.launches import all_gather as all_gather
+from safecomm._torch.launches import all_gather_list as all_gather_list
+from safecomm._torch.launches import all_reduce as all_reduce
+from safecomm._torch.launches import all_to_all as all_to_all
+from safecomm._torch.launches import all_to_all_single as all_to_all_single
+from safecomm._torch.launches import broadcast as broadcast
+from safecomm._torch.launches import gather as gather
+from safecomm._torch.launches import is_torchs as is_torchs
+from safecomm._torch.launches import reduce as reduce
+from safecomm._torch.launches import reduce_scatter as reduce_scatter
+from safecomm._torch.launches import reduce_scatter_list as reduce_scatter_list
+from safecomm._torch.launches import scatter as scatter
+from safecomm._torch.lists import copy_all as copy_all
+from safecomm._torch.lists import unflatten as unflatten
+from safecomm._torch.modes import TorchDispatchMode as TorchDispatchMode
+from safecomm._torch.modes import dispatch_modes as dispatch_modes
+from safecomm._torch.modes import has_torch_function as has_torch_function
+from safecomm._torch.modes import inference_mode as inference_mode
+from safecomm._torch.modes import probing as probing
+from safecomm._torch.modes import profiler as profiler
+from safecomm._torch.modes import transform as transform
+from safecomm._torch.modes import undisturbed as undisturbed
+from safecomm._torch.names import LACKING as LACKING
+from safecomm._torch.names import NAMES as NAMES
+from safecomm._torch.names import missing as missing
+from safecomm._torch.names import warn_of_missing as _warn_of_missing
+from safecomm._torch.regions import CoalescingManager as CoalescingManager
+from safecomm._torch.regions import CollOp as CollOp
+from safecomm._torch.regions import IllegalWork as IllegalWork
+from safecomm._torch.regions import coalescing_manager as coalescing_manager
+from safecomm._torch.regions import end_coalescing as end_coalescing
+from safecomm._torch.registry import DEFAULT as DEFAULT
+from safecomm._torch.registry import HOOKS as HOOKS
+from safecomm._torch.registry import REQUIRED as REQUIRED
+from safecomm._torch.registry import all_groups as all_groups
+from safecomm._torch.registry import group_name as group_name
+from safecomm._torch.registry import groups as groups
+from safecomm._torch.registry import on_each_group as on_each_group
+from safecomm._torch.registry import store_of as store_of
+from safecomm._torch.registry import world as world
+from safecomm._torch.storages import KEPT as KEPT
+from safecomm._torch.storages import MAKES_STORAGES as MAKES_STORAGES
+from safecomm._torch.storages import USE_COUNT as USE_COUNT
+from safecomm._torch.storages import StorageWeakRef as StorageWeakRef
+from safecomm._torch.storages import before_sharing as before_sharing
+from safecomm._torch.storages import cdata_of as cdata_of
+from safecomm._torch.storages import only_holder as only_holder
+from safecomm._torch.storages import storage_over as storage_over
+from safecomm._torch.storages import storage_use_count as storage_use_count
+from safecomm._torch.storages import unowned as unowned
+from safecomm._torch.streams import current_device as current_device
+from safecomm._torch.streams import current_raw_stream as current_raw_stream
+from safecomm._torch.streams import is_capturing as is_capturing
+from safecomm._torch.streams import raw_stream as raw_stream
+from safecomm._torch.streams import spin as spin
+from safecomm._torch.symmetric import symmetric_memory as symmetric_memory
+from safecomm._torch.tensors import has_plain_keys as has_plain_keys
+from safecomm._torch.tensors import is_fake as is_fake
+from safecomm._torch.tensors import look_alike as look_alike
+from safecomm._torch.tensors import unlike as unlike
+
+_warn_of_missing()

@@ -1,0 +1,61 @@
+"""Torch's own kernels of operators, replaced by functions of Python until the end of an :class:`Override`."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from safecomm._torch.names import look_up
+
+OVERRIDDEN: weakref.WeakKeyDictionary[Override, str] = weakref.WeakKeyDictionary()
+"""The operators that have another kernel than torch's, by the override, whose death restores torch's kernel."""
+
+
+class Override:
+    """A Python function in place of torch's own kernel of ``operator`` (such as ``"aten::record_stream"``).
+
+    ``original`` is called as the operator is; None if this torch does not give out the kernel (before 2.9). Without an
+    original, a function that ``needs_original`` replaces nothing.
+    """
+
+    def __init__(self, operator: str, key: str, function: Callable[..., Any], *, needs_original: bool = False) -> None:
+        namespace, name = operator.split("::")
+        self.original: Callable[..., Any] | None = None
+        try:
+            kernel = None if _get_kernel is None else _get_kernel(operator, key)
+            if kernel is not None:
+                keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+                self.original = functools.partial(kernel.call_boxed, keys)
+        except (RuntimeError, AttributeError, TypeError):
+            # This device type has no kernel, or torch does not give it out.
+            pass
+        self._library: Any = None
+        if needs_original and self.original is None:
+            return
+        self._library = torch.library.Library(namespace, "IMPL")  # type: ignore[no-untyped-call]
+        with warnings.catch_warnings():
+            # Torch warns of every kernel that is replaced.
+            warnings.simplefilter("ignore")
+            self._library.impl(name, function, key)
+        OVERRIDDEN[self] = operator
+
+    def remove(self) -> None:
+        """Restore torch's own kernel."""
+        OVERRIDDEN.pop(self, None)
+        library, self._library = self._library, None
+        if library is not None and _destroys:
+            # Without this method the library dies by itself, now that nobody refers to it.
+            library._destroy()
+
+
+_get_kernel: Any = look_up(
+    "torch.library.get_kernel", None,
+    "inside of avoid_record_streams() every record_stream is converted, in each thread, and stays so", since="2.9",
+)  # fmt: skip
+
+_destroys = look_up("torch.library.Library._destroy", None, "kernels of torch are put back a bit later") is not None
