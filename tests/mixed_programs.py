@@ -50,7 +50,7 @@ from safecomm import _torch, captures, record_stream
 from safecomm import ledger as ledger_module
 from safecomm.arena import Arena, use
 from safecomm.arena import arena as arena_module
-from safecomm.arena.layout import ALIGNMENT
+from safecomm.arena.size_class import ALIGNMENT
 from safecomm.errors import ArenaError, CaptureBoundaryError, RecordStreamError, SafecommError, StaleGraphError
 from safecomm.ledger import Ledger
 from safecomm.record_stream import avoid_record_streams
@@ -608,7 +608,7 @@ class Program:
             if arena is not self.arena:
                 return  # the other thread has closed it
             nbytes = rng.choice(SIZES)
-            bucket = "named" if "named" in arena._layout.bounds and rng.random() < 0.3 else ""
+            bucket = "named" if "named" in arena._layout.buckets and rng.random() < 0.3 else ""
             self.counts["requests"] += 1
             device.settle()
             ask: Callable[..., torch.Tensor] = use.empty if use._order and rng.random() < 0.5 else arena.empty
@@ -1048,7 +1048,7 @@ class Program:
         for tenant in list(device.history):
             if base <= tenant.start < base + CAPACITY:
                 device.history.remove(tenant)
-                unsafe = tenant.touched[0] & ~device.done & ~device.streams[arena._home].eager
+                unsafe = tenant.touched[0] & ~device.done & ~device.streams[arena._alloc_stream].eager
                 if unsafe:
                     raise Violation(f"the block is given back while operations {unsafe:b} may touch it (S1)")
         for pointer in [one for one in device.tenants if base <= one < base + CAPACITY]:

@@ -22,9 +22,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import safecomm
 from safecomm import Arena, ArenaError, ArenaFullError, Plan, _torch, record_plan, use_arena
 from safecomm.arena import arena as module
+from safecomm.arena import free_list as free_list_module
 from safecomm.arena import layout as layout_module
+from safecomm.arena import size_class as size_class_module
 from safecomm.arena import use
-from safecomm.arena.arena import bytes_of
+from safecomm.arena.arguments import bytes_of
 from safecomm.arena.layout import Layout
 from safecomm.arena.plan import Request
 from safecomm.ledger import LEDGER
@@ -258,11 +260,11 @@ def test_who_can_do_without_takes_shelves_apart_only_where_that_makes_room():
     arena = Arena(8192, "cpu", full="raise")
     kept = [arena.empty(2048, dtype=torch.uint8) for _ in range(4)]
     del kept[1:]
-    before = dict(arena._layout.cut)
+    before = dict(arena._layout.live)
     assert len(before) == 4
     assert arena.if_room((7000,), torch.uint8) is None
-    assert arena._layout.cut == before, "the idle slots stay on their shelf"
-    assert not arena._layout.tight
+    assert arena._layout.live == before, "the idle slots stay on their shelf"
+    assert not arena._layout.buckets[""].fragmented
     assert arena.owns(arena.if_room((6000,), torch.uint8))
     del kept
     arena.close()
@@ -673,7 +675,7 @@ def test_uses_that_overlap_without_nesting_leave_the_right_one():
 def asked(layout, used, kind, stream, capture=0, usable=lambda _: True):
     found = layout.take((kind,), 512, stream, capture, "", usable)
     if found is not None:
-        layout.put(found[0])
+        layout.push(found[0])
         used.add(found[0])
     return found
 
@@ -718,8 +720,8 @@ def test_a_request_of_a_finalizer_in_the_middle_of_another_gets_other_memory_s1(
     def usable(_):
         if not got:
             got.append(layout.take("inner", 512, 1, 0, ""))
-            layout.harvest()
-            layout.harvest(lambda: None)
+            layout.reclaim()
+            layout.reclaim(lambda: None)
         return True
 
     slot, _ = asked(layout, used, "outer", 1, 0, usable)
@@ -749,7 +751,7 @@ def test_no_two_get_a_buffer_when_the_collector_runs_in_the_middle_s1(arena):
             got.clear()
             if number % 50 == 0:
                 gc.collect()
-                arena._layout.harvest()
+                arena._layout.reclaim()
             Cycle(arena, got)
             gc.set_threshold(gc.get_count()[0] + number % 23 + 1)  # it runs once, wherever in the request that is
             gc.enable()
@@ -797,7 +799,7 @@ def test_what_an_exception_has_interrupted_is_found_again_s4(when):
         for _ in range(8):
             used.pop()
             asked(layout, used, "kind", 1)
-            layout.harvest()
+            layout.reclaim()
     used.clear()
     looks = itertools.repeat(None)
     assert layout.largest("") == 8 * 512
@@ -808,12 +810,12 @@ def test_what_another_thread_has_in_hand_is_nobody_elses_s1():
     layout = Layout(512, {}, lambda slot, _: slot not in used)
     in_hand, _ = asked(layout, used, "kind", 1)
     used.clear()
-    in_hand.shelf.slots.remove(in_hand)  # as Arena.empty() does, without the lock
-    layout.harvest()
-    assert layout.cut == {0: in_hand}
+    in_hand.size_class.slots.remove(in_hand)  # as Arena.empty() does, without the lock
+    layout.reclaim()
+    assert layout.live == {0: in_hand}
     del in_hand
-    layout.harvest()
-    assert layout.cut == {}
+    layout.reclaim()
+    assert layout.live == {}
 
 
 def test_what_was_not_put_in_order_yet_is_not_forgotten_s1():
@@ -829,12 +831,12 @@ def test_what_was_not_put_in_order_yet_is_not_forgotten_s1():
 @pytest.mark.parametrize("event", ["call", "c_call", "c_return", "return"])
 def test_an_exception_at_any_point_of_a_request_costs_no_memory_s4(event):
     """S4: as a signal handler that raises there would. ``Layout`` alone, whose calls are the points where one can."""
-    file, left = layout_module.__file__, 0
+    left, files = 0, {one.__file__ for one in (layout_module, free_list_module, size_class_module)}
 
     def profile(frame, what, _):
         nonlocal left
         code = frame.f_code
-        if what == event and code.co_filename == file and code.co_name != "<genexpr>":  # whose end hides exceptions
+        if what == event and code.co_filename in files and code.co_name != "<genexpr>":  # whose end hides exceptions
             left -= 1
             if not left:
                 raise InterruptedError
@@ -850,26 +852,26 @@ def test_an_exception_at_any_point_of_a_request_costs_no_memory_s4(event):
             slot, _ = layout.take((kind,), size, stream, 0, "")
             used.add(id(slot))
             held.append(slot)
-            layout.put(slot)
+            layout.push(slot)
 
         sys.setprofile(profile)
         with contextlib.suppress(InterruptedError):
             for kind, size in [("a", 512), ("b", 1024), ("a", 512), ("c", 512), ("a", 512)]:
                 take(kind, size, 1)
             used.difference_update([id(slot) for slot in held[::2]])
-            layout.harvest()
+            layout.reclaim()
             take("d", 1536, 2)
             take("a", 512, 1)
             used.clear()
-            layout.harvest(lambda: None)
+            layout.reclaim(lambda: None)
             take("e", 4096, 3)
         sys.setprofile(None)
         used.clear()
         held.clear()
         assert layout.largest("") == 12 * 512, when
-        assert layout.taken == {"": 0}
-        assert layout.cut == {}
-        assert layout._starts == []
+        assert layout.live == {}
+        assert layout.buckets[""].live_bytes == 0
+        assert layout.buckets[""].starts == []
         assert not layout.changing
     assert when > 15
 
@@ -878,15 +880,15 @@ def test_who_is_looked_up_in_the_middle_of_a_harvest_is_still_found_s1(monkeypat
     used = set()
     layout = Layout(8 * 512, {}, lambda slot, _: slot not in used)
     slots = [asked(layout, used, "kind", 1)[0] for _ in range(8)]
-    bisect = layout_module.bisect.bisect
+    bisect = free_list_module.bisect.bisect
     used.clear()
 
     def found(*arguments):
         place = bisect(*arguments)
-        layout.harvest()  # a finalizer's
+        layout.reclaim()  # a finalizer's
         return place
 
-    monkeypatch.setattr(layout_module.bisect, "bisect", found)
+    monkeypatch.setattr(free_list_module.bisect, "bisect", found)
     assert [layout.at(place * 512 + 100) for place in range(8)] == slots
 
 
@@ -895,7 +897,7 @@ def test_waiting_for_the_device_forgets_nobody_who_came_meanwhile_s1():
     layout = Layout(4 * 512, {}, lambda slot, _: slot not in used)
     asked(layout, used, "kind", 1)
     used.clear()
-    layout.harvest(lambda: got.append(layout.take("kind", 512, 2, 0, "")))
+    layout.reclaim(lambda: got.append(layout.take("kind", 512, 2, 0, "")))
     assert got == [None]
     assert layout.take("kind", 4 * 512, 3, 0, "")[1] == frozenset()
 
@@ -904,10 +906,10 @@ def test_what_is_given_back_meanwhile_is_no_stray_s1(monkeypatch, arena):
     """S1: a signal handler comes after the count of references: what that says must still be so when it is compared."""
     layout, count, done = arena._layout, layout_module.getrefcount, []
     held = [arena.empty(64) for _ in range(8)]
-    (shelf,) = layout._shelves.values()
+    (size_class,) = layout._size_classes.values()
     del held[1:]
-    target = shelf.slots[0]
-    shelf.first = shelf.slots[3]  # a step began there
+    target = size_class.slots[0]
+    size_class.first = size_class.slots[3]  # a step began there
 
     def counted(slot):
         found = count(slot) - surplus - (slot is target)
@@ -915,7 +917,7 @@ def test_what_is_given_back_meanwhile_is_no_stray_s1(monkeypatch, arena):
             done.append(slot)
             held.clear()
             again = arena.empty(64)
-            assert shelf.first is target
+            assert size_class.first is target
             assert again.data_ptr() == target.pointer
         return found
 
@@ -925,10 +927,10 @@ def test_what_is_given_back_meanwhile_is_no_stray_s1(monkeypatch, arena):
     surplus = layout_module.getrefcount(thing) - layout_module.HELD_ONCE  # a call of Python takes more
     del only, thing
     monkeypatch.setattr(layout_module, "getrefcount", counted)
-    layout.harvest()
+    layout.reclaim()
     monkeypatch.undo()
     assert done
-    assert (target.start in layout.cut) == (target in shelf.slots or target in shelf.ready)
+    assert (target.start in layout.live) == (target in size_class.slots or target in size_class.ready)
     tensors = [arena.empty(64 + number % 2) for number in range(60)]
     assert len({tensor.data_ptr() for tensor in tensors}) == 60
 
@@ -936,11 +938,11 @@ def test_what_is_given_back_meanwhile_is_no_stray_s1(monkeypatch, arena):
 def test_close_is_refused_while_a_thread_is_about_to_hand_out_a_slot_s1():
     arena = Arena(4096, "cpu")
     arena.empty(64)
-    (shelf,) = arena._fast.values()
-    in_hand = shelf.slots.pop()  # as Arena.empty() does, without the lock
+    (size_class,) = arena._size_classes.values()
+    in_hand = size_class.slots.pop()  # as Arena.empty() does, without the lock
     with pytest.raises(ArenaError, match="1 slots are in use"):
         arena.close()
-    shelf.slots.append(in_hand)
+    size_class.slots.append(in_hand)
     assert arena.empty(64).data_ptr() == in_hand.pointer
     arena.close()
 
@@ -968,8 +970,8 @@ def test_who_waits_while_another_thread_closes_gets_none_of_its_memory_s1(ask):
 
 def test_a_finalizer_in_the_middle_of_close_gets_none_of_its_memory_s1(monkeypatch):
     arena, got = Arena(4096, "cpu"), []
-    gather = Layout.gather
-    monkeypatch.setattr(Layout, "gather", lambda layout: got.append(arena.empty(64)) or gather(layout))
+    coalesce_free = Layout.coalesce_free
+    monkeypatch.setattr(Layout, "coalesce_free", lambda layout: got.append(arena.empty(64)) or coalesce_free(layout))
     arena.close()
     assert len(got) == 1
     assert not arena.owns(got[0])

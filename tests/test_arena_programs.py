@@ -23,11 +23,13 @@ from programs import Running, programs
 from simulated import INDEX, ArenaDevice, ArenaGraph, FakeGroup, Launched, Violation, call, call_sync
 
 from safecomm import _torch, captures
-from safecomm.arena import Arena, layout
-from safecomm.arena import arena as arena_module
-from safecomm.arena.layout import ALIGNMENT, NOBODY, PROBES, Layout, Shelf, Slot, Space
+from safecomm.arena import Arena, size_class
+from safecomm.arena.free_list import FreeList, Range
+from safecomm.arena.layout import Layout
+from safecomm.arena.size_class import ALIGNMENT, NO_STREAMS, PROBES, SizeClass, Slot
 from safecomm.captures import CapturedGraph
 from safecomm.ledger import Ledger
+from safecomm.refcounts import UNUSED
 
 CAPACITY = 5 * ALIGNMENT  # so that it is often full
 SIZES = st.sampled_from([100, 512, 512, 1024, 1500, 2048])
@@ -75,7 +77,7 @@ class ArenaPrograms(RuleBasedStateMachine):
 
     @initialize(bucket=st.sampled_from([0, 0, 0, 512]), probes=st.sampled_from([PROBES, 0]))
     def start(self, bucket: int, probes: int) -> None:
-        layout.PROBES = probes  # without any, all slots of a shelf are looked at whenever one is asked for
+        size_class.PROBES = probes  # without any, each search looks at all slots of its size class
         if bucket:
             self.make({"named": bucket})
 
@@ -131,14 +133,15 @@ class ArenaPrograms(RuleBasedStateMachine):
         self.go_to(stream)
         stream = self.device.current(INDEX)
         before = self.arena._fallbacks
-        bucket = "named" if named and "named" in self.arena._layout.bounds else ""
+        bucket = "named" if named and "named" in self.arena._layout.buckets else ""
         tensor = self.arena.empty(nbytes, dtype=torch.uint8, bucket=bucket)
         if self.arena._fallbacks > before:
             if not self.device.capturing:
                 self.check_full(nbytes, bucket)
             return
         storage = tensor.untyped_storage()
-        start, end = self.arena._layout.bounds[bucket]
+        free = self.arena._layout.buckets[bucket]
+        start, end = free.start, free.end
         place = storage.data_ptr() - self.base
         assert storage.nbytes() == nbytes
         assert place % ALIGNMENT == 0
@@ -158,9 +161,10 @@ class ArenaPrograms(RuleBasedStateMachine):
 
     def check_full(self, nbytes: int, bucket: str) -> None:
         """Nothing is refused while there is room."""
-        start, end = self.arena._layout.bounds[bucket]
+        free = self.arena._layout.buckets[bucket]
+        start, end = free.start, free.end
         for slot in [*self.arena._layout.in_use(), None]:
-            if slot is not None and slot.bucket != bucket:
+            if slot is not None and slot.size_class.bucket != bucket:
                 continue
             assert (end if slot is None else slot.start) - start < nbytes, "there is room"
             start = end if slot is None else slot.end
@@ -307,7 +311,7 @@ class ArenaPrograms(RuleBasedStateMachine):
                 graph.reset()
 
     def teardown(self) -> None:
-        layout.PROBES = PROBES
+        size_class.PROBES = PROBES
         try:
             if sys.exc_info()[0] is None:
                 if self.device.capturing:
@@ -348,7 +352,7 @@ def counts_only_tensors() -> Any:
 
 def counts_only_python() -> Any:
     """Does not see that tensors refer to a storage."""
-    return idle(lambda slot, _: sys.getrefcount(slot.storage) <= arena_module._UNUSED + 2)
+    return idle(lambda slot, _: sys.getrefcount(slot.storage) <= UNUSED + 2)
 
 
 def keeps_all() -> Any:
@@ -361,7 +365,7 @@ def idle(told: Any) -> Any:
 
     def start(arena: Arena, *arguments: Any) -> None:
         original(arena, *arguments)
-        arena._layout._idle = lambda slot, but_for_graph: bool(told(slot, but_for_graph))
+        arena._layout._is_idle = lambda slot, but_for_graph: bool(told(slot, but_for_graph))
         arena._group = object()  # no short way
         arena._log = Nothing()
 
@@ -379,7 +383,7 @@ def orders_nothing() -> Any:
 
     def take(layout: Layout, *arguments: Any) -> Any:
         found = original(layout, *arguments)
-        return None if found is None else (found[0], NOBODY)
+        return None if found is None else (found[0], NO_STREAMS)
 
     original = Layout.take
     return mock.patch.object(Layout, "take", take)
@@ -388,12 +392,12 @@ def orders_nothing() -> Any:
 def forgets_the_streams_of_neighbours() -> Any:
     """Merges ranges, and remembers the streams of one of them."""
 
-    def merged(space: Space, start: int, end: int, after: frozenset[int]) -> Any:
-        first, last, (start, end, _) = original(space, start, end, after)
+    def merged(free: FreeList, start: int, end: int, after: frozenset[int]) -> tuple[int, int, Range]:
+        first, last, (start, end, _) = original(free, start, end, after)
         return first, last, (start, end, after)
 
-    original = Space.merged
-    return mock.patch.object(Space, "merged", merged)
+    original = FreeList.merged
+    return mock.patch.object(FreeList, "merged", merged)
 
 
 def leases_nothing() -> Any:
@@ -405,14 +409,14 @@ def gives_captures_what_runs() -> Any:
     """Does not wait for the device before a capture."""
 
     def before_capture(arena: Arena) -> None:
-        arena._layout.harvest(lambda: None)
+        arena._layout.reclaim(lambda: None)
 
     return mock.patch.object(Arena, "before_capture", before_capture)
 
 
 def never_merges() -> Any:
-    """Leaves unused slots on their shelves."""
-    return mock.patch.object(Layout, "gather", return_value=None)
+    """Leaves idle slots in their size classes."""
+    return mock.patch.object(Layout, "coalesce_free", return_value=None)
 
 
 def cuts_too_short() -> Any:
@@ -421,9 +425,9 @@ def cuts_too_short() -> Any:
     def take(layout: Layout, *arguments: Any, **how: Any) -> Any:
         found = original(layout, *arguments, **how)
         if found is not None and found[0].end - found[0].start > ALIGNMENT:
-            space = layout.spaces[found[0].bucket]
-            first, last, merged = space.merged(found[0].end - ALIGNMENT, found[0].end, NOBODY)
-            space.ranges[first:last] = [merged]
+            free = layout.buckets[found[0].size_class.bucket]
+            first, last, merged = free.merged(found[0].end - ALIGNMENT, found[0].end, NO_STREAMS)
+            free.ranges[first:last] = [merged]
         return found
 
     original = Layout.take
@@ -432,16 +436,16 @@ def cuts_too_short() -> Any:
 
 def is_at_home_where_the_block_is() -> Any:
     """Tells the ledger the stream of the block for that of a slot."""
-    return mock.patch.object(Arena, "_home_of", lambda self, pointer: self._home)
+    return mock.patch.object(Arena, "_alloc_stream_of", lambda self, pointer: self._alloc_stream)
 
 
-def takes_from_a_shelf_blindly() -> Any:
-    """Does not look at what it takes from a shelf."""
+def takes_any_slot_of_a_size_class() -> Any:
+    """Does not look whether a slot that it takes is idle."""
 
-    def from_shelf(layout: Layout, shelf: Shelf) -> Slot | None:
-        return shelf.slots.pop() if shelf.slots else None
+    def search(self: SizeClass, is_idle: Any) -> Slot | None:
+        return self.slots.pop() if self.slots else None
 
-    return mock.patch.object(Layout, "from_shelf", from_shelf)
+    return mock.patch.object(SizeClass, "search", search)
 
 
 @pytest.mark.parametrize(
@@ -457,7 +461,7 @@ def takes_from_a_shelf_blindly() -> Any:
         never_merges,
         cuts_too_short,
         is_at_home_where_the_block_is,
-        takes_from_a_shelf_blindly,
+        takes_any_slot_of_a_size_class,
     ],
 )
 def test_programs_catch_an_arena_that(broken: Any) -> None:

@@ -17,7 +17,8 @@ from safecomm import captures, refcounts
 from safecomm.arena import arena as arena_module
 from safecomm.arena import layout as layout_module
 from safecomm.arena.arena import Arena
-from safecomm.arena.layout import NOBODY, Layout
+from safecomm.arena.layout import Layout
+from safecomm.arena.size_class import NO_STREAMS
 from safecomm.captures import CapturedGraph
 from safecomm.entries import WorkLane
 from safecomm.ledger import Ledger
@@ -88,8 +89,8 @@ def forgets_leases():
     def idle(slot, but_for_graph):
         return original(slot, True)
 
-    original = arena_module._idle
-    return mock.patch.object(arena_module, "_idle", idle)
+    original = arena_module.idle
+    return mock.patch.object(arena_module, "idle", idle)
 
 
 def releases_trails_before_their_event():
@@ -119,7 +120,7 @@ def gives_slots_to_other_streams_as_they_are():
 
     def take(layout, *arguments, **how):
         found = original(layout, *arguments, **how)
-        return None if found is None else (found[0], NOBODY)
+        return None if found is None else (found[0], NO_STREAMS)
 
     original = Layout.take
     return mock.patch.object(Layout, "take", take)
@@ -147,7 +148,7 @@ def gives_captures_what_runs():
     """Does not wait for the device before a capture."""
 
     def before_capture(arena):
-        arena._layout.harvest(lambda: None)
+        arena._layout.reclaim(lambda: None)
 
     return mock.patch.object(Arena, "before_capture", before_capture)
 

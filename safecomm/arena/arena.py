@@ -9,20 +9,20 @@ import functools
 import hashlib
 import logging
 import math
-import operator
 import os
-import re
 import time
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed
 
 from safecomm import _torch, captures
-from safecomm.arena.layout import Layout, Shelf, Slot, rounded
+from safecomm.arena.arguments import bytes_of, device_of, shape_of
+from safecomm.arena.layout import Layout
+from safecomm.arena.size_class import SizeClass, Slot, idle, rounded
+from safecomm.arena.stats import ArenaStats, bucket_stats, lines_of
 from safecomm.errors import ArenaError, ArenaFullError
 from safecomm.ledger import LEDGER
 from safecomm.refcounts import COUNTED, KEEPING, UNUSED, getrefcount
@@ -36,49 +36,18 @@ log = logging.getLogger("safecomm")
 
 POLICIES = ("fallback", "raise")
 
+LIMIT = 1 << 13
+"""How many requests that say different things are known to an arena by their size class."""
+
 PATIENCE = 5.0
 """Seconds for which :meth:`Arena.close` waits for slots in use, while there are groups."""
 
-# Bound once: each of these is read on every call.
+# Bound once: every request reads each of these.
 _compiling = torch.compiler.is_dynamo_compiling
 _modes = _torch.dispatch_modes
 _transform = _torch.transform
 _use_count = _torch.storage_use_count
 _default_dtype = torch.get_default_dtype
-
-_UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
-
-
-LARGEST = 1 << 50
-"""Bytes of an arena: more than any machine has, and small enough that torch can say so."""
-
-
-def bytes_of(size: int | str, what: str = "size") -> int:
-    """Return the bytes that ``size`` names: a number, or text such as ``"256MiB"``.
-
-    Raises
-    ------
-    ValueError
-        If it names none, or none that is greater than 0.
-
-    Examples
-    --------
-    >>> bytes_of("2KiB")
-    2048
-    """
-    if isinstance(size, str):
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)
-        unit = match and _UNITS.get(match[2].upper())
-        if match is None or unit is None:
-            raise ValueError(f'{what}={size!r}: expected a number of bytes, or text such as "256MiB"')
-        size = int(min(float(match[1]), 1e30) * unit)  # many digits are infinite
-    if isinstance(size, bool) or not isinstance(size, int):
-        raise TypeError(f"{what}={size!r}: expected a number of bytes, not {type(size).__name__}")
-    if size <= 0:
-        raise ValueError(f"{what}={size}: expected more than 0 bytes")
-    if size > LARGEST:
-        raise ValueError(f"{what}={str(size)[:40]}: expected at most {LARGEST} bytes")
-    return size
 
 
 def call_site() -> str:
@@ -86,70 +55,9 @@ def call_site() -> str:
     return place(outside(("safecomm.",)))
 
 
-def shape_of(size: tuple[Any, ...], dtype: Any, operation: str) -> tuple[int, ...]:
-    """Return the shape that ``empty(*size, dtype=dtype)`` asks for, or raise as its documentation says."""
-    given = size[0] if len(size) == 1 and isinstance(size[0], (tuple, list)) else size
-    if any(isinstance(n, bool) or not hasattr(n, "__index__") for n in given):
-        raise TypeError(f"{operation}: expected a shape of integers, got {size}")
-    shape = tuple(map(operator.index, given))
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"{operation}: expected a torch.dtype, got dtype={dtype!r}")
-    if min(shape, default=1) < 0:
-        raise ValueError(f"{operation}: negative size in the shape {shape}")
-    if 0 in shape:
-        raise ValueError(f"{operation}: the shape {shape} has no elements, and so no memory to take from an arena")
-    return shape
-
-
-@dataclass(frozen=True)
-class BucketStats:
-    """One bucket of an arena. All sizes are bytes."""
-
-    name: str
-    """``""`` for what the named buckets leave."""
-    capacity: int
-    """Its size."""
-    in_use: int
-    """In slots that somebody refers to."""
-    cached: int
-    """In slots that nobody refers to and that wait for a request like the last."""
-    high_water: int
-    """The most that was in slots at once, in use or cached."""
-    waste: int
-    """In use, but not asked for: slots are aligned."""
-    slots: int
-    """Number of slots that somebody refers to."""
-    largest_free: int
-    """The largest request that would find room if all cached slots were taken apart."""
-
-
-@dataclass(frozen=True)
-class ArenaStats:
-    """What :meth:`Arena.stats` returns. All sizes are bytes."""
-
-    capacity: int
-    """The size of the block."""
-    in_use: int
-    """In slots that somebody refers to."""
-    high_water: int
-    """The most that was in slots at once, in use or waiting for a request like the last."""
-    waste: int
-    """In use, but not asked for: slots are aligned."""
-    captured: int
-    """In use by CUDA graphs."""
-    fallbacks: int
-    """Requests that the ordinary allocator was asked for."""
-    fallback_bytes: int
-    """Bytes of these."""
-    enough: int
-    """The capacity with which there would have been room for every request until now."""
-    buckets: tuple[BucketStats, ...] = field(default=())
-    """Each bucket."""
-
-
 def taken() -> int:
-    """Return the bytes in slots of all arenas, in use or cached. Reads plain counters, so any thread may ask."""
-    return sum(sum(tuple(arena._layout.taken.values())) for arena in tuple(OPEN.values()))
+    """Return the bytes in slots of all open arenas, in use or cached. It reads plain counters, so any thread may."""
+    return sum(free.live_bytes for arena in tuple(OPEN.values()) for free in arena._layout.buckets.values())
 
 
 OPEN: dict[int, Arena] = {}
@@ -229,7 +137,7 @@ class Arena:
         register: Any = None,
         symmetric: bool = False,
     ) -> None:
-        self._device, self.index = _device_of(device)
+        self._device, self.index = device_of(device)
         self.symmetric = symmetric and register is not None
         capacity = rounded(bytes_of(nbytes, "Arena: nbytes"))
         if full not in POLICIES:
@@ -296,12 +204,13 @@ class Arena:
         self._fallbacks = self._fallback_bytes = self._enough = 0
         self._warned = False
         self._log: list[tuple[str, int, int]] = []  # of requests, since the last check: site, bytes, place
-        self._layout = Layout(block.numel(), buckets, _idle)
-        # By what a request says, the shelves of what it asks for. Requests that are checked are not in it.
-        self._fast: dict[Any, Shelf] = {}
+        self._layout = Layout(block.numel(), buckets, idle)
+        # By what a request says, the slots that it can get. Requests that are checked are not here, nor are those of
+        # captures.
+        self._size_classes: dict[Any, SizeClass] = {}
         if index != HOST:
-            self._home = streams.current(index)  # of the block itself
-            streams.claim(self._base, self._base + block.numel(), self._home_of)
+            self._alloc_stream = streams.current(index)  # of the block itself
+            streams.claim(self._base, self._base + block.numel(), self._alloc_stream_of)
 
     # --- handing out ------------------------------------------------------------------------------------
 
@@ -336,73 +245,88 @@ class Arena:
         index = self.index
         stream = self._current(index) if index >= 0 else index
         try:
-            shelf = self._fast[size, dtype, stream, bucket]
-            if stream <= 0 or not self._is_capturing(index, stream):
-                slots, first = shelf.slots, shelf.first
-                # What is _idle(slot) is written out here.
+            size_class = self._size_classes[size, dtype, stream, bucket]
+        except (KeyError, TypeError):  # the first request of its kind; or a list, which can't be a key
+            size_class = None
+        if size_class is None or (stream > 0 and self._is_capturing(index, stream)):
+            return self._empty(size, dtype, stream, bucket)
+        # Take the next slot that a search has found, or the last that was handed out, as "In hand" in layout.py allows.
+        # ``idle(slot, False)`` is written out twice: one call of a Python function is a twentieth of the request.
+        slots, ready, first = size_class.slots, size_class.ready, size_class.first
+        slot: Slot | None
+        try:
+            if ready and first is not None and (_use_count(first.cdata) != 2 or getrefcount(first.storage) != UNUSED):
+                slot = ready.pop()
+            else:
+                slot = slots.pop()
                 if (
-                    shelf.ready
-                    and first is not None
-                    and (_use_count(first.cdata) != 2 or getrefcount(first.storage) != UNUSED)
+                    _use_count(slot.cdata) != 2
+                    or getrefcount(slot.storage) != UNUSED
+                    or (slot is not first and (first is None or idle(first, False)))
                 ):
-                    slot = shelf.ready.pop()
-                else:
-                    slot = slots.pop()  # the last that was handed out, which nobody else can take now
-                    if (
-                        _use_count(slot.cdata) != 2
-                        or getrefcount(slot.storage) != UNUSED
-                        or (slot is not first and (first is None or _idle(first, False)))
-                    ):
-                        slots.append(slot)
-                        layout = self._layout
-                        # Where there is no room to lose, a step may have to begin another way than the last.
-                        found = None if layout.exact or layout.tight else layout.from_shelf(shelf)
-                        if found is None:
-                            return self._empty(size, dtype, stream, bucket)
-                        slot = found
-                tensor: torch.Tensor = slot.template.data
-                slots.append(slot)
-                return tensor
-        except (KeyError, IndexError, TypeError):
-            pass
-        return self._empty(size, dtype, stream, bucket)
+                    slots.append(slot)
+                    slot = None
+        except IndexError:  # there is none, or another thread was faster
+            slot = None
+        if slot is None:
+            slot = self._layout.reuse(size_class)
+            if slot is None:
+                return self._empty(size, dtype, stream, bucket)
+        tensor: torch.Tensor = slot.template.data
+        slots.append(slot)
+        return tensor
 
     def _empty(self, size: tuple[Any, ...], dtype: Any, stream: int, bucket: str) -> torch.Tensor:
         self._refuse_ended("Arena.empty()")
         shape = shape_of(size, dtype, "Arena.empty()")
-        if bucket not in self._layout.bounds:
-            raise ValueError(f"Arena.empty(bucket={bucket!r}): expected one of {sorted(self._layout.bounds)}")
+        if bucket not in self._layout.buckets:
+            raise ValueError(f"Arena.empty(bucket={bucket!r}): expected one of {sorted(self._layout.buckets)}")
         with self._layout.lock:
             self._refuse_ended("Arena.empty()")  # another thread may have closed it meanwhile
-            tensor = self._slot(size, shape, dtype, stream, bucket)
+            tensor = self._take(size, shape, dtype, stream, bucket)
             return self._fall_back(shape, dtype, stream, bucket) if tensor is None else tensor
 
     def if_room(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
         """Return what :meth:`empty` does if that is a slot, and None if not, for callers that can do without.
 
-        Unlike :meth:`empty` it counts no fallback, says nothing and does not raise. None also of a registered arena,
+        Unlike :meth:`empty` it counts no fallback, logs nothing and does not raise. None also of a registered arena,
         whose memory the ranks must not mix with ordinary memory: one may have room where another has none.
         """
         if self._ended or self._backing is not None:
             return None
-        stream = self._current(self.index) if self.index >= 0 else self.index
         layout = self._layout
-        shelf = self._fast.get((shape, dtype, stream, ""))
-        # As in empty(): what was given before is given again, but not where a step may have to begin another way.
-        if shelf is not None and not (layout.exact or layout.tight) and not self._capturing(stream):
-            slot = layout.from_shelf(shelf)
+        stream = self._current(self.index) if self.index >= 0 else self.index
+        size_class = self._size_classes.get((shape, dtype, stream, ""))
+        if size_class is not None and not self._capturing(stream):
+            slot = layout.reuse(size_class)
             if slot is not None:
                 tensor: torch.Tensor = slot.template.data
-                layout.put(slot)
+                size_class.slots.append(slot)
                 return tensor
         with layout.lock:
-            return None if self._ended else self._slot(shape, shape, dtype, stream, "", needed=False)
+            return None if self._ended else self._take(shape, shape, dtype, stream, "", needed=False)
 
-    def _slot(
+    def _take(
         self, size: tuple[Any, ...], shape: tuple[int, ...], dtype: Any, stream: int, bucket: str, *,
         needed: bool = True,
     ) -> torch.Tensor | None:  # fmt: skip
-        """Return a slot for a request that says ``size``; None if there is no room, or a graph could not own it."""
+        """Return a tensor of a slot, ordered after all earlier uses of its memory; None if there is no slot for it.
+
+        That is so if there is no room, or in a capture that safecomm does not see, whose graph could not own the slot.
+
+        Parameters
+        ----------
+        size
+            The size as the request gave it, by which the next one finds its size class at once.
+        shape, dtype
+            What the tensor is to be.
+        stream
+            The current stream.
+        bucket
+            The name of the bucket.
+        needed
+            Whether idle slots of other kinds are freed even where this makes no room.
+        """
         nbytes = math.prod(shape) * dtype.itemsize
         capture = self._capture(stream) if stream > 0 else 0
         graph = captures.RECORDING.get(capture) if capture else None
@@ -410,7 +334,7 @@ class Arena:
             return None
 
         def usable(after: frozenset[int]) -> bool:
-            # A graph can't wait for what runs, nor what runs for a stream that is being captured.
+            # A graph can't wait for what runs, nor can what runs wait for a stream that is being captured.
             return not after if capture else all(one == stream or not self._capturing(one) for one in after)
 
         found = self._layout.take((shape, dtype), nbytes, stream, capture, bucket, usable, needed=needed)
@@ -419,37 +343,47 @@ class Arena:
         slot, after = found
         try:
             furnished = COUNTED and slot.storage is not None
-            template = slot.template if furnished else self._furnish(slot, shape, dtype)
+            template = slot.template if furnished else self._furnish(slot)
             tensor: torch.Tensor = template.data
-            for other in after:
-                event = self._streams.mark(self.index, other)
-                self._streams.order(self.index, stream, event)
-                self._streams.recycle(self.index, event)
+            self._order(stream, after)
             if graph is not None:
                 graph.lease(tensor.untyped_storage())
         except BaseException:
-            if not COUNTED:  # else it is found to be a stray, when memory is looked for
-                self._layout.take_back(slot)
+            if not COUNTED:  # else the slot is a stray, which the layout finds
+                self._layout.free(slot)
             raise
-        self._layout.put(slot)
+        self._layout.push(slot)
         if self._group is not None:
             slot.site = call_site()
             self._log.append((slot.site, nbytes, slot.start))
         elif not capture and COUNTED:
-            if len(self._fast) > 1 << 13:
-                self._fast.clear()
+            if len(self._size_classes) > LIMIT:
+                self._size_classes.clear()
             with contextlib.suppress(TypeError):  # a list can't be a key
-                self._fast[size, dtype, stream, bucket] = slot.shelf
+                self._size_classes[size, dtype, stream, bucket] = slot.size_class
         return tensor
 
-    def _furnish(
-        self, slot: Slot, shape: tuple[int, ...], dtype: torch.dtype, behind: torch.UntypedStorage | None = None
-    ) -> torch.Tensor:
-        """Give ``slot`` a storage, and return a tensor of it to copy. Both are for good where references are counted.
+    def _order(self, stream: int, after: frozenset[int]) -> None:
+        """Make ``stream`` wait for all that was put on the streams ``after``."""
+        for other in after:
+            event = self._streams.mark(self.index, other)
+            self._streams.order(self.index, stream, event)
+            self._streams.recycle(self.index, event)
 
-        Elsewhere the slot only refers to the storage weakly, and so knows when that has died. ``behind``: the storage
-        that it had; while that lives, the slot is in use.
+    def _furnish(self, slot: Slot, behind: torch.UntypedStorage | None = None) -> torch.Tensor:
+        """Give ``slot`` a storage, and return a tensor of this storage to copy.
+
+        The slot keeps both. Where references are not counted it keeps a weak reference, which tells when the storage
+        has died.
+
+        Parameters
+        ----------
+        slot
+            A slot that is in the caller's hand.
+        behind
+            The storage that the slot had. While that lives, the slot is in use.
         """
+        shape, dtype = slot.size_class.identity
         pointer = self._base + slot.start
         storage: Any = _torch.storage_over(pointer, self._device, slot.asked)
         # What is made inside of a transform is dead outside of it. What is made in inference mode can never be saved
@@ -469,7 +403,7 @@ class Arena:
         if behind is not None:
             behind._behind = storage  # type: ignore[attr-defined]
             _torch.KEPT.pop(_torch.cdata_of(behind), None)
-        # All at once, and the storage last: an exception of a signal handler leaves a slot that has none.
+        # Commit point.
         slot.pointer = pointer
         slot.template = template
         slot.cdata = cdata
@@ -477,9 +411,9 @@ class Arena:
         return template
 
     def _share(self, start: int, storage: torch.UntypedStorage) -> None:
-        """Let go of ``storage`` of the slot at ``start``, which is about to be moved out of the block.
+        """Replace ``storage`` of the slot at ``start``, which is about to be moved out of the block.
 
-        Raises ArenaError on a GPU, where it would stay.
+        Raises ArenaError on a GPU, where sharing would leave it in the block.
         """
         if self.index != HOST:
             raise ArenaError(
@@ -487,22 +421,22 @@ class Arena:
                 "reused. Send a copy: tensor.clone()"
             )
         with self._layout.lock:
-            slot = self._layout.cut.get(start)
+            slot = self._layout.live.get(start)
             if slot is not None and slot.storage is storage:
-                shape, dtype = slot.identity
-                self._furnish(slot, shape, dtype, storage)
+                self._furnish(slot, storage)
 
     def before_capture(self) -> None:
-        """Block the host until nothing runs that uses what is free, so that a graph can be given it without any order.
+        """Block the host until nothing runs that uses free memory, so that a graph can be given it without any order.
 
         Called before each capture that safecomm sees; torch waits for the device there too.
         """
-        self._layout.harvest(lambda: self._streams.synchronize(self.index))
+        self._layout.reclaim(lambda: self._streams.synchronize(self.index))
 
     def _capturing(self, stream: int) -> bool:
         return stream > 0 and bool(self._capture(stream))
 
     def _fall_back(self, shape: tuple[int, ...], dtype: torch.dtype, stream: int, bucket: str) -> torch.Tensor:
+        """Return ordinary memory for a request that got no slot, or raise ArenaFullError, as ``full`` says."""
         nbytes = math.prod(shape) * dtype.itemsize
         capture = self._capture(stream) if stream > 0 else 0
         unseen, held_off = capture and capture not in captures.RECORDING, self._layout.changing
@@ -511,17 +445,17 @@ class Arena:
         elif held_off:
             why = "asked for by a finalizer or a signal handler, in the middle of another request"
         else:
-            start, end = self._layout.bounds[bucket]
-            tail = next((last - first for first, last, _ in self._layout.spaces[bucket].ranges if last == end), 0)
-            enough = self._layout.nbytes + rounded(nbytes) - tail
+            free = self._layout.buckets[bucket]
+            enough = self._layout.nbytes + rounded(nbytes) - free.tail
             self._enough = max(self._enough, enough)
-            where = f"bucket {bucket!r} of {end - start} bytes" if bucket else f"{end - start} bytes"
-            why = f"no room in {where}, of which {self._layout.taken[bucket]} are in use; {enough} would be enough"
+            where = f"{free.end - free.start} bytes"
+            where = f"bucket {bucket!r} of {where}" if bucket else where
+            why = f"no room in {where}, of which {free.live_bytes} are in use; {enough} would be enough"
         if self._full == "raise" and not unseen:
             raise ArenaFullError(f"Arena.empty({list(shape)}, {dtype}) at {call_site()}: {nbytes} bytes: {why}")
         self._fallbacks += 1
         self._fallback_bytes += nbytes
-        if not self._warned and (unseen or not held_off):  # which says nothing of the room that there is
+        if not self._warned and (unseen or not held_off):  # an interrupt says nothing of the room that there is
             self._warned = True
             log.warning(
                 "%r: %d bytes at %s are ordinary memory: %s (reported once, counted in stats())",
@@ -529,10 +463,10 @@ class Arena:
             )  # fmt: skip
         return torch.empty(shape, dtype=dtype, device=self._device)
 
-    def _home_of(self, pointer: int) -> int | None:
+    def _alloc_stream_of(self, pointer: int) -> int | None:
         place = pointer - self._base
-        slot = self._layout.cut.get(place) or self._layout.at(place)  # of most tensors it is the start
-        return self._home if slot is None else slot.home
+        slot = self._layout.live.get(place) or self._layout.at(place)  # most tensors begin where their slot does
+        return self._alloc_stream if slot is None else slot.size_class.alloc_stream
 
     # --- what is where ------------------------------------------------------------------------------------
 
@@ -564,74 +498,36 @@ class Arena:
         self._refuse_ended("Arena.stats()")
         layout = self._layout
         with layout.lock:
-            used = layout.in_use()
-            buckets = []
-            for name, (start, end) in layout.bounds.items():
-                own = [slot for slot in used if slot.bucket == name]
-                in_use = sum(slot.end - slot.start for slot in own)
-                one = BucketStats(
-                    name=name,
-                    capacity=end - start,
-                    in_use=in_use,
-                    cached=layout.taken[name] - in_use,
-                    high_water=layout.high_water[name],
-                    waste=in_use - sum(slot.asked for slot in own),
-                    slots=len(own),
-                    largest_free=layout.largest(name),
-                )
-                buckets.append(one)
+            buckets = bucket_stats(layout)
             return ArenaStats(
                 capacity=layout.nbytes,
                 in_use=sum(bucket.in_use for bucket in buckets),
                 high_water=sum(bucket.high_water for bucket in buckets),
                 waste=sum(bucket.waste for bucket in buckets),
-                captured=sum(slot.end - slot.start for slot in used if slot.capture),
+                captured=sum(slot.end - slot.start for slot in layout.in_use() if slot.size_class.capture),
                 fallbacks=self._fallbacks,
                 fallback_bytes=self._fallback_bytes,
                 enough=max(self._enough, layout.nbytes),
-                buckets=tuple(buckets),
+                buckets=buckets,
             )
 
     def map(self) -> str:
-        """Return a table of the slots in use: place, size, shape and type, stream, and who holds them.
+        """Return a table of the slots in use: place, size, shape and type, stream, and what holds each.
 
-        Those are calls that have not ended, CUDA graphs, and how many references the program has besides. The call
-        site of the request is known with ``check=``.
+        Holders are calls that have not completed, CUDA graphs, and the tensors of the program. The call site of the
+        request is known with ``check=``.
         """
         stats = self.stats()
-        lines = [
-            f"{self!r}: {stats.in_use} bytes in use of {stats.capacity}, high water {stats.high_water}, "
-            f"waste {stats.waste}, fallbacks {stats.fallbacks} ({stats.fallback_bytes} bytes)"
-        ]
         holders: dict[int, list[str]] = {}
         for entry in LEDGER.entries:
             for storage in entry.storages:
                 if isinstance(storage, torch.UntypedStorage):
                     holders.setdefault(storage.data_ptr(), []).append(f"{entry.op} from {entry.site}")
-        for bucket in stats.buckets:
-            start, end = self._layout.bounds[bucket.name]
-            lines.append(
-                f"bucket {bucket.name or '(unnamed)'}, {start} to {end}: {bucket.in_use} bytes in {bucket.slots} slots,"
-                f" {bucket.cached} cached, largest free {bucket.largest_free}"
-            )
-            for slot in self._layout.in_use():
-                if slot.bucket == bucket.name:
-                    shape, dtype = slot.identity
-                    who = [*holders.get(slot.pointer, ())]
-                    if len(_torch.KEPT.get(slot.cdata, ())) > KEEPING:
-                        who.append("a CUDA graph")
-                    tensors = _use_count(slot.cdata) - 2 if COUNTED else 0
-                    if tensors > 0:
-                        who.append(f"{tensors} tensors")
-                    if slot.site:
-                        who.append(f"asked for at {slot.site}")
-                    name = str(dtype).removeprefix("torch.")
-                    stream = "" if slot.home < 0 else f", stream {slot.home:#x}"
-                    lines.append(
-                        f"  {slot.start:>12} {slot.end - slot.start:>12}  {name} {list(shape)}{stream}: "
-                        f"{'; '.join(who) or 'the program'}"
-                    )
-        return "\n".join(lines)
+        head = (
+            f"{self!r}: {stats.in_use} bytes in use of {stats.capacity}, high water {stats.high_water}, "
+            f"waste {stats.waste}, fallbacks {stats.fallbacks} ({stats.fallback_bytes} bytes)"
+        )
+        return "\n".join([head, *lines_of(self._layout, stats.buckets, holders)])
 
     def __str__(self) -> str:
         return repr(self) if self._ended else self.map()
@@ -702,7 +598,7 @@ class Arena:
             if time.monotonic() >= deadline:
                 layout = self._layout
                 with layout.lock:
-                    count = len(layout.in_use()) or len(layout.cut)
+                    count = len(layout.in_use()) or len(layout.live)
                     raise ArenaError(f"Arena.close(): {count} slots are in use. Nothing was done.\n{self.map()}")
             time.sleep(pause)
             pause = min(2 * pause, 1e-2)
@@ -722,24 +618,20 @@ class Arena:
                     "done."
                 )
             layout.changing = True
-            fast, self._fast = self._fast, {}  # other threads now need the lock
+            known, self._size_classes = self._size_classes, {}  # other threads now need the lock
             try:
                 if not layout.in_use():
-                    layout.gather()
-                if layout.cut:  # also by a thread that is about to hand one out
+                    layout.coalesce_free()
+                if layout.live:  # also a slot in the hand of another thread
                     return False
                 if self.index != HOST:
-                    ranges = [one for space in layout.spaces.values() for one in space.ranges]
-                    for other in {one for _, _, after in ranges for one in after}:
-                        if other != self._home:
-                            event = self._streams.mark(self.index, other)
-                            self._streams.order(self.index, self._home, event)
-                            self._streams.recycle(self.index, event)
+                    for free in layout.buckets.values():
+                        self._order(self._alloc_stream, free.streams - {self._alloc_stream})
                 self._ended = f"{self!r} was closed"
             finally:
                 layout.changing = False
                 if not self._ended:
-                    self._fast = fast
+                    self._size_classes = known
         self._let_go()
         return True
 
@@ -763,40 +655,6 @@ def _share(arena: weakref.ref[Arena], start: int, storage: torch.UntypedStorage)
         there._share(start, storage)
 
 
-def _idle(slot: Slot, but_for_graph: bool) -> bool:
-    """Return whether nobody refers to the storage of ``slot``, or nobody but the graph that was captured with it."""
-    if not COUNTED:  # of each buffer the storage is another, which is dead when nobody refers to it
-        return slot.storage is None or bool(slot.storage.expired())
-    try:
-        leases = len(_torch.KEPT[slot.cdata]) - KEEPING
-    except KeyError:  # an exception came before it was handed out for the first time
-        return slot.storage is None
-    if leases and not but_for_graph:
-        return False
-    # In C++ the template refers to it, and what Python has made of it; there, the slot.
-    return _use_count(slot.cdata) == 2 and getrefcount(slot.storage) == UNUSED + leases
-
-
-def _device_of(device: Any) -> tuple[torch.device, int]:
-    """Return the device that an argument names, and the index that the ledger knows it by."""
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        found = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise ValueError(f"Arena(device={device!r}): {error}") from None
-    if found.type == "cpu":
-        return torch.device("cpu"), HOST
-    if found.type != "cuda":
-        raise ValueError(f"Arena(device={device!r}): expected a CUDA device or the CPU")
-    if not torch.cuda.is_available():
-        raise ValueError(f"Arena(device={device!r}): there is no CUDA device here")
-    index = torch.cuda.current_device() if found.index is None else found.index
-    if not 0 <= index < torch.cuda.device_count():
-        raise ValueError(f"Arena(device={device!r}): there are {torch.cuda.device_count()} CUDA devices here")
-    return torch.device("cuda", index), index
-
-
 def _allocate(nbytes: int, device: torch.device) -> tuple[Any, torch.Tensor]:
     """Return a block and what has to be kept besides it: a pool of its own, so that it shares a segment with nobody."""
     if device.type == "cpu" or not hasattr(torch.cuda, "MemPool"):
@@ -814,18 +672,18 @@ def _before_capture(index: int) -> None:
 captures.BEFORE.append(_before_capture)
 
 
-def _leave() -> None:
+def _keep_until_exit() -> None:
     # A pool that is torn down with the modules aborts the process, if a capture has failed before (torch 2.11).
     for arena in tuple(OPEN.values()):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(arena))
 
 
-atexit.register(_leave)
+atexit.register(_keep_until_exit)
 
 
 def _end_in_child() -> None:
     for arena in tuple(OPEN.values()):
-        arena._fast = {}
+        arena._size_classes = {}
         arena._ended = f"{arena!r} was made before the fork of this process, and is the parent's; make another one here"
         _parents.append(arena)
     OPEN.clear()

@@ -1,406 +1,289 @@
-"""Where slots lie in a block: free ranges, shelves, and the policy that places a request.
+"""Layout: where the slots of a block lie, and which slot a request gets.
 
-Nothing here knows of tensors or devices, so that a plan can be tried out without memory. What it needs to know is
-whether a slot is still in use, which it is told by a function.
+Nothing here knows of tensors or devices, so that a plan can be tried out without memory. A function tells the layout
+whether a slot is in use.
 
-A slot that is no longer in use stays on its *shelf*, with the others of the same shape, type and stream, where the next
-request of that kind finds it: no search, and the same addresses in every step. Only when a request fits nowhere else
-are all unused slots taken from their shelves and merged into free ranges. Both depend on nothing but which slots are in
-use when a request is made, so the same program gets the same places on every rank and in every run.
+An idle slot stays in its *size class*, where the next request of the same kind finds it: no search, and the same
+addresses in every step. Only a request that fits nowhere else frees all idle slots and coalesces their ranges. Both
+depend on nothing but which slots are in use at each request, so the same program gets the same places on every rank and
+in every run.
+
+How it stays whole, whatever runs in between
+--------------------------------------------
+Python runs finalizers and signal handlers on the thread that it interrupts, wherever a function begins, a call returns,
+or a loop goes back. Both may ask for a buffer or look one up, and a signal handler may raise. Other threads may run
+there too. Four rules keep every byte in one free range or one slot:
+
+- **Lock.** All changes of ranges and of the table of live slots are made by the holder of ``lock``. The lock is
+  reentrant, so it does not keep out code that interrupts its holder. ``changing`` does: the holder sets it for as long
+  as it reads or changes these fields. Code that finds it set has interrupted the holder, gets no slot and frees none.
+- **Commit point.** A change of several fields computes all new values first, and then assigns them without a call in
+  between. An exception comes before the first assignment or after the last. ``changing`` itself is set by an assignment
+  right before a ``try``, and cleared by one in its ``finally``: the call of a context manager could be interrupted.
+- **In hand.** The lists of a size class are changed without the lock, each by single calls into C. A slot that was
+  popped is on no list, so it is the popper's alone until the popper pushes it again. The slot must be ordered after
+  ``slot.after`` before the push.
+- **Strays.** An exception may end the popper before the push. The slot is then live, idle, on no list, and in no hand:
+  nothing refers to it but the table, which its reference count tells. :meth:`Layout.coalesce_free` frees it. Where
+  references are not counted, whoever takes a slot frees it before the exception goes on.
 """
 
 from __future__ import annotations
 
-import bisect
 import contextlib
-import itertools
-import operator
 import threading
 from collections.abc import Callable
 from typing import Any
 
+from safecomm.arena.free_list import FreeList
+from safecomm.arena.size_class import NO_STREAMS, SizeClass, Slot, rounded
 from safecomm.refcounts import COUNTED, HELD_ONCE, getrefcount
 
-ALIGNMENT = 512
-"""Bytes to which slots are aligned: what the caching allocator aligns to, and more than any kernel asks for."""
-
-PROBES = 4
-"""Slots of a shelf, the last handed out first, that are looked at before all of them are."""
-
 LIMIT = 1 << 12
-"""Kinds of requests, and slots that are not cut out, that are remembered."""
-
-NOBODY: frozenset[int] = frozenset()
-
-
-def rounded(nbytes: int) -> int:
-    """Return ``nbytes``, or the next multiple of :data:`ALIGNMENT`."""
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
-
-class Shelf:
-    """The slots of one kind of request."""
-
-    __slots__ = ("first", "ready", "slots")
-
-    def __init__(self) -> None:
-        self.slots: list[Slot] = []  # handed out, and maybe idle again; the last at the end
-        self.ready: list[Slot] = []  # known to be idle, the lowest at the end
-        # The one that was handed out first since all were looked at. When it is idle again, a step begins anew: all
-        # are looked at, and handed out from the lowest on, so that each step gets the places of the one before.
-        self.first: Slot | None = None
-
-
-class Slot:
-    """A range of the block that is handed out as one storage, again and again."""
-
-    __slots__ = (
-        "after",
-        "asked",
-        "bucket",
-        "capture",
-        "cdata",
-        "end",
-        "home",
-        "identity",
-        "key",
-        "pointer",
-        "shelf",
-        "site",
-        "start",
-        "storage",
-        "template",
-    )
-
-    def __init__(self, start: int, end: int) -> None:
-        self.start = start
-        self.end = end
-        self.after = NOBODY  # the streams that it has to be ordered after before it is put on its shelf
-        self.asked = 0  # bytes that its tensors have
-        self.home = 0  # the stream that it was handed out on
-        self.capture = 0  # the capture that it was handed out in; 0 for none
-        self.bucket = ""
-        self.key: Any = None
-        self.identity: Any = None
-        self.shelf = _NO_SHELF
-        self.site = ""
-        self.storage: Any = None
-        self.template: Any = None  # a tensor of the shelf's shape and type, which others are copied from
-        self.cdata = 0
-        self.pointer = 0
-
-
-_NO_SHELF = Shelf()
-_start_of = operator.attrgetter("start")
-
-
-class Space:
-    """The free ranges of a bucket, each with the streams that used a part of it last, in ascending order."""
-
-    def __init__(self, start: int, end: int) -> None:
-        self.ranges: list[tuple[int, int, frozenset[int]]] = [(start, end, NOBODY)]
-
-    def find(self, nbytes: int, usable: Callable[[frozenset[int]], bool]) -> int | None:
-        """Return which range is the first that has ``nbytes`` and whose streams are ``usable``: can be waited for."""
-        for place, (start, end, after) in enumerate(self.ranges):
-            if end - start >= nbytes and usable(after):
-                return place
-        return None
-
-    def merged(self, start: int, end: int, after: frozenset[int]) -> tuple[int, int, tuple[int, int, frozenset[int]]]:
-        """Return which ranges, from one to another, a range becomes one with that is given back, and what that is."""
-        ranges = self.ranges
-        first = last = bisect.bisect(ranges, (start,))
-        if last < len(ranges) and ranges[last][0] == end:
-            _, end, other = ranges[last]
-            after |= other
-            last += 1
-        if first and ranges[first - 1][1] == start:
-            first -= 1
-            start, _, other = ranges[first]
-            after |= other
-        return first, last, (start, end, after)
-
-    @property
-    def largest(self) -> int:
-        """Bytes of the largest range."""
-        return max((end - start for start, end, _ in self.ranges), default=0)
+"""How many size classes without slots are kept, and how many retired slots."""
 
 
 class Layout:
-    """The slots of a block of ``nbytes``, in which each of ``buckets`` has its own range, from the start on.
+    """The slots of a block, in which each bucket has a range of its own, from the start on.
 
-    What they leave is the bucket ``""``. ``idle`` tells whether a slot is no longer in use, by anybody, or by anybody
-    but the graph that was captured with it.
+    Guarantees that no two slots that are in use share a byte, that no slot is lost, and that places depend on nothing
+    but the requests and the slots in use at each of them.
+
+    Parameters
+    ----------
+    nbytes
+        Bytes of the block.
+    buckets
+        Names and bytes of the buckets. What they leave is the bucket ``""``.
+    is_idle
+        Tells whether nothing refers to a slot, or nothing but the graph that was captured with it.
     """
 
-    def __init__(self, nbytes: int, buckets: dict[str, int], idle: Callable[[Slot, bool], bool]) -> None:
+    def __init__(self, nbytes: int, buckets: dict[str, int], is_idle: Callable[[Slot, bool], bool]) -> None:
         self.nbytes = nbytes
-        self._idle = idle
-        self.bounds: dict[str, tuple[int, int]] = {}
+        self._is_idle = is_idle
+        self.live: dict[int, Slot] = {}  # by start
+        self.buckets: dict[str, FreeList] = {}
         start = 0
         for name, size in buckets.items():
-            self.bounds[name] = (start, start + rounded(size))
+            self.buckets[name] = FreeList(start, start + rounded(size), self.live)
             start += rounded(size)
-        self.bounds[""] = (start, nbytes)
-        self.spaces = {name: Space(*bounds) for name, bounds in self.bounds.items()}
-        self._shelves: dict[Any, Shelf] = {}  # by kind of request
-        self.cut: dict[int, Slot] = {}  # by start: all slots that there are
-        self._starts: list[int] = []  # sorted
-        self._spare: dict[Any, Slot] = {}  # slots that are not cut out now, to be cut out again as they were
-        self.taken = dict.fromkeys(self.bounds, 0)  # bytes that are cut out
-        self.high_water = dict.fromkeys(self.bounds, 0)
-        self.exact = False  # there is no more room than a plan needs, where each step begins with all of it
-        self._witness: dict[str, int] = {}  # where a slot of a bucket was in use, when all were looked at last
-        self.tight: set[str] = set()  # buckets that had no room before what was idle was gathered
+        self.buckets[""] = FreeList(start, nbytes, self.live)
+        self._size_classes: dict[Any, SizeClass] = {}  # by kind of request
+        self._retired: dict[Any, Slot] = {}  # slots that were freed, to be live again with the storage that they have
+        self.exact = False  # the block has no more room than a plan needs, in which each step begins with all of it
         self.lock = threading.RLock()
-        # What is above is being changed or looked through, by who has the lock. Whoever finds it set is a finalizer or
-        # a signal handler in the middle of that, on its thread.
         self.changing = False
+
+    # --- a slot for a request -------------------------------------------------------------------------------
 
     def take(
         self, identity: Any, nbytes: int, stream: int, capture: int, bucket: str,
         usable: Callable[[frozenset[int]], bool] = lambda _: True, *, needed: bool = True,
     ) -> tuple[Slot, frozenset[int]] | None:  # fmt: skip
-        """Return a slot for a request, and the streams that its use has to be ordered after; None if there is no room.
+        """Return a slot for a request, and the streams that its use must be ordered after; None if there is no room.
 
-        Also None for what a finalizer or a signal handler asks for in the middle of another request on its thread.
+        Also None for a request of a finalizer or a signal handler that interrupted another one on its thread. The
+        caller makes the slot's storage, if the slot has none, and calls :meth:`push`.
 
-        ``identity`` is what requests must have in common to be given the same slot, besides stream, bucket and
-        capture. ``usable`` tells whether a range can be used that some streams used last. Where a request is not
-        ``needed``, the shelves of others are taken apart for it only if enough of them is idle. The caller makes the
-        slot's storage, if it has none, and puts it on its shelf.
+        Parameters
+        ----------
+        identity
+            What requests must have in common to get the same slot, besides stream, bucket and capture.
+        nbytes
+            Bytes that are asked for.
+        stream
+            The stream that the slot is handed out on.
+        capture
+            The CUDA graph capture that the slot is handed out in; 0 for none.
+        bucket
+            The name of the bucket.
+        usable
+            Tells whether a range can be used that some streams used last.
+        needed
+            Whether idle slots of other kinds are freed even where this makes no room.
         """
-        key = (*identity, stream, bucket, capture) if capture else (*identity, stream, bucket)
+        key = identity, stream, bucket, capture
         with self.lock:
             if self.changing:
                 return None
             self.changing = True
             try:
-                shelf = self._shelves.get(key)
-                if self.exact or bucket in self.tight:
-                    self._begin_anew(bucket, shelf, usable)
-                slot = None if shelf is None else self.from_shelf(shelf)
+                free = self.buckets[bucket]
+                size_class = self._size_classes.get(key)
+                if self.exact or free.fragmented:
+                    self._coalesce_for_step(free, size_class, usable)
+                slot = None if size_class is None else size_class.search(self._is_idle)
                 if slot is not None:
-                    return slot, NOBODY
+                    return slot, NO_STREAMS
                 size = rounded(nbytes)
-                space = self.spaces[bucket]
-                place = space.find(size, usable)
-                if place is None:
-                    if not needed and not self._has_idle(size, bucket):
+                number = free.find(size, usable)
+                if number is None:
+                    if not needed and not self._has_room(free, size):
                         return None
-                    self.gather()
-                    self.tight.add(bucket)
-                    place = space.find(size, usable)
-                    if place is None:
+                    self.coalesce_free()
+                    free.fragmented = True
+                    number = free.find(size, usable)
+                    if number is None:
                         return None
-                start, end, after = space.ranges[place]
-                slot = self._spare.pop((start, identity), None)
-                if slot is None:
-                    slot = Slot(start, start + size)
-                    slot.identity = identity
-                if shelf is None:
-                    if len(self._shelves) > LIMIT:
-                        self._shelves = {k: one for k, one in self._shelves.items() if one.slots or one.ready}
-                    shelf = self._shelves.setdefault(key, Shelf())
+                if size_class is None:
+                    if len(self._size_classes) > LIMIT:
+                        self._size_classes = {k: one for k, one in self._size_classes.items() if one.slots or one.ready}
+                    size_class = self._size_classes.setdefault(key, SizeClass(*key))
+                start, _, after = free.ranges[number]
+                slot = self._retired.pop((start, identity), None) or Slot(start, start + size, size_class)
+                slot.size_class = size_class
                 slot.after = after - {stream}
                 slot.asked = nbytes
-                slot.home = stream
-                slot.capture = capture
-                slot.bucket = bucket
-                slot.key = key
-                slot.shelf = shelf
-                index, only = bisect.bisect(self._starts, start), [start]
-                rest = [(start + size, end, after)] if start + size < end else []
-                # No call from here on: a signal handler that raises comes before all of it, or after.
-                space.ranges[place : place + 1] = rest
-                self.cut[start] = slot
-                self._starts[index:index] = only
-                self.taken[bucket] += size
-                if shelf.first is None:
-                    shelf.first = slot
-                self.high_water[bucket] = max(self.high_water[bucket], self.taken[bucket])
+                free.split(number, slot)
+                if size_class.first is None:
+                    size_class.first = slot
                 return slot, slot.after
             finally:
                 self.changing = False
 
-    def _has_idle(self, size: int, bucket: str) -> bool:
-        """Return whether ``size`` bytes of ``bucket`` are not in use, be it in many places."""
-        start, end = self.bounds[bucket]
-        room = end - start - size
-        return room >= 0 and sum([slot.end - slot.start for slot in self.in_use() if slot.bucket == bucket]) <= room
+    def reuse(self, size_class: SizeClass) -> Slot | None:
+        """Take an idle slot of ``size_class``; None if all are in use, or where only :meth:`take` may say which one.
 
-    def _begin_anew(self, bucket: str, shelf: Shelf | None, usable: Callable[[frozenset[int]], bool]) -> None:
-        """Gather the slots of ``bucket`` if a step begins, with a request for ``shelf``, that is to go another way.
-
-        Nobody uses any of them now. And the last step had to use places that it could not have begun with; or the block
-        is ``exact``, and the request would not get its first place, but one behind it that is then in the way of the
-        rest. Only then: what is gathered has to wait for all streams that used a part of it, and is on no shelf any
-        more. And only if it is ``usable`` then, which it is not in a capture.
+        Where the room is short, a step may have to begin at other places than the last one.
         """
-        idle, cut, starts = self._idle, self.cut, self._starts
-        first, last = self.bounds[bucket]
-        begin, end = bisect.bisect_left(starts, first), bisect.bisect_left(starts, last)
-        # From the one on that was in use when this was asked last: it most often still is, or else the next one is.
-        middle = min(max(bisect.bisect_left(starts, self._witness.get(bucket, 0)), begin), end)
-        for place in itertools.chain(range(middle, end), range(begin, middle)):
-            if not idle(cut[starts[place]], False):
-                self._witness[bucket] = starts[place]
-                return
-        if bucket not in self.tight and shelf is not None and first in [s.start for s in (*shelf.slots, *shelf.ready)]:
+        if self.exact or self.buckets[size_class.bucket].fragmented:
+            return None
+        with self.lock:
+            return size_class.search(self._is_idle)
+
+    def push(self, slot: Slot) -> None:
+        """Put ``slot`` back as the last that was handed out, now that it is ordered after ``slot.after``."""
+        slot.after = NO_STREAMS
+        slot.size_class.slots.append(slot)
+
+    def _has_room(self, free: FreeList, size: int) -> bool:
+        """Return whether ``size`` bytes of a bucket are not in use, be it in many places."""
+        room = free.end - free.start - size
+        return room >= 0 and sum([slot.end - slot.start for slot in free.in_use(self._is_idle)]) <= room
+
+    def _coalesce_for_step(
+        self, free: FreeList, size_class: SizeClass | None, usable: Callable[[frozenset[int]], bool]
+    ) -> None:
+        """Free the slots of a bucket if a step begins, with this request, that must not begin as the last one did.
+
+        A step begins when no slot of the bucket is in use. It must begin anew in two cases. Either the last step needed
+        places that it could not have begun with. Or the block is ``exact``, and the request would not get the first
+        place of the bucket but one behind it, in the way of all later requests. Otherwise the slots stay: a freed range
+        has to be ordered after all streams that used a part of it, and is in no size class any more. They also stay
+        where they would not be ``usable``, as in a capture.
+
+        Parameters
+        ----------
+        free
+            The bucket.
+        size_class
+            What the request is for; None if it is the first of its kind.
+        usable
+            Tells whether a range can be used that some streams used last.
+        """
+        if not free.all_idle(self._is_idle):
             return
-        if begin != end and usable(frozenset([cut[starts[place]].home for place in range(begin, end)])):
-            self.tight.discard(bucket)
-            self.gather()
+        if (
+            not free.fragmented
+            and size_class is not None
+            and free.start in [slot.start for slot in (*size_class.slots, *size_class.ready)]
+        ):
+            return
+        if free.starts and usable(frozenset([self.live[start].size_class.alloc_stream for start in free.starts])):
+            free.fragmented = False
+            self.coalesce_free()
 
-    def put(self, slot: Slot) -> None:
-        """Put a slot on its shelf, as the last that was handed out, now that it is ordered after what it has to be."""
-        slot.after = NOBODY
-        slot.shelf.slots.append(slot)
+    # --- back to free ranges --------------------------------------------------------------------------------
 
-    def take_back(self, slot: Slot) -> None:
-        """Make a free range of a slot that was taken, and that nobody was given."""
+    def free(self, slot: Slot) -> None:
+        """Free ``slot``, which was taken and not pushed."""
         with self.lock:
             self.changing = True
             try:
-                self._give_back(slot)
+                self._retire(slot)
             finally:
                 self.changing = False
 
-    def from_shelf(self, shelf: Shelf) -> Slot | None:
-        """Take an idle slot from a shelf: one of the last handed out, or else look at all of them.
+    def reclaim(self, synchronize: Callable[[], None] | None = None) -> None:
+        """Free all idle slots, and coalesce their ranges.
 
-        The first finds the buffer that comes and goes beside many that stay, the second pays once for all that have
-        become idle. What is popped is nobody else's: other threads pop from the same lists without the lock.
-        """
-        with self.lock:
-            slots, ready, idle = shelf.slots, shelf.ready, self._idle
-            anew = shelf.first is None or idle(shelf.first, shelf.first.capture > 0)
-            if not anew:
-                with contextlib.suppress(IndexError):
-                    return ready.pop()
-                for slot in slots[: -PROBES - 1 : -1]:
-                    graphs = slot.capture > 0
-                    if idle(slot, graphs) and self._pop(slot, graphs):
-                        return slot
-                if len(slots) <= PROBES:
-                    return None
-            busy: list[Slot] = []
-            try:
-                while slots:
-                    slot = slots.pop()
-                    (ready if idle(slot, slot.capture > 0) else busy).append(slot)
-            except IndexError:  # another thread was faster
-                pass
-            finally:
-                # Not by a call, after which a signal handler could raise, and all of them were lost.
-                slots[:0] = busy[::-1]
-            ready.sort(key=_start_of, reverse=True)
-            try:
-                lowest: Slot | None = ready.pop()
-            except IndexError:
-                lowest = None
-            if anew:
-                shelf.first = lowest
-            return lowest
-
-    def _pop(self, slot: Slot, but_for_graph: bool) -> bool:
-        """Take ``slot`` from its shelf; False if it is in use, or another thread was faster."""
-        if not self._idle(slot, but_for_graph):
-            return False
-        try:
-            slot.shelf.slots.remove(slot)
-        except ValueError:
-            return False
-        if self._idle(slot, but_for_graph):
-            return True
-        slot.shelf.slots.append(slot)
-        return False
-
-    def harvest(self, synchronize: Callable[[], None] | None = None) -> None:
-        """Make free ranges of all slots that are no longer in use.
-
-        With ``synchronize``, which blocks the host until the device is idle, such as nobody has to be waited for.
+        With ``synchronize``, which blocks the host until the device is idle, their memory needs no order any more.
         """
         with self.lock:
             if self.changing:
                 return
             self.changing = True
             try:
-                self.gather()
-                spaces = self.spaces.values()
-                if synchronize is not None and any(after for space in spaces for _, _, after in space.ranges):
+                self.coalesce_free()
+                if synchronize is not None and any(free.streams for free in self.buckets.values()):
                     synchronize()
-                    for space in spaces:
-                        # Ranges that only their streams kept apart do not exist: what touches was merged.
-                        space.ranges = [(start, end, NOBODY) for start, end, _ in space.ranges]
+                    for free in self.buckets.values():
+                        free.forget_streams()
             finally:
                 self.changing = False
 
-    def gather(self) -> None:
-        """Do what :meth:`harvest` does, for who has set ``changing``."""
-        for slot in tuple(self.cut.values()):
-            shelf = slot.shelf
-            if slot in shelf.ready:
-                if self._idle(slot, False):
+    def coalesce_free(self) -> None:
+        """Do what :meth:`reclaim` does. The caller has the lock and has set ``changing``."""
+        is_idle = self._is_idle
+        for slot in tuple(self.live.values()):
+            size_class = slot.size_class
+            if slot in size_class.ready:
+                if is_idle(slot, False):
                     with contextlib.suppress(ValueError):  # another thread was faster
-                        shelf.ready.remove(slot)
-                        self._give_back(slot)
-            # A slot that is on no list, and in nobody's hands who could put it back: an exception of a signal handler
-            # came between its being taken and put: only the tuple that is looked through has it, and ``cut``. The
-            # count is last: what comes after it could change the other.
-            elif self._pop(slot, False) or (
-                COUNTED and HELD_ONCE + 1 + (shelf.first is slot) == getrefcount(slot) and self._idle(slot, False)
+                        size_class.ready.remove(slot)
+                        self._retire(slot)
+            # Or else it is a stray, to which only ``live`` and the tuple refer, and maybe ``first`` of its class. What
+            # ``first`` is must be read before the count. After the count, ``is_idle`` sees what an interrupt took.
+            elif size_class.remove(slot, is_idle, of_graph=False) or (
+                COUNTED and HELD_ONCE + 1 + (size_class.first is slot) == getrefcount(slot) and is_idle(slot, False)
             ):
-                self._give_back(slot)
+                self._retire(slot)
 
-    def _give_back(self, slot: Slot) -> None:
-        space, size = self.spaces[slot.bucket], slot.end - slot.start
-        index = bisect.bisect_left(self._starts, slot.start)
-        first, last, merged = space.merged(slot.start, slot.end, slot.after | {slot.home})
-        only = [merged]
-        # No call from here on, as in take().
-        del self._starts[index]
-        del self.cut[slot.start]
-        space.ranges[first:last] = only
-        self.taken[slot.bucket] -= size
-        shelf = slot.shelf
-        if shelf.first is slot:
-            shelf.first = None
-        if slot.capture and not (shelf.slots or shelf.ready):  # a capture comes only once
-            self._shelves.pop(slot.key, None)
-        if len(self._spare) > LIMIT:
-            self._spare.clear()
-        self._spare[slot.start, slot.identity] = slot
+    def _retire(self, slot: Slot) -> None:
+        """Free ``slot``, which is on no list, and keep it with its storage for a request at the same place."""
+        size_class = slot.size_class
+        # Before the commit point of coalesce(): a slot that is live and not ``first`` is found again as a stray.
+        if size_class.first is slot:
+            size_class.first = None
+        self.buckets[size_class.bucket].coalesce(slot)
+        if size_class.capture and not (size_class.slots or size_class.ready):  # a capture comes only once
+            self._size_classes.pop(size_class.key, None)
+        if len(self._retired) > LIMIT:
+            self._retired.clear()
+        self._retired[slot.start, size_class.identity] = slot
 
     def forget(self) -> None:
-        """Let go of all slots: the block is about to go."""
+        """Drop all slots: the block is about to be freed."""
         with self.lock:
-            self._shelves.clear()
-            self._spare.clear()
+            self._size_classes.clear()
+            self._retired.clear()
+
+    # --- what is where --------------------------------------------------------------------------------------
 
     def in_use(self) -> list[Slot]:
-        """Return the slots that are in use, in the order of their places."""
+        """Return the slots that are in use, in ascending order."""
         with self.lock:
             before, self.changing = self.changing, True
             try:
-                return [slot for start in self._starts if not self._idle(slot := self.cut[start], False)]
+                return [slot for free in self.buckets.values() for slot in free.in_use(self._is_idle)]
             finally:
                 self.changing = before
 
     def at(self, place: int) -> Slot | None:
-        """Return the slot that ``place`` lies in."""
+        """Return the slot that the byte at ``place`` is in; None if it is free."""
         with self.lock:
             before, self.changing = self.changing, True
             try:
-                index = bisect.bisect(self._starts, place) - 1
-                slot = self.cut[self._starts[index]] if index >= 0 else None
-                return slot if slot is not None and place < slot.end else None
+                for free in self.buckets.values():
+                    if free.start <= place < free.end:
+                        return free.at(place)
+                return None
             finally:
                 self.changing = before
 
     def largest(self, bucket: str) -> int:
         """Return the bytes of the largest request that would find room in ``bucket`` now."""
         with self.lock:
-            self.harvest()
-            return self.spaces[bucket].largest
+            self.reclaim()
+            return self.buckets[bucket].largest

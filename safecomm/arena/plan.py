@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from safecomm import _torch
-from safecomm.arena.arena import _device_of, shape_of
-from safecomm.arena.layout import Layout, rounded
+from safecomm.arena.arguments import device_of, shape_of
+from safecomm.arena.layout import Layout
+from safecomm.arena.size_class import rounded
 from safecomm.ledger import LEDGER
 from safecomm.streams import HOST
 
@@ -104,7 +105,7 @@ class Plan:
                 slot = found[0]
                 used.add(id(slot))
                 heapq.heappush(ends, (request.until, id(slot)))
-                layout.put(slot)
+                layout.push(slot)
             used.clear()
         return 0
 
@@ -168,7 +169,7 @@ class Recorder:
     symmetric = False
 
     def __init__(self, device: Any) -> None:
-        self.device, self.index = _device_of(device)
+        self.device, self.index = device_of(device)
         self.plan = Plan()
         self._live: list[tuple[Any, Request]] = []
         self._kinds: dict[Any, int] = {}

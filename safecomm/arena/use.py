@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from safecomm.arena.arena import OPEN, Arena, _device_of, bytes_of
+from safecomm.arena.arena import OPEN, Arena
+from safecomm.arena.arguments import bytes_of, device_of
 from safecomm.arena.plan import Plan, Recorder
 from safecomm.block import Block
 from safecomm.errors import SafecommError
@@ -217,7 +218,7 @@ def empty(*size: Any, dtype: torch.dtype | None = None, device: Any = None, buck
             return _innermost[0].empty(*size, dtype=dtype, bucket=bucket)  # type: ignore[no-any-return]
         if not _wanted:
             return torch.empty(*size, dtype=dtype)
-    _, index = _device_of(device)
+    _, index = device_of(device)
     arena = in_use(index)
     if arena is None:
         return torch.empty(*size, dtype=dtype, device=device)

@@ -15,7 +15,8 @@ from collections.abc import Sequence
 import torch
 
 from safecomm import replacing
-from safecomm.arena.arena import OPEN, bytes_of
+from safecomm.arena.arena import OPEN
+from safecomm.arena.arguments import bytes_of
 from safecomm.arena.use import VARIABLE as ARENA
 from safecomm.arena.use import read_environment
 from safecomm.collectives.holding import counted

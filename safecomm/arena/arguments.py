@@ -1,0 +1,104 @@
+"""What the arguments of an arena mean: bytes, shapes, devices."""
+
+from __future__ import annotations
+
+import operator
+import re
+from typing import Any
+
+import torch
+
+from safecomm.streams import HOST
+
+_UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+LARGEST = 1 << 50
+"""Bytes of an arena: more than any machine has, and small enough that torch can say so."""
+
+
+def bytes_of(size: int | str, what: str = "size") -> int:
+    """Return the bytes that ``size`` names: a number, or text such as ``"256MiB"``.
+
+    Parameters
+    ----------
+    size
+        The argument.
+    what
+        Its name, for messages.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If it names no number of bytes, or none that is greater than 0.
+
+    Examples
+    --------
+    >>> bytes_of("2KiB")
+    2048
+    """
+    if isinstance(size, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)
+        unit = match and _UNITS.get(match[2].upper())
+        if match is None or unit is None:
+            raise ValueError(f'{what}={size!r}: expected a number of bytes, or text such as "256MiB"')
+        size = int(min(float(match[1]), 1e30) * unit)  # a number of many digits is infinite as a float
+    if isinstance(size, bool) or not isinstance(size, int):
+        raise TypeError(f"{what}={size!r}: expected a number of bytes, not {type(size).__name__}")
+    if size <= 0:
+        raise ValueError(f"{what}={size}: expected more than 0 bytes")
+    if size > LARGEST:
+        raise ValueError(f"{what}={str(size)[:40]}: expected at most {LARGEST} bytes")
+    return size
+
+
+def shape_of(size: tuple[Any, ...], dtype: Any, operation: str) -> tuple[int, ...]:
+    """Return the shape that ``empty(*size, dtype=dtype)`` asks for.
+
+    Parameters
+    ----------
+    size
+        What was given as the size: integers, or one tuple or list of integers.
+    dtype
+        What was given as the type.
+    operation
+        The name of the call, for messages.
+
+    Raises
+    ------
+    ValueError, TypeError
+        For a shape that is none, or has no elements, or a type that is none.
+    """
+    given = size[0] if len(size) == 1 and isinstance(size[0], (tuple, list)) else size
+    if any(isinstance(n, bool) or not hasattr(n, "__index__") for n in given):
+        raise TypeError(f"{operation}: expected a shape of integers, got {size}")
+    shape = tuple(map(operator.index, given))
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{operation}: expected a torch.dtype, got dtype={dtype!r}")
+    if min(shape, default=1) < 0:
+        raise ValueError(f"{operation}: negative size in the shape {shape}")
+    if 0 in shape:
+        raise ValueError(f"{operation}: the shape {shape} has no elements, and so no memory to take from an arena")
+    return shape
+
+
+def device_of(device: Any) -> tuple[torch.device, int]:
+    """Return the device that an argument names, and the index by which the ledger knows this device.
+
+    Raises ValueError for a device that is none, is not there, or is neither a CUDA device nor the CPU.
+    """
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"Arena(device={device!r}): {error}") from None
+    if found.type == "cpu":
+        return torch.device("cpu"), HOST
+    if found.type != "cuda":
+        raise ValueError(f"Arena(device={device!r}): expected a CUDA device or the CPU")
+    if not torch.cuda.is_available():
+        raise ValueError(f"Arena(device={device!r}): there is no CUDA device here")
+    index = torch.cuda.current_device() if found.index is None else found.index
+    if not 0 <= index < torch.cuda.device_count():
+        raise ValueError(f"Arena(device={device!r}): there are {torch.cuda.device_count()} CUDA devices here")
+    return torch.device("cuda", index), index
