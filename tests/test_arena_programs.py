@@ -352,7 +352,7 @@ def counts_only_tensors() -> Any:
 
 def counts_only_python() -> Any:
     """Does not see that tensors refer to a storage."""
-    return idle(lambda slot, _: sys.getrefcount(slot.storage) <= UNUSED + 2)
+    return idle(lambda slot, _: sys.getrefcount(slot.storage) <= UNUSED)
 
 
 def keeps_all() -> Any:
@@ -381,8 +381,8 @@ class Nothing(list):
 def orders_nothing() -> Any:
     """Hands memory to another stream as it is."""
 
-    def take(layout: Layout, *arguments: Any) -> Any:
-        found = original(layout, *arguments)
+    def take(layout: Layout, *arguments: Any, **how: Any) -> Any:
+        found = original(layout, *arguments, **how)
         return None if found is None else (found[0], NO_STREAMS)
 
     original = Layout.take
@@ -466,5 +466,5 @@ def takes_any_slot_of_a_size_class() -> Any:
 )
 def test_programs_catch_an_arena_that(broken: Any) -> None:
     """The promises are really tested: an arena with one rule broken does not get through."""
-    with broken(), pytest.raises(BaseException):  # noqa: B017, PT011
+    with broken(), pytest.raises(AssertionError):  # and no error of the mutant itself, which would prove nothing
         run_state_machine_as_test(ArenaPrograms, settings=programs(5000, STEPS, phases=[Phase.generate]))
