@@ -96,6 +96,20 @@ def test_the_library_loads_no_tool():
     assert [name for name in loaded if name.startswith(TOOLS)] == []
 
 
+@pytest.mark.parametrize("package", ["arena"])
+def test_no_file_of_a_package_imports_one_that_imports_it(package):
+    """Neither at its head nor in a function: each file can be read after those that it needs."""
+    needed = {
+        module_of(path): {name for name in imported(ast.parse(path.read_text())) if name.startswith(f"{package}.")}
+        for path in FILES
+        if path.is_relative_to(ROOT / package)
+    }
+    while free := [module for module, others in needed.items() if not others & needed.keys()]:
+        for module in free:
+            del needed[module]
+    assert not needed
+
+
 def test_every_file_is_in_the_list():
     for path in FILES:
         layer_of(module_of(path))
