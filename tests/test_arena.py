@@ -307,6 +307,15 @@ def test_buckets_are_parts_of_their_own():
     arena.close()
 
 
+def test_what_is_cached_is_counted_in_each_bucket():
+    """The last one had none, because the idle slots of all buckets were freed to look at the first."""
+    arena = Arena(8192, "cpu", buckets={"gather": 2048})
+    for bucket in ("gather", ""):
+        arena.empty(1024, dtype=torch.uint8, bucket=bucket)
+    assert [(bucket.name, bucket.cached) for bucket in arena.stats().buckets] == [("gather", 1024), ("", 1024)]
+    arena.close()
+
+
 # --- plans ---------------------------------------------------------------------------------------------------
 
 

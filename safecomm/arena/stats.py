@@ -59,6 +59,7 @@ class ArenaStats:
 def bucket_stats(layout: Layout) -> tuple[BucketStats, ...]:
     """Return what is in use of each bucket. The caller has the lock. Frees the idle slots."""
     used = layout.in_use()
+    live = {name: free.live_bytes for name, free in layout.buckets.items()}  # before largest() frees idle slots
     found = []
     for name, free in layout.buckets.items():
         own = [slot for slot in used if slot.size_class.bucket == name]
@@ -67,7 +68,7 @@ def bucket_stats(layout: Layout) -> tuple[BucketStats, ...]:
             name=name,
             capacity=free.end - free.start,
             in_use=in_use,
-            cached=free.live_bytes - in_use,
+            cached=live[name] - in_use,
             high_water=free.high_water,
             waste=in_use - sum(slot.asked for slot in own),
             slots=len(own),
