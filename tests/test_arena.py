@@ -1139,10 +1139,10 @@ def test_threads_enter_and_leave_at_the_same_time():
     arena.close()
 
 
-@pytest.mark.parametrize("step", ["_let_go", "forget"])
+@pytest.mark.parametrize("step", ["_free_block", "forget"])
 def test_a_close_that_an_exception_has_ended_can_be_made_again(monkeypatch, step):
     arena = Arena(4096, "cpu")
-    owner = Arena if step == "_let_go" else Layout
+    owner = Arena if step == "_free_block" else Layout
     with monkeypatch.context() as patch:
         patch.setattr(owner, step, lambda *_: 1 // 0)
         with pytest.raises(ZeroDivisionError):

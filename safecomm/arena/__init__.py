@@ -1,4 +1,4 @@
-"""The preallocated contiguous bucket arena: one block, its slots, and the plan of its size."""
+"""The arena: communication buffers out of one block that is allocated once, and the plan of its size."""
 
 from safecomm.arena.arena import Arena as Arena
 from safecomm.arena.plan import Plan as Plan

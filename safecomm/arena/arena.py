@@ -71,19 +71,19 @@ class Arena:
 
     - :meth:`empty` allocates nothing after the first time that a step asks for a buffer, and costs no more host time
       than ``torch.empty``.
-    - A buffer is nobody else's for as long as anything refers to its storage: a view, a detached alias, a tensor that
-      is saved for backward, a running collective. Nothing else keeps it.
-    - Reuse is ordered. A buffer belongs to the stream that was current when it was handed out, as one of the caching
-      allocator does; when its memory goes to another stream, that one first waits for all that was put on the former.
+    - A buffer is not handed out again for as long as anything refers to its storage: a view, a detached alias, a tensor
+      that is saved for backward, a running collective. Nothing else keeps it.
+    - Reuse is ordered. A buffer belongs to the stream that was current when it was handed out, as in the caching
+      allocator. Before its memory goes to another stream, this stream waits for all work on the former one.
     - The same program gets the same places on every rank and in every run.
-    - What a CUDA graph capture is handed out is the graph's until it is reset or dies. Only captures that safecomm sees
-      (inside of :class:`safecomm.graph` or :class:`safecomm.avoid_record_streams`) are given any; others get ordinary
-      memory of the graph's own pool.
+    - A buffer that is handed out in a CUDA graph capture is the graph's until the graph is reset or dies. Only captures
+      that safecomm sees (inside of :class:`safecomm.graph` or :class:`safecomm.avoid_record_streams`) get buffers of
+      the arena. Others get ordinary memory of the graph's own pool.
 
     ``record_stream`` does nothing for the memory of an arena, except inside of ``avoid_record_streams()``. Storages
     can't be resized, also not to 0.
 
-    The arena is open until :meth:`close`, and keeps the block until then. May be used from any thread.
+    The arena is open until :meth:`close`, and keeps the block until then. Any thread may use it.
 
     Parameters
     ----------
@@ -95,19 +95,21 @@ class Arena:
         What happens to a request that finds no room. ``"fallback"``: it gets ordinary memory, which is counted in
         :meth:`stats` and logged once, with the size that would have been enough. ``"raise"``: ArenaFullError.
     buckets
-        Names and bytes of parts that :meth:`empty` uses only when asked for by name. They lie at the start of the
-        block. What they leave is the bucket ``""``.
+        Names and bytes of parts of the block that :meth:`empty` uses only by name. They lie at the start of the block.
+        What they leave is the bucket ``""``.
     check
-        A process group, on all ranks of which the places have to be the same: see :meth:`check`. For debugging; takes
-        a few microseconds a request.
+        A process group, on all ranks of which the places have to be the same: see :meth:`check`. For debugging: each
+        request takes a few microseconds longer.
     register
-        An NCCL group with which the block is registered, which all ranks of the group do together, as they do
-        :meth:`close`. ``full`` must be ``"raise"`` then. ``symmetric``: as a symmetric window (NCCL 2.30.7 or later).
+        An NCCL group with which the block is registered. All ranks of the group make and :meth:`close` the arena
+        together then, and ``full`` must be ``"raise"``.
+    symmetric
+        Whether the block is registered as a symmetric window (NCCL 2.30.7 or later).
 
     Raises
     ------
     ValueError, TypeError
-        For sizes, devices and policies that are none.
+        For a size, a device or a policy that is not one.
     ArenaError
         If an arena is open on the device, inside a CUDA graph capture, or if it can't be registered.
 
@@ -179,7 +181,17 @@ class Arena:
     ) -> Arena:
         """Return an arena of exactly the bytes and buckets that a recorded program needs: see :class:`record_plan`.
 
-        Raises as the class does; ValueError also for a plan in which nothing was asked for.
+        Parameters
+        ----------
+        plan
+            The requests of the program.
+        device, full, check, register
+            As for the class.
+
+        Raises
+        ------
+        ValueError
+            For a plan without requests. Also as the class does.
         """
         if not plan.requests:
             raise ValueError("Arena.from_plan(): nothing was asked for while the plan was recorded")
@@ -203,10 +215,9 @@ class Arena:
         self._ended = ""
         self._fallbacks = self._fallback_bytes = self._enough = 0
         self._warned = False
-        self._log: list[tuple[str, int, int]] = []  # of requests, since the last check: site, bytes, place
+        self._log: list[tuple[str, int, int]] = []  # call site, bytes and place of each request since the last check
         self._layout = Layout(block.numel(), buckets, idle)
-        # By what a request says, the slots that it can get. Requests that are checked are not here, nor are those of
-        # captures.
+        # By the arguments and the stream of a request. Requests that are logged are not here, nor those of captures.
         self._size_classes: dict[Any, SizeClass] = {}
         if index != HOST:
             self._alloc_stream = streams.current(index)  # of the block itself
@@ -215,18 +226,26 @@ class Arena:
     # --- handing out ------------------------------------------------------------------------------------
 
     def empty(self, *size: Any, dtype: torch.dtype | None = None, bucket: str = "") -> torch.Tensor:
-        """Return a contiguous tensor of uninitialised memory of the arena, as ``torch.empty`` does of any.
+        """Return a contiguous tensor of uninitialised memory of the arena, as ``torch.empty`` does of any memory.
 
-        It belongs to the current stream: what is done to it there needs no further order, and its memory is reused in
-        the order of that stream. It keeps its memory, and the arena keeps the block.
+        The tensor belongs to the current stream: work on this stream needs no further order, and the memory is reused
+        in the order of this stream. The tensor keeps its memory, and the arena keeps the block.
 
-        ``bucket`` names the part of the arena that it comes from. It is ordinary memory under ``torch.compile``, in a
-        ``TorchDispatchMode``, and in a transform of ``torch.func``.
+        It is ordinary memory under ``torch.compile``, in a ``TorchDispatchMode``, and in a transform of ``torch.func``.
+
+        Parameters
+        ----------
+        size
+            Integers, or one tuple or list of integers.
+        dtype
+            Default: torch's default type.
+        bucket
+            The name of the bucket that the tensor comes from.
 
         Raises
         ------
         ValueError, TypeError
-            For a shape that is none, or has no elements, or a type that is none.
+            For a shape without elements, and for what is no shape or no type.
         ArenaFullError
             If there is no room, with ``full="raise"``.
         ArenaError
@@ -282,7 +301,7 @@ class Arena:
         if bucket not in self._layout.buckets:
             raise ValueError(f"Arena.empty(bucket={bucket!r}): expected one of {sorted(self._layout.buckets)}")
         with self._layout.lock:
-            self._refuse_ended("Arena.empty()")  # another thread may have closed it meanwhile
+            self._refuse_ended("Arena.empty()")  # another thread may have closed the arena meanwhile
             tensor = self._take(size, shape, dtype, stream, bucket)
             return self._fall_back(shape, dtype, stream, bucket) if tensor is None else tensor
 
@@ -494,7 +513,7 @@ class Arena:
         return tensor.data_ptr() - self._base
 
     def stats(self) -> ArenaStats:
-        """Return what is in use, how much was, and what did not fit. Takes time; not for the hot path."""
+        """Return what is in use, how much was, and what did not fit. Frees the idle slots, so not for the hot path."""
         self._refuse_ended("Arena.stats()")
         layout = self._layout
         with layout.lock:
@@ -533,7 +552,7 @@ class Arena:
         return repr(self) if self._ended else self.map()
 
     def __dir__(self) -> list[str]:
-        """Return what is for users, for completion."""
+        """Return the public names, for completion."""
         return sorted({*object.__dir__(self)} - {"before_capture", "if_room", "index", "symmetric"})
 
     def __repr__(self) -> str:
@@ -544,13 +563,13 @@ class Arena:
     def check(self) -> None:
         """Compare the places of all requests since the last check with the other ranks of the group ``check=``.
 
-        All ranks of the group have to call it, at the same point of the program. It blocks the host.
+        All ranks of the group must call it at the same point of the program. It blocks the host.
 
         Raises
         ------
         ArenaError
-            If they differ, with the first request that does, as each rank saw it. Also if the arena was made without
-            ``check=``.
+            If places differ. The message has the first request that differs, as each rank saw it. Also if the arena
+            was made without ``check=``.
         """
         self._refuse_ended("Arena.check()")
         if self._group is None:
@@ -575,22 +594,22 @@ class Arena:
         )
         raise ArenaError(f"Arena.check(): request {number} since the last check differs between ranks: {shown}")
 
-    # --- its end ----------------------------------------------------------------------------------------------
+    # --- the end ----------------------------------------------------------------------------------------------
 
     def _refuse_ended(self, operation: str) -> None:
         if self._ended:
             raise ArenaError(f"{operation}: {self._ended}")
 
     def close(self) -> None:
-        """Give the block back to the ordinary allocator, in the order of all streams that its slots were used on.
+        """Free the block, in the order of all streams that its slots were used on.
 
-        Does nothing if it was called before. While there are groups, it waits for slots in use for a moment: the
-        threads of gloo let go of tensors a little later than they say that a work is over (torch 2.13).
+        Does nothing if the arena is closed. While there are groups, it waits up to 5 seconds for slots in use: the
+        threads of gloo drop their tensors a moment after a work counts as complete (torch 2.13).
 
         Raises
         ------
         ArenaError
-            If slots are in use. The message says by whom. Nothing was done.
+            If slots are in use. The message names what holds them. Nothing was done.
         """
         deadline = time.monotonic() + (PATIENCE if torch.distributed.is_initialized() else 0)
         pause = 1e-5
@@ -606,8 +625,8 @@ class Arena:
     def _closed(self) -> bool:
         """Close the arena if no slot is in use; return whether it is closed."""
         if self._ended:
-            if OPEN.get(self.index) is self:  # an exception of a signal handler came in the middle
-                self._let_go()
+            if OPEN.get(self.index) is self:  # an exception of a signal handler has interrupted _free_block()
+                self._free_block()
             return True
         LEDGER.sweep(thorough=True)
         layout = self._layout
@@ -632,16 +651,16 @@ class Arena:
                 layout.changing = False
                 if not self._ended:
                     self._size_classes = known
-        self._let_go()
+        self._free_block()
         return True
 
-    def _let_go(self) -> None:
-        """Give the block back. May begin again, where an exception has ended it."""
+    def _free_block(self) -> None:
+        """Free the block. May begin again, where an exception has ended it."""
         if self.index != HOST:
             self._streams.unclaim(self._base)
         self._layout.forget()
         backing, self._backing = self._backing, None
-        if backing is not None:  # never twice: the other ranks take part
+        if backing is not None:  # once and never again, because the other ranks take part
             backing.close()
         self._block = torch.empty(0)
         self._pool = None
@@ -656,7 +675,7 @@ def _share(arena: weakref.ref[Arena], start: int, storage: torch.UntypedStorage)
 
 
 def _allocate(nbytes: int, device: torch.device) -> tuple[Any, torch.Tensor]:
-    """Return a block and what has to be kept besides it: a pool of its own, so that it shares a segment with nobody."""
+    """Return a block, and the pool of its own that it must be kept with: no other memory lies in its segment then."""
     if device.type == "cpu" or not hasattr(torch.cuda, "MemPool"):
         return None, torch.empty(nbytes, dtype=torch.uint8, device=device)
     pool = torch.cuda.MemPool()
@@ -689,6 +708,6 @@ def _end_in_child() -> None:
     OPEN.clear()
 
 
-_parents: list[Arena] = []  # what the child of a fork has from its parent, and must not free
+_parents: list[Arena] = []  # arenas that the child of a fork has from its parent, and must not free
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_end_in_child)

@@ -25,7 +25,7 @@ there too. Four rules keep every byte in one free range or one slot:
   ``slot.after`` before the push.
 - **Strays.** An exception may end the popper before the push. The slot is then live, idle, on no list, and in no hand:
   nothing refers to it but the table, which its reference count tells. :meth:`Layout.coalesce_free` frees it. Where
-  references are not counted, whoever takes a slot frees it before the exception goes on.
+  references are not counted, the code that took the slot frees it before the exception goes on.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Plan: what a step asked an arena for, and how large an arena it needs."""
+"""Plan: the requests of a step, and how large an arena they need."""
 
 from __future__ import annotations
 
@@ -25,21 +25,20 @@ class Request:
     """One request of a recorded program."""
 
     nbytes: int
-    """Bytes that it asked for."""
+    """Bytes that were asked for."""
     bucket: str
-    """The bucket that it named; ``""`` for none."""
+    """The name of its bucket; ``""`` for none."""
     stream: int
-    """The number of its stream, in the order in which the program came to them."""
+    """The number of its stream, in the order of the first requests on each."""
     kind: int
-    """The number of its shape and type, in the order in which the program came to them."""
+    """The number of its shape and type, in the order of the first requests for each."""
     until: int
-    """The number of the request before which nobody referred to it any more; the number of requests, if somebody did
-    to the end."""
+    """The number of the request before which the buffer had died; the number of requests, if it lived to the end."""
 
 
 @dataclass
 class Plan:
-    """The requests of a recorded program, in their order: see :func:`record_plan`.
+    """The requests of a recorded program, in their order: see :class:`record_plan`.
 
     Examples
     --------
@@ -57,7 +56,7 @@ class Plan:
 
     @property
     def buckets(self) -> dict[str, int]:
-        """Bytes of each bucket, without those that are not named: the least in which the program never falls back."""
+        """Bytes of each bucket that has a name: the least in which the program never falls back."""
         return {name: self._least(mine) for name, mine in sorted(self._by_bucket().items()) if name}
 
     @property
@@ -67,7 +66,7 @@ class Plan:
 
     @property
     def peak(self) -> int:
-        """The most bytes that were in use at once. The difference to :attr:`nbytes` is what placement loses."""
+        """The most bytes that were in use at once. Placement loses the difference to :attr:`nbytes`."""
         return _peak(list(enumerate(self.requests)))
 
     def _by_bucket(self) -> dict[str, list[tuple[int, Request]]]:
@@ -78,18 +77,25 @@ class Plan:
         return found
 
     def _least(self, mine: list[tuple[int, Request]]) -> int:
-        """Return the bytes in which all requests of a bucket find room, by trying it out."""
-        size = max(512, _peak(mine))  # not from 512 on: for each of many requests they all would be tried out again
+        """Return the bytes in which all requests of a bucket find room, by trial."""
+        size = max(512, _peak(mine))  # less can't be enough, and each trial places all requests again
         while missing := self._missing(mine, size):
             size += missing
         return size
 
     def _missing(self, requests: list[tuple[int, Request]], size: int) -> int:
-        """Return how many bytes more than ``size`` the first request needs that finds no room; 0 if all do.
+        """Return how many bytes more than ``size`` the first request that finds no room needs; 0 if all find room.
 
-        What the program still holds at its end, it holds for good: a second run asks for it again in vain, so a step
-        that is recorded should end with nothing that the next one replaces. Two runs, because the second starts with
-        the places that the first has left.
+        The requests are placed twice, because the second run begins with the places that the first has left. A buffer
+        that lives to the end of the program lives in both: a recorded step should end without buffers that the next
+        step replaces.
+
+        Parameters
+        ----------
+        requests
+            The requests of one bucket, with their numbers.
+        size
+            Bytes of the bucket.
         """
         used: set[int] = set()  # ids of slots
         layout = Layout(size, {}, lambda slot, _: id(slot) not in used)
@@ -110,7 +116,7 @@ class Plan:
         return 0
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write the plan to a file, for :meth:`load`."""
+        """Write the plan to a file that :meth:`load` reads."""
         Path(path).write_text(json.dumps([vars(request) for request in self.requests]))
 
     @classmethod
@@ -120,15 +126,15 @@ class Plan:
         Raises
         ------
         ValueError
-            If it is none.
+            If the file is not a plan.
         OSError
-            If it can't be read.
+            If the file can't be read.
         """
         try:
             found = json.loads(Path(path).read_text(encoding="utf-8"))
             if not isinstance(found, list):
                 raise ValueError("expected a list of requests")
-            sizes: dict[int, int] = {}  # by kind: a shape and a type have one
+            sizes: dict[int, int] = {}  # by kind: all requests of one shape and type have one size
             return cls([_checked(request, number, len(found), sizes) for number, request in enumerate(found)])
         except RecursionError:
             raise ValueError(f"{path} is not a plan of an arena: it is nested too deep") from None
@@ -137,8 +143,20 @@ class Plan:
 
 
 def _checked(request: Any, number: int, count: int, sizes: dict[int, int]) -> Request:
-    """Return a request of a file, of which it is the one with ``number`` of ``count``."""
-    # Memory that is longer in use than the program runs, or a stream that is not among the first, was not recorded.
+    """Return a request that was read from a file, or raise ValueError.
+
+    Parameters
+    ----------
+    request
+        The value in the file.
+    number
+        The number of the request.
+    count
+        How many requests the file has.
+    sizes
+        The size of each kind, to which this request adds its own.
+    """
+    # No recording has a buffer that outlives the program, or more streams or kinds than requests.
     limits = {"nbytes": (1, 1 << 62), "stream": (0, count), "kind": (0, count), "until": (number + 1, count)}
     if not isinstance(request, dict) or request.keys() != {*limits, "bucket"}:
         raise ValueError(f"request {number} has not the fields of one")
@@ -153,18 +171,18 @@ def _checked(request: Any, number: int, count: int, sizes: dict[int, int]) -> Re
 
 
 def _peak(requests: list[tuple[int, Request]]) -> int:
-    """Return the most bytes that are in use at once of requests with their numbers."""
+    """Return the most bytes that are in use at once. Each request comes with its number."""
     changes = [(number, 1, rounded(request.nbytes)) for number, request in requests]
     changes += [(request.until, 0, -rounded(request.nbytes)) for _, request in requests]
     most = now = 0
-    for _, _, nbytes in sorted(changes):  # at one moment what is given back goes first
+    for _, _, nbytes in sorted(changes):  # before one request, buffers die first
         now += nbytes
         most = max(most, now)
     return most
 
 
 class Recorder:
-    """Stands in for an arena while a plan is recorded: hands out ordinary memory, and writes down how long it lives."""
+    """Stands in for an arena while a plan is recorded: hands out ordinary memory, and records how long it lives."""
 
     symmetric = False
 
@@ -199,7 +217,7 @@ class Recorder:
         return self.empty(shape, dtype=dtype)
 
     def _look(self, number: int) -> None:
-        """Write down which memory nobody refers to any more."""
+        """Record which buffers have died before the request with this ``number``."""
         live = []
         for alive, request in self._live:
             if alive.expired():
@@ -209,11 +227,11 @@ class Recorder:
         self._live = live
 
     def owns(self, tensor: torch.Tensor) -> bool:
-        """Return whether the memory of ``tensor`` is an arena's: none is."""
+        """Return False: no memory is an arena's."""
         return False
 
     def end(self) -> None:
-        """End the recording."""
+        """End the recording: buffers that are alive now lived to the end of the program."""
         for _, request in self._live:
             request.until = len(self.plan.requests)
         self._live.clear()

@@ -11,19 +11,31 @@ from safecomm import _torch
 from safecomm.errors import ArenaError
 
 SYMMETRIC_SINCE = (2, 30, 7)
-"""The first NCCL whose symmetric kernels do not start before what they read is there (since 2.28 they could)."""
+"""The first NCCL whose symmetric kernels do not start before their input was written (since 2.28 they could)."""
 
 
 class Registration:
     """A block from the backend's own allocator, registered with the communicator of ``group``.
 
-    Made on all ranks of the group together: it agrees first, so that no rank registers alone when another has no
-    memory, and is fenced on both sides.
+    Guarantees that all ranks register or none does: all ranks of the group make it together, agree first that each has
+    its block, and are fenced before and after.
+
+    Parameters
+    ----------
+    nbytes
+        Bytes of the block.
+    device
+        Where the block is.
+    group
+        The group, of NCCL.
+    symmetric
+        Whether the block is registered as a symmetric window.
 
     Raises
     ------
     ArenaError
-        If the group, torch or NCCL can't, or another rank of the group could not. Nothing is registered then.
+        If the group, torch or NCCL can't register memory, or a rank of the group has no room for its block. Nothing is
+        registered then.
     """
 
     def __init__(self, nbytes: int, device: torch.device, group: Any, *, symmetric: bool) -> None:
@@ -50,7 +62,7 @@ class Registration:
                 self.block = torch.empty(nbytes, dtype=torch.uint8, device=device)
         except Exception as error:
             failure = error
-        # It also makes the communicator, where there is none yet, and is the fence before.
+        # This call is the fence before, and makes the communicator where there is none yet.
         ready = torch.tensor(int(failure is None), device=device)
         dist.all_reduce(ready, dist.ReduceOp.MIN, group=group)
         if not int(ready):
@@ -70,7 +82,7 @@ class Registration:
         torch.cuda.synchronize(device)
 
     def close(self) -> None:
-        """Undo the registration, on all ranks of the group together, and let go of the block and then of its pool."""
+        """Undo the registration, on all ranks of the group together, and free the block and then its pool."""
         self._fence(self.block.device)  # no rank's collective uses the block any more
         self._backend.deregister_mem_pool(self._pool)
         del self.block

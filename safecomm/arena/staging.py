@@ -1,4 +1,4 @@
-"""Buffers of safecomm's own calls: from the arena in use, or ordinary memory where there is none."""
+"""Buffers for safecomm's own calls: from the arena in use, or ordinary memory where no arena is in use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The arena in use: where safecomm's buffers come from, and ``empty()``."""
+"""The arena in use: the source of safecomm's buffers, and ``empty()``."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from safecomm.errors import SafecommError
 log = logging.getLogger("safecomm")
 
 IN_USE: dict[int, Any] = {}
-"""The arena in use on each device, by the device's index. For all threads, because backward runs in others."""
+"""The arena in use on each device, by the device's index. One for all threads, because backward runs in others."""
 
-_order: dict[object, Any] = {}  # those in use, the innermost last, by a key for each time that one was entered
-_innermost: list[Any] = []  # the last of them, if there is any
-_made: list[Any] = []  # those that are to be closed when they are no longer in use
-_lock = threading.RLock()  # around these, which threads may change at the same time
+_order: dict[object, Any] = {}  # the arenas in use, the innermost last, by a key for each time that one was entered
+_innermost: list[Any] = []  # the last arena of ``_order``, if there is any
+_made: list[Any] = []  # the arenas that are closed when they are no longer in use
+_lock = threading.RLock()  # for changes of these
 
 VARIABLE = "SAFECOMM_ARENA"
-_wanted: list[int] = []  # bytes that the variable asks for, until it is known that they can be had
+_wanted: list[int] = []  # the bytes that the variable asks for; none once an arena of this size has failed
 
 
 def read_environment() -> None:
-    """Read ``SAFECOMM_ARENA``: bytes, or text such as ``256MiB``, of an arena that is made where it is first needed."""
+    """Read ``SAFECOMM_ARENA``: the size, such as ``256MiB``, of an arena that is made on each device when needed."""
     _wanted.clear()
     text = os.environ.get(VARIABLE, "")
     if text:
@@ -44,7 +44,7 @@ def read_environment() -> None:
 
 
 def may_be_used() -> bool:
-    """Return whether an arena is in use on any device, or would be if it were asked for."""
+    """Return whether :func:`in_use` would give an arena for any device."""
     return bool(IN_USE or _wanted)
 
 
@@ -54,7 +54,7 @@ def would_be_used(index: int) -> bool:
 
 
 def in_use(index: int) -> Any:
-    """Return the arena in use on the device with ``index``; None if there is none."""
+    """Return the arena in use on the device with ``index``, which it may have to make; None if there is none."""
     arena = IN_USE.get(index)
     if arena is None and _wanted and index not in OPEN:
         nbytes = _wanted[0]
@@ -69,15 +69,21 @@ def in_use(index: int) -> Any:
 class use_arena(Block):  # noqa: N801
     """Inside of it, safecomm's buffers on one device come from an arena: :func:`empty`, ``functional``, list forms.
 
-    Given an :class:`Arena`, it uses that. Given a size, with the arguments that ``Arena`` takes, it makes one, and
-    closes it when nobody uses it any more. For all threads, because backward runs in others. Nests, the innermost of a
-    device counts. Entering gives the arena.
+    This holds for all threads, because backward runs in others. Blocks nest: the innermost of a device counts. Entering
+    returns the arena.
+
+    Parameters
+    ----------
+    arena
+        The arena, or the size of a new one, which is closed when the last block with it ends.
+    device, full, buckets, check, register
+        For a new arena, as for :class:`Arena`.
 
     Raises
     ------
     ArenaError
-        On leaving, if it made the arena and slots of it are in use. It stays open then: let go of them and ``close()``.
-        On entering, if the arena that it made was closed. Also as ``Arena`` does.
+        On leaving, if the arena is a new one and slots of it are in use. The arena stays open then: drop the buffers
+        and call ``close()``. On entering, if the new arena was closed. Also as ``Arena`` does.
 
     Examples
     --------
@@ -102,7 +108,7 @@ class use_arena(Block):  # noqa: N801
             if self._made
             else arena
         )
-        self._entered: list[tuple[object, Any]] = []  # the key of each time, and what watches over that one
+        self._entered: list[tuple[object, Any]] = []  # of each time: its key in ``_order``, and its watch
 
     def __enter__(self) -> Any:
         arena = self.arena
@@ -118,7 +124,7 @@ class use_arena(Block):  # noqa: N801
                     _made.append(arena)
                 _order[key] = arena
                 _choose(arena.index)
-        except BaseException:  # of a signal handler; perhaps no with statement has this
+        except BaseException:  # of a signal handler, after which no with statement may leave this block
             _left(key, arena)
             raise
         return arena
@@ -130,17 +136,25 @@ class use_arena(Block):  # noqa: N801
         if not self._entered:
             raise RuntimeError("use_arena(): it was left, and had not been entered")
         entered = self._entered[-1]
-        try:  # with an exception, its traceback may have tensors of the arena, so that is not waited for
+        try:  # the traceback of an exception may hold tensors of the arena, so there is no wait for them
             _left(entered[0], self.arena, wait=kind is None)
         finally:
-            self._entered.remove(entered)  # at last, and with it what watches: nothing is left to be done
+            self._entered.remove(entered)  # last: the watch of this entry goes with it, and nothing is left to do
 
 
 def _left(key: object, arena: Any, _: object = None, *, wait: bool = False) -> None:
-    """Use ``arena`` no longer for what has ``key``. Whoever leaves it last closes it, if it is to be closed.
+    """End one use of ``arena``, and close it if this was the last one and a block made it.
 
-    With ``wait`` that may take a moment, and raises ArenaError if slots are in use. May be done again, where an
-    exception has ended it.
+    May be called again, where an exception has ended it.
+
+    Parameters
+    ----------
+    key
+        The key of the use in ``_order``.
+    arena
+        The arena.
+    wait
+        Whether closing waits a moment for slots in use, and raises ArenaError if there are any.
     """
     with _lock:
         _order.pop(key, None)
@@ -159,7 +173,7 @@ def _left(key: object, arena: Any, _: object = None, *, wait: bool = False) -> N
 
 
 def _choose(index: int) -> None:
-    """Use the innermost arena of a device, or none."""
+    """Make the innermost arena of a device the one in use, or none if there is none."""
     arenas = [*_order.values()]
     _innermost[:] = arenas[-1:]
     others = [arena for arena in arenas if arena.index == index]
@@ -170,11 +184,10 @@ def _choose(index: int) -> None:
 
 
 class record_plan:  # noqa: N801
-    """Inside of it, what would come from an arena on ``device`` is written down, for :meth:`Arena.from_plan`.
+    """Inside of it, requests to an arena on ``device`` are recorded, for :meth:`Arena.from_plan`.
 
-    The memory is ordinary. Entering gives the :class:`Plan`, which is complete on leaving. Record one step of the
-    program that is typical, or all kinds of steps that there are, after its first: what the first one keeps for good
-    is then no longer asked for.
+    The memory is ordinary. Entering returns the :class:`Plan`, which is complete on leaving. Record one typical step of
+    the program, or one of each kind, but not the first: it asks for buffers that it keeps for good.
 
     Examples
     --------
@@ -204,9 +217,14 @@ class record_plan:  # noqa: N801
 
 
 def empty(*size: Any, dtype: torch.dtype | None = None, device: Any = None, bucket: str = "") -> torch.Tensor:
-    """Return uninitialised memory of the arena in use, and ordinary memory where there is none.
+    """Return uninitialised memory of the arena in use, or ordinary memory where no arena is in use.
 
-    As :meth:`Arena.empty`. ``device``: by default that of the innermost arena in use, without one torch's default.
+    Parameters
+    ----------
+    size, dtype, bucket
+        As for :meth:`Arena.empty`.
+    device
+        Default: the device of the innermost arena in use, or else torch's default.
 
     Examples
     --------
@@ -229,7 +247,7 @@ def _none_in_child() -> None:
     # The arenas are the parent's; the child has ordinary memory, until it makes its own.
     global _lock
     IN_USE.clear()
-    _lock = threading.RLock()  # another thread of the parent may have had it
+    _lock = threading.RLock()  # another thread of the parent may have held the old one
     _order.clear()
     _innermost.clear()
     _made.clear()
