@@ -28,20 +28,12 @@ memory is. ``help(safecomm.all_reduce)`` ends with what safecomm does beside tor
 #     record_stream          avoid_record_streams(): intercept, convert, verify
 #     collectives            the wrapped collectives, a file a family
 #     arena                  one contiguous block of communication buffers
-#     captures               what CUDA graphs own
-#     work                   the handle
-#     ledger                 what is held, until when: it and trails decide every release, and nothing else does
-#     trails                 what was used on another stream than its own, and what record_stream was called for
-#     entries                what an entry is, and the lanes that entries are kept in
-#     guards                 which tensors are plain
-#     streams                where are we: streams, captures, events
-#     homes                  the stream that memory was allocated on
-#     backends               what the works of each class of backend do
-#     refcounts              who else refers to an object
+#     guards, backends       which tensors are plain; what the works of each class of backend do
+#     core                   what is held, and until when: every release is decided there; its __init__ lists its files
 #     _torch, _submodules    private names of torch and of the driver; torch.distributed's submodules under our name
 #     versions               the versions of torch, and what was tested on them
 #     replacing              the switch that forbids what replaces anything of torch's
-#     errors, sites, block   few, flat; call sites; blocks of a with statement that no exception leaves open
+#     errors, block          few, flat; blocks of a with statement that no exception leaves open
 #     _version               the version
 
 import logging
@@ -75,8 +67,6 @@ from safecomm.arena import Plan as Plan
 from safecomm.arena import empty as empty
 from safecomm.arena import record_plan as record_plan
 from safecomm.arena import use_arena as use_arena
-from safecomm.captures import CapturedGraph as CapturedGraph
-from safecomm.captures import Lease as Lease
 from safecomm.collectives.bucketed import bucketed as bucketed
 from safecomm.collectives.coalesced import _coalescing_manager as _coalescing_manager
 from safecomm.collectives.gates import _all_gather_base as _all_gather_base
@@ -109,7 +99,12 @@ from safecomm.collectives.point_to_point import irecv as irecv
 from safecomm.collectives.point_to_point import isend as isend
 from safecomm.collectives.point_to_point import recv as recv
 from safecomm.collectives.point_to_point import send as send
-from safecomm.entries import Pending as Pending
+from safecomm.core.captures import CapturedGraph as CapturedGraph
+from safecomm.core.captures import Lease as Lease
+from safecomm.core.drain import drain as drain
+from safecomm.core.drain import pending as pending
+from safecomm.core.holds import Pending as Pending
+from safecomm.core.work import Work as Work
 from safecomm.errors import ArenaError as ArenaError
 from safecomm.errors import ArenaFullError as ArenaFullError
 from safecomm.errors import CaptureBoundaryError as CaptureBoundaryError
@@ -122,8 +117,6 @@ from safecomm.errors import SafecommError as SafecommError
 from safecomm.errors import StaleGraphError as StaleGraphError
 from safecomm.graphs import graph as graph
 from safecomm.graphs import settle_before_capture as settle_before_capture
-from safecomm.ledger import drain as drain
-from safecomm.ledger import pending as pending
 from safecomm.patching.patch import is_patched as is_patched
 from safecomm.patching.patch import original as original
 from safecomm.patching.patch import past as past
@@ -132,7 +125,6 @@ from safecomm.patching.patch import patched as patched
 from safecomm.patching.patch import unpatch as unpatch
 from safecomm.patching.table import NAMES as _WRAPPED
 from safecomm.record_stream import avoid_record_streams as avoid_record_streams
-from safecomm.work import Work as Work
 
 # What this torch does not have, safecomm has not either.
 for _name in [name for name in _WRAPPED if globals()[name] is None]:

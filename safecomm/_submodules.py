@@ -1,4 +1,7 @@
-"""``import safecomm.fsdp``: the submodules of ``torch.distributed``, under our name, the very same objects."""
+"""``import safecomm.fsdp``: the submodules of ``torch.distributed``, under our name, the very same objects.
+
+Pickles of version 0.1 name modules that have moved since. Those are found under the old name too.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,19 @@ from types import ModuleType
 _OURS = "safecomm."
 _THEIRS = "torch.distributed."
 
+_MOVED = {
+    "safecomm.captures": "safecomm.core.captures",
+    "safecomm.entries": "safecomm.core.holds",
+    "safecomm.ledger": "safecomm.core.drain",
+    "safecomm.work": "safecomm.core.work",
+}
+"""Where modules are now of which version 0.1 had something public."""
+
+
+def _meant(name: str) -> str:
+    """Return the name under which the module called ``name`` here is imported."""
+    return _MOVED.get(name) or _THEIRS + name[len(_OURS) :]
+
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds ``safecomm.x.y`` as ``torch.distributed.x.y``, unless ``safecomm.x`` is a module of the package's own."""
@@ -26,13 +42,13 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         if importlib.machinery.PathFinder.find_spec(first, sys.modules["safecomm"].__path__) is not None:
             return None
         try:
-            found = importlib.util.find_spec(_THEIRS + name[len(_OURS) :])
+            found = importlib.util.find_spec(_meant(name))
         except ModuleNotFoundError:
             found = None
         return None if found is None else importlib.machinery.ModuleSpec(name, self)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        module = importlib.import_module(_THEIRS + spec.name[len(_OURS) :])
+        module = importlib.import_module(_meant(spec.name))
         spec.loader_state = module.__spec__
         return module
 

@@ -33,7 +33,7 @@ from safecomm.arena.staging import buffer, contiguous
 from safecomm.collectives import gates as _gates
 from safecomm.collectives.table import ROWS
 from safecomm.collectives.takers import at_once
-from safecomm.ledger import LEDGER
+from safecomm.core.ledger import LEDGER
 
 __all__ = [
     "AsyncResult", "all_gather", "all_reduce", "all_to_all", "copy_to_tensor_parallel_region",
@@ -127,7 +127,7 @@ def _launch_all_gather(tensor: torch.Tensor, dim: int, group: Any, asynchronous:
         if staged.is_cuda:  # maybe on another stream than they are of
             storages = (staged.untyped_storage(), inner.untyped_storage())
             # A frame that was taken outside would be part of a cycle, and keep all of it.
-            LEDGER.trail("functional.all_gather", group, staged.get_device(), storages, sys._getframe())
+            LEDGER.hand_off("functional.all_gather", group, staged.get_device(), storages, sys._getframe())
 
     if asynchronous:
         return output, work, finish

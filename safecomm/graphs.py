@@ -10,10 +10,12 @@ from typing import Any
 import torch
 import torch.distributed
 
-from safecomm import captures, replacing
-from safecomm.captures import CapturedGraph
+from safecomm import replacing
+from safecomm.core import captures
+from safecomm.core.captures import CapturedGraph
+from safecomm.core.drain import await_before_capture
+from safecomm.core.ledger import LEDGER
 from safecomm.errors import CaptureBoundaryError
-from safecomm.ledger import LEDGER
 from safecomm.record_stream import avoid_record_streams
 
 
@@ -114,4 +116,4 @@ def settle_before_capture(timeout: timedelta | None = None) -> None:
     >>> work = dist.all_reduce(tensor, async_op=True)
     >>> settle_before_capture()
     """
-    LEDGER.await_before_capture(timeout)
+    await_before_capture(LEDGER, timeout)

@@ -9,7 +9,7 @@ import torch
 from torch.nn import Parameter
 
 from safecomm import _torch
-from safecomm.streams import HOST
+from safecomm.core.streams import HOST
 
 PLAIN = frozenset({torch.Tensor, Parameter})
 """Tensor types that behave like tensors; a subclass may do anything, so it goes through c10d's own function."""

@@ -20,14 +20,15 @@ from typing import Any
 
 import torch
 
-from safecomm import _torch, captures, replacing
+from safecomm import _torch, replacing
 from safecomm.arena.arena import OPEN
 from safecomm.block import Block
+from safecomm.core import captures
+from safecomm.core.call_site import outside, place
+from safecomm.core.ledger import LEDGER, Ledger
+from safecomm.core.refcounts import COUNTED, WHY_NOT
+from safecomm.core.streams import HOST, capture_of, stream_object
 from safecomm.errors import RecordStreamError
-from safecomm.ledger import LEDGER, Ledger
-from safecomm.refcounts import COUNTED, WHY_NOT
-from safecomm.sites import outside, place
-from safecomm.streams import HOST, capture_of, stream_object
 
 log = logging.getLogger("safecomm")
 
@@ -142,8 +143,10 @@ class avoid_record_streams(Block):  # noqa: N801
         # that there is something to do.
         end = None if self._exit is None else self._exit()
         if end is not None:
-            self._noted = weakref.ref(end, functools.partial(ledger.busy.__setitem__, ledger.trails.orphanage))
-        self._close_by(functools.partial(ledger.trails.dead.__setitem__, leave))
+            self._noted = weakref.ref(
+                end, functools.partial(ledger.nonempty.__setitem__, ledger.handoffs.leftover_queue)
+            )
+        self._close_by(functools.partial(ledger.handoffs.unfinished.__setitem__, leave))
 
     def _leave(self, kind: type[BaseException] | None, *_: object) -> None:
         if not self._entered:
@@ -256,7 +259,7 @@ class _Interception:
                     vars(self)[override].remove()
             self.ledger.sweep()
             if self._installed and self._record_stream.original is not None:
-                self.ledger.trails.hand_over(_give)
+                self.ledger.recorded_uses.hand_over(_give)
         finally:
             self.leaving = False
 
@@ -300,18 +303,20 @@ class _Interception:
         raw = self._raw(stream)
         self._calls += 1
         ledger = self.ledger
-        if ledger.busy and (self._calls % EVERY == 0 or ledger.trails.due or capture_of(ledger.streams, raw)):
+        if ledger.nonempty and (
+            self._calls % EVERY == 0 or ledger.recorded_uses.sweep_due or capture_of(ledger.streams, raw)
+        ):
             ledger.sweep()
         index = stream.device_index
         storage = tensor.untyped_storage()
         # A stream of another device can't be ordered by torch's means; that is rare, and the allocator's matter.
         near = tensor.get_device() in (index, HOST)
-        if near and self.ledger.trails.record(storage, index, raw, frame, release):
+        if near and self.ledger.recorded_uses.add(storage, index, raw, frame, release):
             return
         if original is not None:
             original(tensor, stream)
         else:
-            self.ledger.trails.record(storage, index, raw, frame, homeless=True)
+            self.ledger.recorded_uses.add(storage, index, raw, frame, unordered=True)
 
     def _raw(self, stream: torch.Stream) -> int:
         key = (stream.stream_id, stream.device_index)
@@ -325,7 +330,7 @@ class _Interception:
     def _freeing(self, storage: torch.UntypedStorage) -> None:
         context = policy()
         order = context is None or context.release != "defer"
-        for index, stream in self.ledger.trails.freeing(storage, order=order):
+        for index, stream in self.ledger.recorded_uses.freeing(storage, order=order):
             if self._record_stream.original is not None:
                 self._record_stream.original(_over(storage), stream_object(index, stream))
             else:  # the host can wait, if nothing else can
@@ -333,13 +338,13 @@ class _Interception:
 
     def _resized(self, storage: torch.UntypedStorage, resize: Callable[[], Any]) -> Any:
         """Call ``resize``, which may give ``storage`` other memory."""
-        if _torch.cdata_of(storage) not in self.ledger.trails.recorded:
+        if _torch.cdata_of(storage) not in self.ledger.recorded_uses.by_storage:
             return resize()
         before = storage.data_ptr()
         self._freeing(storage)
         result = resize()
         if storage.data_ptr() != before:
-            self.ledger.trails.freed(storage)
+            self.ledger.recorded_uses.freed(storage)
         return result
 
     def _around_resize(self, original: Any) -> Any:
@@ -381,11 +386,13 @@ class _Interception:
         def wait_stream(waiting: Any, stream: Any) -> None:
             done: list[Any] = []
             index = waiting.device_index
-            if self.ledger.busy and stream.device_index == index:  # each device has a default stream of the handle 0
-                done = self.ledger.trails.only_used_on(index, waiting.cuda_stream, self._raw(stream))
+            if (
+                self.ledger.nonempty and stream.device_index == index
+            ):  # each device has a default stream of the handle 0
+                done = self.ledger.recorded_uses.only_used_on(index, waiting.cuda_stream, self._raw(stream))
             original(waiting, stream)
             if done:
-                self.ledger.trails.release(done)
+                self.ledger.release_all(done)
 
         return wait_stream
 

@@ -43,16 +43,30 @@ from unittest import mock
 
 import torch
 from points import HOOK, DeadlockError, TurnLock, Turns, instrumented
-from simulated import INDEX, ArenaDevice, ArenaGraph, Block, FakeGroup, FakeWork, Launched, Tenant, Violation, call
+from simulated import (
+    INDEX,
+    ArenaDevice,
+    ArenaGraph,
+    Block,
+    FakeGroup,
+    FakeWork,
+    Launched,
+    Tenant,
+    Violation,
+    call,
+    routes_of,
+)
 from simulated import call_sync as sync
 
-from safecomm import _torch, captures, record_stream
-from safecomm import ledger as ledger_module
+from safecomm import _torch, record_stream
 from safecomm.arena import Arena, use
 from safecomm.arena import arena as arena_module
 from safecomm.arena.size_class import ALIGNMENT
+from safecomm.core import captures
+from safecomm.core import drain as drain_module
+from safecomm.core.drain import drain_ledger
+from safecomm.core.ledger import Ledger
 from safecomm.errors import ArenaError, CaptureBoundaryError, RecordStreamError, SafecommError, StaleGraphError
-from safecomm.ledger import Ledger
 from safecomm.record_stream import avoid_record_streams
 
 CAPACITY = 6 * ALIGNMENT  # so that it is often full
@@ -113,17 +127,17 @@ class Device(ArenaDevice):
     def _current(self, stream: int) -> None:
         self.currents[self.turns.second] = stream
 
-    def home(self, pointer: int, other: int | None = None) -> int | None:
-        if other is None and self.unsure and self._home_of is not None and pointer not in self._live:
-            return self._home_of(pointer)  # what was handed out there last, an interrupt has kept from the program
-        return super().home(pointer, other)
+    def alloc_stream(self, pointer: int, other: int | None = None) -> int | None:
+        if other is None and self.unsure and self._stream_of is not None and pointer not in self._live:
+            return self._stream_of(pointer)  # what was handed out there last, an interrupt has kept from the program
+        return super().alloc_stream(pointer, other)
 
     def launch(self, stream: Any, blocks: list[Block], *, stuck: bool = False) -> int:
         bit = super().launch(stream, blocks, stuck=stuck)
         self.launched(bit)
         return bit
 
-    def reached(self, event: Any) -> bool:
+    def query_event(self, event: Any) -> bool:
         # Also of an event that the other thread has just given back: its entry is gone then, whatever the answer.
         return self.query(event.past, event.capture)
 
@@ -226,10 +240,10 @@ class Stream:
         self.cuda_stream = self.stream_id = number
 
     def record_event(self, event: Any = None) -> Any:
-        return self.device.mark(INDEX, self.cuda_stream)
+        return self.device.record_event(INDEX, self.cuda_stream)
 
     def wait_event(self, event: Any) -> None:
-        self.device.order(INDEX, self.cuda_stream, event)
+        self.device.wait_event(INDEX, self.cuda_stream, event)
 
     def synchronize(self) -> None:
         self.device.synchronize(INDEX)
@@ -292,7 +306,8 @@ class World:
         put(mock.patch.object(use, "_lock", TurnLock(self.turns)))
         put(mock.patch.object(captures, "LEDGER", None))
         put(mock.patch.object(arena_module, "LEDGER", None))
-        put(mock.patch.object(ledger_module.time, "sleep", self._sleep))
+        put(mock.patch.object(captures, "DURING", []))
+        put(mock.patch.object(drain_module.time, "sleep", self._sleep))
         put(mock.patch.object(sys, "unraisablehook", self._caught))
         log = logging.getLogger("safecomm")
         self._inside.callback(log.setLevel, log.level)
@@ -401,9 +416,11 @@ class Program:
         world.with_kernels = rng.random() < 0.6
         patience = math.inf if rng.random() < 0.3 else 0
         budget = rng.choice([0, 512, 1 << 20])
-        self.ledger = Ledger(self.device, lag=rng.randrange(3), budget=budget, trail_budget=budget, patience=patience)
-        self.ledger._diverting_lock = TurnLock(self.turns)  # type: ignore[assignment]
-        self.ledger.trails._releasing = TurnLock(self.turns)  # type: ignore[assignment]
+        self.ledger = Ledger(self.device, lag=rng.randrange(3), budget=budget, handoff_budget=budget, patience=patience)
+        self.ledger.lock = TurnLock(self.turns)  # type: ignore[assignment]
+        routes = routes_of(self.ledger)
+        routes._lock = TurnLock(self.turns)  # type: ignore[assignment]
+        captures.DURING[:] = [routes.off]
         captures.LEDGER = arena_module.LEDGER = self.ledger  # type: ignore[misc]
         shelved = rng.random() < 0.7
         self.groups = [
@@ -760,7 +777,7 @@ class Program:
         if rng.random() < 0.8:
             self.works = [one for one in self.works if one is not launched]
         here = self.device.here()
-        self.counts["waits_elsewhere"] += not launched.homes <= {here.handle}
+        self.counts["waits_elsewhere"] += not launched.alloc_streams <= {here.handle}
         self.counts["waits_beside_captures"] += bool(self.device.capturing) and not here.capture
         with contextlib.suppress(CaptureBoundaryError, RuntimeError):
             try:
@@ -804,7 +821,7 @@ class Program:
             if graph is not None and block.capture != here.capture:
                 self.keep([tensor])  # for the replays, which nobody else does
             device.launch(here, [block])
-            if block.home != here.handle and (graph is None or block.capture == here.capture):
+            if block.alloc_stream != here.handle and (graph is None or block.capture == here.capture):
                 self.record(tensor, block, graph)
             if rng.random() < 0.4:
                 self.let_go([tensor])
@@ -869,7 +886,12 @@ class Program:
             storage = tensor.untyped_storage()
             pointer = storage.data_ptr()
             block = device.block(tensor)
-            holders = [one for one in self.ledger.entries for held in one.storages if held._cdata == storage._cdata]
+            holders = [
+                one
+                for one in [*self.ledger.holds(), *self.ledger.quarantine]
+                for held in one.storages
+                if held._cdata == storage._cdata
+            ]
             kept = [one for _, tensors in self.kept for one in tensors]
             kept += [one for graph in self.graphs for one in graph.kept]
             if (
@@ -896,12 +918,12 @@ class Program:
         if self.rng.random() < 0.5:
             self.ledger.sweep()
         else:
-            self.ledger.drain()
+            drain_ledger(self.ledger)
 
     def drain_and_wait(self) -> None:
         if not self.device.capturing:
             self.world.idle = 0
-            self.ledger.drain(wait=True)
+            drain_ledger(self.ledger, wait=True)
 
     # --- graphs -------------------------------------------------------------------------------------------
 
@@ -1097,12 +1119,12 @@ class Program:
         for group in (*self.groups[0], *self.groups[1]):
             group.shelves.clear()
         self.world.idle = 0
-        left = ledger.drain(wait=True)
+        left = drain_ledger(ledger, wait=True)
         self.check()
         missing = self.missing()
         if left or missing:
             gc.collect()  # what cycles hold is not lost
-            left = ledger.drain(wait=True)
+            left = drain_ledger(ledger, wait=True)
             missing = self.missing()
             if left or missing:
                 raise Loss(f"{left} bytes are held; {missing}")
@@ -1119,14 +1141,15 @@ class Program:
                     continue
                 arena.close()
             self.closed(arena)
-        locks = [ledger._diverting_lock, ledger.trails._releasing, self.arena._layout.lock, captures._lock]
+        routes = routes_of(ledger)
+        locks = [routes._lock, ledger.lock, self.arena._layout.lock, captures._lock]
         states = {
             "pending": ledger.pending(),
-            "lanes": ledger.busy,
-            "records": [of_storage for of_storage in ledger.trails.recorded.values() if of_storage],
+            "queues": ledger.nonempty,
+            "recorded uses": [of_storage for of_storage in ledger.recorded_uses.by_storage.values() if of_storage],
             "quarantine": ledger.quarantine,
-            "orphans": ledger.trails.orphans or ledger.trails.dead,
-            "diversion": ledger._diverting or ledger._diverted,
+            "leftovers": ledger.handoffs.leftovers or ledger.handoffs.unfinished,
+            "routes that are off": routes._wanted_off or routes._kept_back,
             "memory": device.live(),
             "memory that the allocator keeps": device.deferred,
             "locks": [one for one in (*locks, record_stream._lock) if one.held],  # type: ignore[union-attr]

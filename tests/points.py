@@ -21,10 +21,12 @@ from contextlib import contextmanager
 from typing import Any
 
 MODULES = (
-    "_torch.allocator", "_torch.autograd", "_torch.backends", "_torch.driver", "_torch.functional", "_torch.kernels",
-    "_torch.launches", "_torch.lists", "_torch.modes", "_torch.names", "_torch.regions", "_torch.registry",
-    "_torch.storages", "_torch.streams", "_torch.symmetric", "_torch.tensors", "arena.arena", "arena.free_list",
-    "arena.layout", "arena.size_class", "arena.use", "captures", "entries", "ledger", "record_stream", "sites", "streams", "trails", "work",
+    "_torch.allocator", "_torch.autograd", "_torch.backends", "_torch.driver", "_torch.functional",
+    "_torch.kernels", "_torch.launches", "_torch.lists", "_torch.modes", "_torch.names", "_torch.regions",
+    "_torch.registry", "_torch.storages", "_torch.streams", "_torch.symmetric", "_torch.tensors", "arena.arena",
+    "arena.free_list", "arena.layout", "arena.size_class", "arena.use", "collectives.routes", "core.call_site",
+    "core.captures", "core.drain", "core.handoffs", "core.holds", "core.ledger", "core.recorded_uses", "core.rules",
+    "core.streams", "core.work", "record_stream",
 )  # fmt: skip
 """The modules of safecomm with points."""
 

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 
 from safecomm import backends
-from safecomm.ledger import Ledger
-from safecomm.streams import HOST, home_of
+from safecomm.collectives.routes import Routes
+from safecomm.core.ledger import Ledger
+from safecomm.core.streams import HOST, alloc_stream_of
+from safecomm.core.work import StagedWork, Work
+from safecomm.core.work import handle as new_handle
 from safecomm.tools.demo.simulated import INDEX as INDEX
 from safecomm.tools.demo.simulated import Block, SimulatedDevice, Stream, Violation
-from safecomm.work import StagedWork, Work
-from safecomm.work import handle as new_handle
 
 
 class FakeGraph:
@@ -46,8 +47,8 @@ class FakeGraph:
 class Tenant(Block):
     """A range of the arena from when it was handed out."""
 
-    def __init__(self, start: int, end: int, home: int, capture: int) -> None:
-        super().__init__(home, capture, end - start)
+    def __init__(self, start: int, end: int, alloc_stream: int, capture: int) -> None:
+        super().__init__(alloc_stream, capture, end - start)
         self.start = start
         self.end = end
         self.gone = False  # somebody else has it, who is not of the same capture
@@ -60,24 +61,24 @@ class ArenaDevice(SimulatedDevice):
         super().__init__(streams=3)
         self.tenants: dict[int, Tenant] = {}  # the last at each address
         self.history: list[Tenant] = []
-        self._home_of: Any = None
+        self._stream_of: Any = None
 
-    def claim(self, start: int, end: int, home: Any) -> None:
-        self._home_of = home
+    def claim(self, start: int, end: int, stream_of: Any) -> None:
+        self._stream_of = stream_of
 
     def unclaim(self, start: int) -> None:
-        self._home_of = None
+        self._stream_of = None
 
-    def home(self, pointer: int, other: int | None = None) -> int | None:
+    def alloc_stream(self, pointer: int, other: int | None = None) -> int | None:
         if other is not None:
-            return home if (home := self.home(pointer)) == self.home(other) else None
+            return alloc_stream if (alloc_stream := self.alloc_stream(pointer)) == self.alloc_stream(other) else None
         tenant = self.tenants.get(pointer)
         if tenant is None:
-            return super().home(pointer)
-        told = self._home_of(pointer)
-        if told != tenant.home:
-            raise Violation(f"memory of stream {tenant.home} is said to be of {told}")
-        return tenant.home
+            return super().alloc_stream(pointer)
+        told = self._stream_of(pointer)
+        if told != tenant.alloc_stream:
+            raise Violation(f"memory of stream {tenant.alloc_stream} is said to be of {told}")
+        return tenant.alloc_stream
 
     def pool(self, pointer: int) -> object:
         return None if pointer in self.tenants else super().pool(pointer)
@@ -329,8 +330,16 @@ class Launched:
     op: str  # its name in the ledger, which no other call has
     work: Work
     inner: Any
-    homes: set[int | None]  # of the memory that it uses
+    alloc_streams: set[int | None]  # of the memory that it uses
     capture: int
+
+
+def routes_of(ledger: Ledger) -> Routes:
+    """Return the routes of the groups whose calls ``ledger`` holds."""
+    routes: Routes | None = vars(ledger).get("routes")
+    if routes is None:
+        routes = vars(ledger)["routes"] = Routes(ledger)
+    return routes
 
 
 _ops = map("all_reduce {}".format, itertools.count())
@@ -348,7 +357,7 @@ def call(
     index: int = INDEX,
 ) -> Launched:
     """Launch an asynchronous collective on ``tensors``, the first of them its output, from the current stream."""
-    if ledger.busy:
+    if ledger.nonempty:
         ledger.sweep()
     device = group.device
     device.settle()
@@ -363,29 +372,31 @@ def call(
     frame = sys._getframe(1)
     now = device.here()
     if staged and not p2p and index != HOST and not now.capture:  # as holding.hold_list() does
-        at_home = {home_of(ledger.streams, storage, HOST) for storage in storages} == {now.handle}
+        here = {alloc_stream_of(ledger.streams, storage, HOST) for storage in storages} == {now.handle}
         handle = StagedWork()
         handle.stream = now.handle
-        lane = ledger.lane_of(group, index)
-        lane.hold(handle, op, inner, storages, now.handle if at_home else None, frame)
+        route = routes_of(ledger).of(group, index)
+        route.hold(handle, op, inner, storages, now.handle if here else None, frame)
     elif staged or p2p:
-        ledger.hold(handle, op, inner, group, index, storages, frame, staged=staged, unordered=p2p)
+        routes_of(ledger).hold(handle, op, inner, group, index, storages, frame, staged=staged, unordered=p2p)
     else:
-        homes = {HOST if index == HOST else home_of(ledger.streams, storage, HOST) for storage in storages}
-        home = homes.pop() if len(homes) == 1 else None  # HOST is no stream: memory that is not there has none
-        ledger.lane_of(group, index).hold(handle, op, inner, storages, home, frame)
-    return Launched(op, handle, inner, {block.home for block in device.blocks_of(tensors)}, device.here().capture)
+        streams = {HOST if index == HOST else alloc_stream_of(ledger.streams, storage, HOST) for storage in storages}
+        alloc_stream = streams.pop() if len(streams) == 1 else None  # HOST is no stream: no memory has none
+        routes_of(ledger).of(group, index).hold(handle, op, inner, storages, alloc_stream, frame)
+    return Launched(
+        op, handle, inner, {block.alloc_stream for block in device.blocks_of(tensors)}, device.here().capture
+    )
 
 
 def call_sync(ledger: Ledger, group: FakeGroup, tensors: list[torch.Tensor]) -> str:
     """Run a synchronous collective, a kernel on the current stream, and return its name."""
-    if ledger.busy:
+    if ledger.nonempty:
         ledger.sweep()
     group.device.settle()
     inner = group.run(tensors)
     if inner is not None:
-        ledger.lane_of(group, INDEX).wait_for(inner)
+        routes_of(ledger).of(group, INDEX).wait_for(inner)
     op = next(_ops)
     storages = tuple(tensor.untyped_storage() for tensor in tensors)
-    ledger.trail(op, group, INDEX, storages, sys._getframe(1))
+    ledger.hand_off(op, group, INDEX, storages, sys._getframe(1))
     return op

@@ -29,7 +29,7 @@ from safecomm.arena import use
 from safecomm.arena.arguments import bytes_of
 from safecomm.arena.layout import Layout
 from safecomm.arena.plan import Request
-from safecomm.ledger import LEDGER
+from safecomm.core.ledger import LEDGER
 
 
 @pytest.fixture

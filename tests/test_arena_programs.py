@@ -22,14 +22,16 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from programs import Running, programs
 from simulated import INDEX, ArenaDevice, ArenaGraph, FakeGroup, Launched, Violation, call, call_sync
 
-from safecomm import _torch, captures
+from safecomm import _torch
 from safecomm.arena import Arena, size_class
 from safecomm.arena.free_list import FreeList, Range
 from safecomm.arena.layout import Layout
 from safecomm.arena.size_class import ALIGNMENT, NO_STREAMS, PROBES, SizeClass, Slot
-from safecomm.captures import CapturedGraph
-from safecomm.ledger import Ledger
-from safecomm.refcounts import UNUSED
+from safecomm.core import captures
+from safecomm.core.captures import CapturedGraph
+from safecomm.core.drain import drain_ledger
+from safecomm.core.ledger import Ledger
+from safecomm.core.refcounts import UNUSED
 
 CAPACITY = 5 * ALIGNMENT  # so that it is often full
 SIZES = st.sampled_from([100, 512, 512, 1024, 1500, 2048])
@@ -56,7 +58,7 @@ class ArenaPrograms(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.device = ArenaDevice()
-        self.ledger = Ledger(self.device, lag=1, budget=1024, trail_budget=1024, patience=0)
+        self.ledger = Ledger(self.device, lag=1, budget=1024, handoff_budget=1024, patience=0)
         self.groups = [FakeGroup(self.device, "nccl", shelved=True) for _ in range(2)]
         self.block = torch.full((CAPACITY + ALIGNMENT,), POISON, dtype=torch.uint8)
         # From an aligned address on, as a block of a device is.
@@ -89,9 +91,9 @@ class ArenaPrograms(RuleBasedStateMachine):
     def held(self) -> set[int]:
         """Return the addresses of what anything refers to."""
         found = [tensor.untyped_storage() for tensor in self.tensors] + self.storages
-        for entry in self.ledger.entries:
+        for entry in [*self.ledger.holds(), *self.ledger.quarantine]:
             found += [one for one in entry.storages if isinstance(one, torch.UntypedStorage)]
-        for _, _, storages, _, _ in self.ledger.trails.orphans.values():
+        for _, _, storages, _, _ in self.ledger.handoffs.leftovers.values():
             found += storages
         for launched in self.works:
             found += [tensor.untyped_storage() for tensor in launched.inner.outputs + launched.inner.shelf]
@@ -267,7 +269,7 @@ class ArenaPrograms(RuleBasedStateMachine):
 
     @rule()
     def drain(self) -> None:
-        self.ledger.drain()
+        drain_ledger(self.ledger)
 
     # --- graphs ---------------------------------------------------------------------------------------------
 
@@ -321,7 +323,7 @@ class ArenaPrograms(RuleBasedStateMachine):
                 self.tensors.clear()
                 self.storages.clear()
                 self.device.finish()
-                assert self.ledger.drain(wait=True) == 0
+                assert drain_ledger(self.ledger, wait=True) == 0
                 assert self.arena.stats().in_use == 0, "slots are in use that nobody refers to"
                 assert self.arena.stats().buckets[-1].largest_free == self.arena.stats().buckets[-1].capacity
                 self.arena.close()

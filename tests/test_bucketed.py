@@ -21,9 +21,9 @@ import safecomm
 from safecomm import functional
 from safecomm.collectives import bucketed, gates
 from safecomm.collectives.bucketed import Buckets
+from safecomm.collectives.routes import ROUTES
 from safecomm.collectives.table import ROWS
 from safecomm.collectives.takers import BUCKETS, at_once
-from safecomm.ledger import LEDGER
 
 GATHER = "all_gather_single" if hasattr(stock, "all_gather_single") else "all_gather_into_tensor"
 SCATTER = "reduce_scatter_single" if hasattr(stock, "reduce_scatter_single") else "reduce_scatter_tensor"
@@ -328,7 +328,7 @@ def test_a_profiler_or_a_mode_on_one_rank_changes_no_bucket():
         "profiler": cpu_profile,
         "dispatch mode": _flop_counter,
         "device": lambda: torch.device("cpu"),
-        "diverted": LEDGER.diverted,
+        "diverted": ROUTES.off,
         "inference": torch.inference_mode,
         "no grad": torch.no_grad,
     }

@@ -39,6 +39,7 @@ from torch.torch_version import TorchVersion
 from watching import Sees, cpu_profile, noted
 
 import safecomm
+from safecomm.collectives.routes import ROUTES
 
 # --- the comparison ----------------------------------------------------------------------------------------
 
@@ -438,15 +439,14 @@ def _c10ds_own(call):
 
 @on(2)
 def test_s8_tensors_that_are_not_like_those_of_the_last_call_are_told_from_them():
-    from safecomm.ledger import LEDGER
 
     plain, whole = torch.ones(2), torch.ones(4)
     for _ in range(2):
         safecomm.all_reduce(plain)
         getattr(safecomm, GATHER)(whole, plain)
-    lane = LEDGER.direct[id(stock.group.WORLD)]
-    assert lane.guards.one(torch.zeros(5))
-    assert lane.guards.two(torch.zeros(6), torch.zeros(3))
+    route = ROUTES.fast[id(stock.group.WORLD)]
+    assert route.guards.one(torch.zeros(5))
+    assert route.guards.two(torch.zeros(6), torch.zeros(3))
     others = {
         "subclass": torch.ones(2).as_subclass(type("Mine", (torch.Tensor,), {})),
         "parameter": torch.nn.Parameter(torch.ones(2)),
@@ -462,25 +462,24 @@ def test_s8_tensors_that_are_not_like_those_of_the_last_call_are_told_from_them(
     }
     torch.vmap(lambda one: others.update(batched=one) or one)(torch.ones(2, 2))
     for name, other in others.items():
-        assert not lane.guards.one(other), name
-        assert not lane.guards.two(whole, other), name
-        assert not lane.guards.two(other, plain), name
+        assert not route.guards.one(other), name
+        assert not route.guards.two(whole, other), name
+        assert not route.guards.two(other, plain), name
     with Sees():
-        assert not lane.guards.one(plain)
-    assert lane.guards.one(plain)
+        assert not route.guards.one(plain)
+    assert route.guards.one(plain)
 
 
 @on(2)
 def test_s8_what_requires_a_gradient_is_told_from_the_last_only_where_none_is_recorded():
-    from safecomm.ledger import LEDGER
 
     leaf, whole = torch.ones(2, requires_grad=True), torch.ones(4)
     with torch.no_grad():
         for _ in range(2):
             getattr(safecomm, GATHER)(whole, leaf)
             getattr(safecomm, SCATTER)(torch.ones(2), whole)
-    lane = LEDGER.direct[id(stock.group.WORLD)]
-    kinds = lane.guards.two, lane.guards.two_before
+    route = ROUTES.fast[id(stock.group.WORLD)]
+    kinds = route.guards.two, route.guards.two_before
     assert not any(like(whole, leaf) for like in kinds), "the dispatcher does more with it here"
     with torch.no_grad():
         assert sum(like(whole, leaf) for like in kinds) == 1
@@ -612,19 +611,18 @@ def test_s8_what_is_no_plain_tensor_is_treated_as_by_torch(what):
 def _single_calls_go_direct():
     """Let gloo's regions of one call be launched as that call, and give the names of what was."""
     from safecomm.collectives import general
-    from safecomm.ledger import LEDGER
 
     launched = []
 
     table = dict(general.DIRECT)
-    safecomm.all_reduce(torch.ones(1))  # so that there is a lane
-    lane = LEDGER.direct[id(stock.group.WORLD)]
-    lane.alone = True
+    safecomm.all_reduce(torch.ones(1))  # so that there is a route
+    route = ROUTES.fast[id(stock.group.WORLD)]
+    route.single_call_equivalent = True
     general.DIRECT.update({name: (noted(launched, name, launch), *tables) for name, (launch, *tables) in table.items()})
     try:
         yield launched
     finally:
-        lane.alone = False
+        route.single_call_equivalent = False
         general.DIRECT.update(table)
 
 
@@ -732,12 +730,11 @@ def test_a_call_that_comes_at_the_end_of_a_region_of_one_call_is_not_lost_s8():
 
 @on(2)
 def test_a_group_with_nothing_but_regions_has_a_lane_s10():
-    from safecomm.ledger import LEDGER
 
     group = stock.new_group()
     with safecomm._coalescing_manager(group):
         safecomm.all_reduce(torch.ones(2), group=group)
-    assert id(group) in LEDGER.direct
+    assert id(group) in ROUTES.fast
     safecomm.destroy_process_group(group)
 
 

@@ -16,8 +16,8 @@ import torch
 from ranks import launch
 
 import safecomm as dist
-from safecomm import captures
 from safecomm.collectives import ending, groups
+from safecomm.core import captures
 
 SOON = timedelta(seconds=0.05)
 LATE = timedelta(seconds=30)

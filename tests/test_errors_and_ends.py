@@ -20,10 +20,12 @@ from ranks import launch, on, signal_to_peers, wait_for_signal
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import safecomm as dist
-from safecomm import captures, entries
 from safecomm.collectives import groups
-from safecomm.ledger import LEDGER
-from safecomm.streams import HOST
+from safecomm.collectives.routes import ROUTES
+from safecomm.core import captures
+from safecomm.core import holds as entries
+from safecomm.core.ledger import LEDGER
+from safecomm.core.streams import HOST
 
 SOON = 1.0
 """A group's timeout, in seconds, for the tests that run into it."""
@@ -176,7 +178,7 @@ def _other_communicator(rank, name):
     work = dist.irecv(tensor, peer)
     states = [entry.state for entry in dist.pending()]
     assert states == ["in flight"]
-    lane = LEDGER.lane_of(c10d.GroupMember.WORLD, HOST)
+    route = ROUTES.of(c10d.GroupMember.WORLD, HOST)
 
     def refuses(*given, **named):
         raise ValueError("no such rank")
@@ -197,7 +199,7 @@ def _other_communicator(rank, name):
     quarantined = ["quarantined"]
     assert seen[0][2] == (states if name == "shrink_group" else quarantined)
     assert [entry.state for entry in dist.pending()] == quarantined, "S4"
-    assert LEDGER.lane_of(c10d.GroupMember.WORLD, HOST) is not lane, "it may have other ranks now"
+    assert ROUTES.of(c10d.GroupMember.WORLD, HOST) is not route, "it may have other ranks now"
     del work, tensor
     dist.drain()
     assert not mine.expired(), "S4"
@@ -535,7 +537,7 @@ def test_the_collector_may_end_a_capture_while_lanes_are_moved():
 
     def divert():
         sys.settrace(collect_in_the_middle)
-        with LEDGER.diverted():
+        with ROUTES.off():
             pass
 
     gc.disable()

@@ -16,9 +16,9 @@ from calls import GROUP_RANKS
 from ranks import on, run_program
 
 import safecomm
-from safecomm import captures
-from safecomm.captures import CapturedGraph
 from safecomm.collectives import effects
+from safecomm.core import captures
+from safecomm.core.captures import CapturedGraph
 from safecomm.patching.table import NAMES
 
 WRAPPED = [
@@ -265,7 +265,7 @@ def test_the_repr_of_a_work_asks_neither_backend_nor_device():
     ledger = types.SimpleNamespace(quarantine={}, streams=Asked())
     frame = inspect.currentframe()
     work.op, work.inner, work.code, work.instruction = "broadcast", Asked(), frame.f_code, frame.f_lasti
-    work.lane = types.SimpleNamespace(ledger=ledger, capture=7, current=Asked())
+    work.queue = types.SimpleNamespace(ledger=ledger, capture=7, current=Asked())
     work.storages = (torch.ones(2).untyped_storage(),)
     assert repr(work).endswith(": 8 bytes held, in a CUDA graph capture>")
     ledger.quarantine[work] = None
@@ -412,7 +412,7 @@ assert safecomm.nn.functional is torch.distributed.nn.functional
 assert hooks is their_hooks
 assert ColwiseParallel is torch.distributed.tensor.parallel.ColwiseParallel
 assert DeviceMesh is torch.distributed.device_mesh.DeviceMesh
-assert safecomm.ledger.__name__ == "safecomm.ledger"  # our own come first
+assert safecomm.core.ledger.__name__ == "safecomm.core.ledger"  # our own come first
 import importlib
 importlib.reload(torch.distributed.nn.functional)
 for missing in ("safecomm.nonsense", "safecomm.fsdp.nonsense"):

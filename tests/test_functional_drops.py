@@ -19,10 +19,10 @@ from watching import Sees
 
 import safecomm
 from safecomm import _torch
-from safecomm.ledger import LEDGER
+from safecomm.core.ledger import LEDGER
+from safecomm.core.refcounts import COUNTED
 from safecomm.patching import patch as patching
 from safecomm.patching.functional import Result
-from safecomm.refcounts import COUNTED
 
 pytestmark = pytest.mark.skipif(
     _torch.functional_collectives() is None or not COUNTED, reason="no hook of this torch tells the works"
@@ -55,7 +55,7 @@ def noted():
 
 
 def results():
-    return [entry for entry in LEDGER.entries if isinstance(entry, Result)]
+    return [entry for entry in [*LEDGER.holds(), *LEDGER.quarantine] if isinstance(entry, Result)]
 
 
 @on(1)

@@ -27,9 +27,10 @@ import safecomm
 from safecomm import _torch
 from safecomm.collectives import gates, general, generate, takers
 from safecomm.collectives.regions import REGIONS, Region
+from safecomm.collectives.routes import ROUTES
 from safecomm.collectives.table import ROWS
-from safecomm.ledger import LEDGER
-from safecomm.work import OnceWork, Work
+from safecomm.core.ledger import LEDGER
+from safecomm.core.work import OnceWork, Work
 
 HERE = TorchVersion(torch.__version__)
 PACKAGE = Path(safecomm.__file__).parent
@@ -70,7 +71,7 @@ def calls_of(path, names):
 
 
 def test_the_gates_and_the_general_way_alone_launch_on_a_backend_or_hold():
-    """What else takes calls hands them on: ``holding.launch`` launches for it, and ``holding`` holds.
+    """What else takes calls hands them on: ``holding`` launches, and holds, by ``routes`` where a call is not ordinary.
 
     The exchange of an engine is another call than any of c10d's, and so is launched by the engine itself.
     """
@@ -81,7 +82,7 @@ def test_the_gates_and_the_general_way_alone_launch_on_a_backend_or_hold():
         or path.name == "graphs.py"
         if list(calls_of(path, {"hold", *(f"_launch_{key}" for key in DIRECT), "_launch_all_gather"}))
     }
-    assert found == {"collectives/gates.py", "collectives/holding.py"}
+    assert found == {"collectives/gates.py", "collectives/holding.py", "collectives/routes.py"}
 
 
 # --- checks ------------------------------------------------------------------------------------------------
@@ -194,7 +195,7 @@ def check_held(made):
             assert entry.op == ROWS[key].name
             assert "in check_held" in entry.site
             assert type(work) is (Work if ROWS[key].pollable else OnceWork)
-            assert work.lane.blind is not ROWS[key].pollable
+            assert work.queue.pollable is ROWS[key].pollable
             work.wait()
 
 
@@ -252,7 +253,7 @@ def check_ordinary(made):
         )
         leaf = [one.requires_grad_() if isinstance(one, torch.Tensor) else one for one in arguments(key)]
         assert not goes(made, key, *leaf)
-        with mock.patch.dict(made._direct, clear=True):
+        with mock.patch.dict(made._routes, clear=True):
             assert not goes(made, key, *given)
         with mock.patch.object(made, "_compiling", return_value=True):
             assert not goes(made, key, *given)
@@ -270,8 +271,10 @@ class Nested:
 
 def check_nested(made):
     asked = []
-    lane = types.SimpleNamespace(guards=mock.Mock(one=asked.append, two=lambda *_: asked.append(_), plain=asked.append))
-    with mock.patch.dict(made._direct, {id(stock.group.WORLD): lane}):
+    route = types.SimpleNamespace(
+        guards=mock.Mock(one=asked.append, two=lambda *_: asked.append(_), plain=asked.append)
+    )
+    with mock.patch.dict(made._routes, {id(stock.group.WORLD): route}):
         for key in DIRECT:
             tensors = [Nested() for _ in ROWS[key].tensors]
             with contextlib.suppress(Exception):
@@ -282,11 +285,17 @@ def check_nested(made):
 def check_sweep(made):
     """A call looks whether something that is held is over (S4)."""
     for key in DIRECT:
-        with mock.patch.object(made, "_busy", {1: None}), mock.patch.object(made, "_awaited", return_value=False):
+        with (
+            mock.patch.object(made, "_nonempty", {1: None}),
+            mock.patch.object(made, "_can_skip_sweep", return_value=False),
+        ):
             with mock.patch.object(made, "LEDGER", mock.Mock(wraps=LEDGER)) as ledger:
                 wrapped(made, key)(*arguments(key))
             assert ledger.sweep.called, key
-        with mock.patch.object(made, "_busy", {1: None}), mock.patch.object(made, "_awaited", return_value=True):
+        with (
+            mock.patch.object(made, "_nonempty", {1: None}),
+            mock.patch.object(made, "_can_skip_sweep", return_value=True),
+        ):
             with mock.patch.object(made, "LEDGER", mock.Mock(wraps=LEDGER)) as ledger:
                 wrapped(made, key)(*arguments(key))
             assert not ledger.sweep.called, key
@@ -299,37 +308,37 @@ def returning(value):
 def check_device(made):
     """On a device what was used on another stream than its own is left a trail of (S1), and works know their home."""
     for key in DIRECT:
-        lane = mock.Mock(index=0, streamed=True, queries=False)
-        lane.guards.one.return_value = lane.guards.two.return_value = True
+        route = mock.Mock(index=0, streamed=True, asks_in_wait=False)
+        route.guards.one.return_value = route.guards.two.return_value = True
         ledger = mock.Mock()
         with (
-            mock.patch.dict(made._direct, {id(stock.group.WORLD): lane}),
-            mock.patch.multiple(made, _home=returning(7), _current=returning(5), LEDGER=ledger),
+            mock.patch.dict(made._routes, {id(stock.group.WORLD): route}),
+            mock.patch.multiple(made, _alloc_stream=returning(7), _current=returning(5), LEDGER=ledger),
             mock.patch.object(made, f"_launch_{key}", return_value=None),
             mock.patch.object(made, f"_options_{key}", MagicOptions()),
         ):
             wrapped(made, key)(*arguments(key))
-            assert ledger.trail.call_args.args[:3] == (ROWS[key].name, stock.group.WORLD, 0), key
-            assert len(ledger.trail.call_args.args[3]) == len(ROWS[key].tensors)
-            ledger.trail.reset_mock()
+            assert ledger.hand_off.call_args.args[:3] == (ROWS[key].name, stock.group.WORLD, 0), key
+            assert len(ledger.hand_off.call_args.args[3]) == len(ROWS[key].tensors)
+            ledger.hand_off.reset_mock()
             with mock.patch.object(made, "_current", returning(7)):
                 wrapped(made, key)(*arguments(key))
-            assert not ledger.trail.called
+            assert not ledger.hand_off.called
         # Where waiting asks the device, it is asked in the relaxed mode (S5).
-        lane.queries = True
+        route.asks_in_wait = True
         with (
-            mock.patch.dict(made._direct, {id(stock.group.WORLD): lane}),
-            mock.patch.multiple(made, _home=returning(7), _current=returning(7), LEDGER=ledger),
+            mock.patch.dict(made._routes, {id(stock.group.WORLD): route}),
+            mock.patch.multiple(made, _alloc_stream=returning(7), _current=returning(7), LEDGER=ledger),
             mock.patch.object(made, "wait_for") as waited,
             mock.patch.object(made, f"_launch_{key}", side_effect=AssertionError),
             mock.patch.object(made, f"_options_{key}", MagicOptions()),
         ):
             wrapped(made, key)(*arguments(key))
-            assert lane.launch.call_count == 1
+            assert route.launch.call_count == 1
             assert waited.call_count == 1
             wrapped(made, key)(*arguments(key), async_op=True)
-            assert lane.launch.call_count == 2
-            assert lane.hold.call_args.args[4] == 7
+            assert route.launch.call_count == 2
+            assert route.hold.call_args.args[4] == 7
 
 
 class MagicOptions:
@@ -400,15 +409,15 @@ def fails(checks, made):
         for check in checks:
             check(made)
     except (Exception, pytest.fail.Exception):
-        LEDGER._release_all(LEDGER._entries())  # what a mutant has held where it can't be waited for
+        LEDGER.release_all(LEDGER.holds())  # what a mutant has held where it can't be waited for
         return True
     return False
 
 
 MUTANTS_OF_GATES = {
     "compiles by itself": ("if _compiling():\n        return", "if False:\n        return"),
-    "looks at nothing that is held": ("if _busy and not _awaited():", "if False:"),
-    "looks at all that is held": ("if _busy and not _awaited():", "if _busy:"),
+    "looks at nothing that is held": ("if _nonempty and not _can_skip_sweep():", "if False:"),
+    "looks at all that is held": ("if _nonempty and not _can_skip_sweep():", "if _nonempty:"),
     "asks no engine": ("if ENGINES or BUCKETS or REGIONS:", "if BUCKETS or REGIONS:"),
     "asks no buckets": ("if ENGINES or BUCKETS or REGIONS:", "if ENGINES or REGIONS:"),
     "asks no region": ("if ENGINES or BUCKETS or REGIONS:", "if ENGINES or BUCKETS:"),
@@ -421,8 +430,8 @@ MUTANTS_OF_GATES = {
     "sees no profiler": ("and not _profiler._is_profiler_enabled", ""),
     "sees no graph input": (" and not _inflight()", ""),
     "takes any flag": ("(async_op is False or (async_op is True and not _inflight()))", "True"),
-    "takes any root": ("(options := _options_broadcast(lane, to, src, group_src, None, async_op)) is None",
-                       "not (options := _options_broadcast(lane, to, 0, None, None, async_op))"),
+    "takes any root": ("(options := _options_broadcast(route, to, src, group_src, None, async_op)) is None",
+                       "not (options := _options_broadcast(route, to, 0, None, None, async_op))"),
     "takes any sizes": ("(outputs := split_sizes(output_split_sizes)) is None",
                         "(outputs := output_split_sizes or []) is None"),
     "mixes options": ("_options_all_reduce[async_op].get(id(op))", "_options_all_reduce[async_op].get(_ANY)"),
@@ -430,18 +439,21 @@ MUTANTS_OF_GATES = {
     "counts nothing": ("    _count_broadcast()\n", ""),
     "holds no input": ("storages = (output.untyped_storage(), input.untyped_storage(),)",
                        "storages = (output.untyped_storage(),)"),
-    "holds nothing": ("return inner and lane.hold(", "return inner and (lambda work, *_: work)("),
-    "polls what tells nothing": ("if not lane.streamed:\n            lane, work", "if False:\n            lane, work"),
+    "holds nothing": ("return inner and route.hold(", "return inner and (lambda work, *_: work)("),
+    "polls what tells nothing": ("if not route.streamed:\n            route, work",
+                                 "if False:\n            route, work"),
     "waits twice": ("handle(once=True)", "Work()"),
     "gives gloo the tensor": ("else tensor.detach()", "else tensor"),
     "gives gloo the output": ("to_write, to_read = output.detach(), input.data", "pass"),
     "tells autograd nothing": ("output.detach(), input.data", "output.data, input.data"),
-    "leaves no trail": ("if index >= 0 and home != _current(index):", "if False:"),
-    "always leaves a trail": ("if index >= 0 and home != _current(index):", "if index >= 0:"),
-    "knows one home": ("_home(output.data_ptr(), input.data_ptr()) if index >= 0 else HOST", "HOST"),
-    "asks the device unrelaxed": ("if lane.queries:\n            inner = lane", "if False:\n            inner = lane"),
-    "waits unrelaxed": ("if lane.queries:\n            wait_for(", "if False:\n            wait_for("),
-    "launches unrelaxed": ("    if lane.queries:\n        inner = lane.launch(", "    if False:\n        inner = ("),
+    "makes no handoff": ("if index >= 0 and alloc_stream != _current(index):", "if False:"),
+    "always makes a handoff": ("if index >= 0 and alloc_stream != _current(index):", "if index >= 0:"),
+    "knows one stream": ("_alloc_stream(output.data_ptr(), input.data_ptr()) if index >= 0 else HOST", "HOST"),
+    "asks the device unrelaxed": ("if route.asks_in_wait:\n            inner = route",
+                                  "if False:\n            inner = route"),
+    "waits unrelaxed": ("if route.asks_in_wait:\n            wait_for(", "if False:\n            wait_for("),
+    "launches unrelaxed": ("    if route.asks_in_wait:\n        inner = route.launch(",
+                           "    if False:\n        inner = ("),
     "names its own line": ("_caller(_getframe(1))", "_getframe(1)"),
     "warns of nothing": ("if _deprecated_all_gather_single is not None and", "if False and"),
 }  # fmt: skip
@@ -743,7 +755,7 @@ def check_general(made):
 def check_diverted(made):
     """While a capture has to see each call, no gate launches."""
     safecomm.all_reduce(torch.ones(1))
-    with LEDGER.diverted():
+    with ROUTES.off():
         assert not goes(gates, "all_reduce", torch.ones(1))
         other = stock.new_group([0])  # one that is made meanwhile neither
         for _ in range(2):

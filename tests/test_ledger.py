@@ -5,7 +5,7 @@ device checks S1 and S5 by itself, after every step and for every block that is 
 out at any moment. The other promises are asserted by the step that they are about.
 
 That the machines can tell a wrong ledger from a right one is proved by mutants: ledgers with one rule broken, or with
-trails that have one broken, each of which they have to catch.
+handoffs or recorded uses that have one broken, each of which they have to catch.
 """
 
 from __future__ import annotations
@@ -37,14 +37,19 @@ from hypothesis.stateful import (
 )
 from points import interrupt_everywhere
 from programs import Running, programs
-from simulated import INDEX, FakeGraph, FakeGroup, Launched, SimulatedDevice, Violation, call, call_sync
+from simulated import INDEX, FakeGraph, FakeGroup, Launched, SimulatedDevice, Violation, call, call_sync, routes_of
 
-from safecomm import _torch, refcounts
-from safecomm.captures import CapturedGraph
+from safecomm import _torch
+from safecomm.collectives.routes import Routes
+from safecomm.core import refcounts
+from safecomm.core.captures import CapturedGraph
+from safecomm.core.drain import drain_ledger
+from safecomm.core.handoffs import Handoff, Handoffs
+from safecomm.core.holds import Hold
+from safecomm.core.ledger import CROWD, Ledger, WorkHold
+from safecomm.core.recorded_uses import RecordedUse, RecordedUseQueue, RecordedUses
+from safecomm.core.streams import HOST
 from safecomm.errors import CaptureBoundaryError, StaleGraphError
-from safecomm.ledger import CROWD, Ledger
-from safecomm.streams import HOST
-from safecomm.trails import Trails
 
 BYTES = st.sampled_from([64, 64, 128, 0])  # few sizes, so that freed memory is handed out again
 PICK = st.integers(0, 5)
@@ -84,7 +89,9 @@ class Programs(RuleBasedStateMachine):
     @initialize(lag=st.integers(0, 3), budget=st.sampled_from([0, 128, 1 << 20]), shelved=st.booleans())
     def start(self, lag: int, budget: int, shelved: bool) -> None:
         self.patience = math.inf if lag == 3 else 0
-        self.ledger = self.ledger_type(self.device, lag=lag, budget=budget, trail_budget=budget, patience=self.patience)
+        self.ledger = self.ledger_type(
+            self.device, lag=lag, budget=budget, handoff_budget=budget, patience=self.patience
+        )
         backends = (self.nccl, self.nccl, "gloo")
         self.groups = [FakeGroup(self.device, backend, shelved=shelved) for backend in backends]
         self.tensors = [self.device.allocate(stream, 64) for stream in self.device.streams if stream < 4]
@@ -162,7 +169,7 @@ class Programs(RuleBasedStateMachine):
         p2p = kind == "p2p"
         launched = call(self.ledger, group, tensors, staged=kind == "staged", p2p=p2p, receives=p2p and last, fate=fate)
         self.used(tensors, group)
-        if None in launched.homes:
+        if None in launched.alloc_streams:
             self.homeless.add(launched.op)
         if keep:
             self.works.append(launched)
@@ -173,7 +180,7 @@ class Programs(RuleBasedStateMachine):
         if tensors := self.some_tensors(picks, last):
             op = call_sync(self.ledger, self.groups[0], tensors)
             self.used(tensors, self.groups[0])
-            if any(block.home is None for block in self.device.blocks_of(tensors)):
+            if any(block.alloc_stream is None for block in self.device.blocks_of(tensors)):
                 self.homeless.add(op)
 
     def used(self, tensors: list[torch.Tensor], group: FakeGroup) -> None:
@@ -188,13 +195,13 @@ class Programs(RuleBasedStateMachine):
         for tensor in self.some_tensors([pick], last=False):
             storage = tensor.untyped_storage()
             (block,) = self.device.blocks_of([tensor]) or (None,)
-            if block is None or block.home is None:
+            if block is None or block.alloc_stream is None:
                 continue
             here = self.device.here()
             key = (storage.data_ptr(), block.tenancy, here.handle, here.capture)
             self.device.launch(here, [block])
-            if key not in self.recorded and here.handle != block.home:
-                if not self.ledger.trails.record(storage, INDEX, here.handle, sys._getframe(), order):
+            if key not in self.recorded and here.handle != block.alloc_stream:
+                if not self.ledger.recorded_uses.add(storage, INDEX, here.handle, sys._getframe(), order):
                     assert not refcounts.COUNTED
                     self.kept.append(tensor.detach())  # by the allocator, which torch's own record_stream asks for it
                 self.recorded.add(key)
@@ -206,9 +213,9 @@ class Programs(RuleBasedStateMachine):
         """What torch.cuda.Stream.wait_stream does inside of avoid_record_streams()."""
         one, two = self.device.streams[waiting], self.device.streams[other]
         if one.capture == two.capture or (one.capture == 0 and two.capture and waiting):
-            done = self.ledger.trails.only_used_on(INDEX, waiting, other)
+            done = self.ledger.recorded_uses.only_used_on(INDEX, waiting, other)
             self.device.wait(one, two.past, two.capture)
-            self.ledger.trails.release(done)
+            self.ledger.release_all(done)
 
     @rule(pick=PICK, order=st.booleans())
     def free_storage(self, pick: int, order: bool) -> None:
@@ -217,12 +224,12 @@ class Programs(RuleBasedStateMachine):
             return
         tensor = self.tensors[pick % len(self.tensors)]
         storage = tensor.untyped_storage()
-        if not self.ledger.trails.recorded.get(storage._cdata):
+        if not self.ledger.recorded_uses.by_storage.get(storage._cdata):
             return
         if any(entry.op != "record_stream" for entry in self.holding(storage)):
             return  # a collective's: nothing in Python survives that, and no correct program does it
-        left = self.ledger.trails.freeing(storage, order=order)
-        self.ledger.trails.freed(storage)
+        left = self.ledger.recorded_uses.freeing(storage, order=order)
+        self.ledger.recorded_uses.freed(storage)
         assert not self.holding(storage)
         if left:
             self.kept.append(tensor.detach())  # by the allocator, until the device is over with it
@@ -230,9 +237,9 @@ class Programs(RuleBasedStateMachine):
             self.tensors = [one for one in self.tensors if one.untyped_storage()._cdata != storage._cdata]
 
     def holding(self, storage: torch.UntypedStorage) -> list[Any]:
-        """Return the entries that hold ``storage``."""
-        entries = [entry for lane in self.ledger.busy for entry in lane.entries]
-        return [e for e in entries if any(one._cdata == storage._cdata for one in e.storages)]
+        """Return the holds of ``storage``."""
+        holds = [hold for queue in self.ledger.nonempty for hold in queue.holds]
+        return [hold for hold in holds if any(one._cdata == storage._cdata for one in hold.storages)]
 
     # --- handles ------------------------------------------------------------------------------------------
 
@@ -254,7 +261,9 @@ class Programs(RuleBasedStateMachine):
             self.works.remove(launched)
         here = self.device.here()
         crosses = here.capture != launched.capture
-        home = launched.homes <= {here.handle} and launched.op in self.held("in flight")  # no wait elsewhere before
+        home = launched.alloc_streams <= {here.handle} and launched.op in self.held(
+            "in flight"
+        )  # no wait elsewhere before
         alone = self.held() == {launched.op} and not inner.staging
         before = self.device.calls.copy()
         try:
@@ -308,7 +317,7 @@ class Programs(RuleBasedStateMachine):
         if how == "sweep":
             self.ledger.sweep()
         elif how == "drain":
-            self.ledger.drain()
+            drain_ledger(self.ledger)
         elif how == "drain and wait":
             self.drain_and_wait()
         else:
@@ -324,16 +333,16 @@ class Programs(RuleBasedStateMachine):
 
         if self.device.here().capture:
             try:
-                self.ledger.drain(wait=True)
+                drain_ledger(self.ledger, wait=True)
             except CaptureBoundaryError:
                 pass
             else:
-                assert not self.held("in flight", "trailing"), "S5: waits inside a capture"
+                assert not self.held("in flight", "handed off"), "S5: waits inside a capture"
         elif not self.device.capturing:
-            with mock.patch("safecomm.ledger.time.sleep", sleep):
-                assert self.ledger.drain(wait=True) == 0, "S3: drain(wait=True) left something"
+            with mock.patch("safecomm.core.drain.time.sleep", sleep):
+                assert drain_ledger(self.ledger, wait=True) == 0, "S3: drain(wait=True) left something"
             assert self.held() <= {"record_stream"}, "S3: drain(wait=True) left something"
-            assert not self.held("in flight", "trailing"), "S3: drain(wait=True) left something"
+            assert not self.held("in flight", "handed off"), "S3: drain(wait=True) left something"
             self.failed.clear()
 
     def all_is_over(self) -> None:
@@ -341,11 +350,11 @@ class Programs(RuleBasedStateMachine):
             return  # nobody can know
         self.device.finish()
         self.ledger.sweep()
-        # Works on memory that no stream orders become trails when they are over, which look at the device again.
+        # Works on memory that no stream orders become handoffs when they are complete, which look at the device again.
         assert self.held("in flight") <= self.awaited(), "S3: still held although all is over"
-        assert self.held("trailing") <= self.homeless, "S3: still held although all is over"
+        assert self.held("handed off") <= self.homeless, "S3: still held although all is over"
         self.ledger.sweep()
-        assert self.held("in flight", "trailing") <= self.awaited(), "S3: still held although all is over"
+        assert self.held("in flight", "handed off") <= self.awaited(), "S3: still held although all is over"
 
     def awaited(self) -> set[str]:
         """Return the works that the ledger need not ask whether they are over."""
@@ -555,8 +564,8 @@ class HostPrograms(RuleBasedStateMachine):
         def sleep(_: float) -> None:
             assert self.device.run(), "S3: drain(wait=True) waits for what is over"
 
-        with mock.patch("safecomm.ledger.time.sleep", sleep):
-            assert self.ledger.drain(wait=True) == 0, "S3: drain(wait=True) left something"
+        with mock.patch("safecomm.core.drain.time.sleep", sleep):
+            assert drain_ledger(self.ledger, wait=True) == 0, "S3: drain(wait=True) left something"
 
     @invariant()
     def nothing_unsafe_is_free(self) -> None:
@@ -597,39 +606,52 @@ def test_random_programs_s1_s2_s3_s4_s5(running: Any, machine: type[RuleBasedSta
 
 
 class ReleasesWherever(Ledger):
-    """Takes a wait on any stream for a wait at home."""
+    """Takes a wait on any stream for a wait on the allocation stream."""
 
-    def _settle(self, entry):
-        self._release(entry)
+    def _release_waited(self, work):
+        self.release(work)
 
 
 class NeverReleases(Ledger):
     """Lets no work go."""
 
-    def _release(self, entry):
-        self.kept = [*getattr(self, "kept", []), entry.storages]
-        super()._release(entry)
+    kind: type[Hold] = WorkHold
+
+    def release(self, hold):
+        if isinstance(hold, self.kind):
+            self.kept = [*getattr(self, "kept", []), hold.storages]
+        super().release(hold)
 
 
-class NeverReleasesTrails(Trails):
-    """Lets no trail and no record go."""
+class NeverReleasesHandoffs(NeverReleases):
+    """Lets no handoff go."""
 
-    def _release(self, entry):
-        self.kept = [*getattr(self, "kept", []), entry.storages]
-        super()._release(entry)
+    kind = Handoff
+
+
+class NeverReleasesRecordedUses(NeverReleases):
+    """Lets no recorded use go."""
+
+    kind = RecordedUse
 
 
 class LeavesItToTheHandle(Ledger):
     """Holds nothing itself, so that memory goes with the handle."""
 
-    def lane_of(self, *args, **how):
-        lane = super().lane_of(*args, **how)
-        lane.entries = HoldsNothing()
-        return lane
+    def __init__(self, streams, **how):
+        super().__init__(streams, **how)
+        vars(self)["routes"] = HoldsNothing(self)
 
 
-class HoldsNothing(OrderedDict):
-    def __setitem__(self, entry, _):
+class HoldsNothing(Routes):
+    def of(self, *args, **how):
+        route = super().of(*args, **how)
+        route.holds = Emptiness()
+        return route
+
+
+class Emptiness(OrderedDict):
+    def __setitem__(self, hold, _):
         pass
 
 
@@ -638,84 +660,67 @@ class ReleasesAllBefore(Ledger):
 
     believes = False
 
-    def waited(self, entry):
-        entry.lane.ordered = self.believes = True
-        super().waited(entry)
+    def waited(self, work):
+        work.queue.ordered = self.believes = True
+        super().waited(work)
         self.believes = False
 
-    def _wait_here(self, entry):
-        return self.believes or super()._wait_here(entry)
+    def _wait_here(self, work):
+        return self.believes or super()._wait_here(work)
 
 
 class OrdersNothing(Ledger):
     """Releases works by rule 3 without ordering anything."""
 
-    def _take(self, entry, **_):
-        if entry.lane.take(entry):
-            self._release(entry)
-
-
-class TrailsOrderNothing(Trails):
-    """Releases trails and records by rule 3 without ordering anything."""
-
-    def _take(self, entry, **_):
-        self.release([entry])
+    def _order_and_release(self, work, **_):
+        self.release(work)
 
 
 class ForgetsFailures(Ledger):
     """Releases what failed."""
 
-    def _quarantine(self, entry, error):
-        self._release(entry)
+    def is_idle(self, hold):
+        return True
 
 
 class ForgetsStaging(Ledger):
     """Leaves c10d's staging to c10d."""
 
-    def guard_staging(self, entry):
+    def guard_staging(self, work):
         pass
 
 
 class QueriesInCaptures(Ledger):
     """Does not know that it is in a capture."""
 
-    def _capturing(self, lanes):
+    def _capturing(self, queues):
         return 0
 
 
 class CrossesCaptures(Ledger):
     """Lets any wait through."""
 
-    def check_boundary(self, entry):
+    def check_boundary(self, work):
         pass
 
 
-class ForgetsRecords(Trails):
-    """Takes record_stream() for nothing."""
+class IgnoresCapturesElsewhere(Ledger):
+    """Does not see that a stream which a release would order is being captured."""
 
-    def record(self, storage, index, stream, frame, order="auto"):
-        return True
-
-
-class TakesAWaitForThePast(Trails):
-    """Releases a record at any wait, although somebody else still uses it."""
-
-    def only_used_on(self, index, stream, other):
-        return [e for lane in self._busy if lane.records and lane.stream == other for e in lane.entries]
+    def captured_now(self, hold, streams=None):
+        return False
 
 
-class FreesWithoutOrder(Trails):
-    """Lets memory that frees itself go at once."""
+class PollsConnections(Ledger):
+    """Waits for sends and receives as often as it likes."""
 
-    def freeing(self, storage, *, order=True):
-        return []
-
-
-class FreesLeasesAtOnce(Trails):
-    """Does not wait for the last replay."""
-
-    def orphan(self, *_):
-        pass
+    def holds(self, group=None):
+        found = super().holds(group)
+        for hold in found:
+            if isinstance(hold, WorkHold) and not hold.queue.pollable:
+                with contextlib.suppress(RuntimeError):
+                    hold.inner.wait()
+        return found
 
 
 class HoldsNoLease(Ledger):
@@ -726,22 +731,50 @@ class HoldsNoLease(Ledger):
         streams.pool = lambda pointer: (streams.capturing,)
 
 
-class PollsConnections(Ledger):
-    """Waits for sends and receives as often as it likes."""
+class HandoffsOrderNothing(Handoffs):
+    """Releases handoffs and recorded uses by rule 3 without ordering anything."""
 
-    def _wait_blind(self, entry, deadline):
-        with contextlib.suppress(RuntimeError):
-            entry.inner.wait()
-        super()._wait_blind(entry, deadline)
+    def order_and_release(self, hold, **_):
+        self._rules.release_all([hold])
 
 
-def ledger_with(broken: type[Trails]) -> type[Ledger]:
-    """Return a ledger whose trails are ``broken``."""
+class FreesLeasesAtOnce(Handoffs):
+    """Does not wait for the last replay."""
+
+    def leave(self, *_):
+        pass
+
+
+class ForgetsRecordedUses(RecordedUses):
+    """Takes record_stream() for nothing."""
+
+    def add(self, storage, index, stream, frame, release_by="auto"):
+        return True
+
+
+class TakesAWaitForThePast(RecordedUses):
+    """Releases a recorded use at any wait, although somebody else still uses the memory."""
+
+    def only_used_on(self, index, stream, other):
+        queues = [q for q in self._rules.nonempty if isinstance(q, RecordedUseQueue) and q.stream == other]
+        return [hold for queue in queues for hold in queue.holds]
+
+
+class FreesWithoutOrder(RecordedUses):
+    """Lets memory that frees itself go at once."""
+
+    def freeing(self, storage, *, order=True):
+        return []
+
+
+def ledger_with(broken: type) -> type[Ledger]:
+    """Return a ledger whose handoffs or recorded uses are ``broken``."""
 
     class Broken(Ledger):
         def __init__(self, streams, **how):
             super().__init__(streams, **how)
-            self.trails.__class__ = broken
+            part = self.handoffs if issubclass(broken, Handoffs) else self.recorded_uses
+            part.__class__ = broken
 
     return Broken
 
@@ -752,21 +785,23 @@ def ledger_with(broken: type[Trails]) -> type[Ledger]:
         (ReleasesWherever, Programs),
         (NeverReleases, Programs),
         (NeverReleases, HostPrograms),
-        (NeverReleasesTrails, Programs),
+        (NeverReleasesHandoffs, Programs),
+        (NeverReleasesRecordedUses, Programs),
         (LeavesItToTheHandle, Programs),
         (LeavesItToTheHandle, HostPrograms),
         (ReleasesAllBefore, Programs),
         (OrdersNothing, Programs),
         (OrdersNothing, CapturingPrograms),
-        (TrailsOrderNothing, Programs),
-        (TrailsOrderNothing, CapturingPrograms),
+        (HandoffsOrderNothing, Programs),
+        (HandoffsOrderNothing, CapturingPrograms),
         (ForgetsFailures, Programs),
         (ForgetsFailures, HostPrograms),
         (ForgetsStaging, Programs),
         (QueriesInCaptures, CapturingPrograms),
         (CrossesCaptures, CapturingPrograms),
+        (IgnoresCapturesElsewhere, CapturingPrograms),
         (PollsConnections, HostPrograms),
-        (ForgetsRecords, Programs),
+        (ForgetsRecordedUses, Programs),
         (TakesAWaitForThePast, Programs),
         (FreesWithoutOrder, Programs),
         (FreesLeasesAtOnce, GraphPrograms),
@@ -796,28 +831,28 @@ def group(device: SimulatedDevice) -> FakeGroup:
 
 def test_calls_take_the_long_way_for_as_long_as_anybody_wants_them_to(device: SimulatedDevice) -> None:
     ledger, group = Ledger(device), object()
-    lanes: Any = {id(group): SimpleNamespace(group=lambda: group)}
-    ledger.direct.update(lanes)
-    with ledger.diverted():
-        with ledger.diverted():
-            assert not ledger.direct
-        assert not ledger.direct
-    assert ledger.direct == lanes
+    lanes: Any = {id(group): SimpleNamespace(its_group=lambda: group)}
+    routes_of(ledger).fast.update(lanes)
+    with routes_of(ledger).off():
+        with routes_of(ledger).off():
+            assert not routes_of(ledger).fast
+        assert not routes_of(ledger).fast
+    assert routes_of(ledger).fast == lanes
 
 
 def test_calls_do_not_take_the_long_way_for_good_because_of_an_exception_of_a_signal_handler(device) -> None:
     def begin() -> tuple[Callable[[], Any], Callable[[], None]]:
         ledger, group = Ledger(device), FakeGroup(device, "nccl")
-        lanes: Any = {id(group): SimpleNamespace(group=lambda: group)}
-        ledger.direct.update(lanes)
+        lanes: Any = {id(group): SimpleNamespace(its_group=lambda: group)}
+        routes_of(ledger).fast.update(lanes)
 
         def step() -> None:
-            with ledger.diverted():
-                assert not ledger.direct
+            with routes_of(ledger).off():
+                assert not routes_of(ledger).fast
 
         def check() -> None:
-            ledger.lane_of(group, INDEX)  # as the next call that takes it does
-            assert ledger.direct == lanes
+            routes_of(ledger).of(group, INDEX)  # as the next call that takes it does
+            assert routes_of(ledger).fast == lanes
 
         return step, check
 
@@ -828,27 +863,29 @@ def test_in_a_capture_nothing_is_asked_of_what_another_thread_has_just_launched_
     ledger = Ledger(device, patience=0)
     gloo = FakeGroup(device, "gloo")
     call(ledger, gloo, [device.allocate(None, 64)], index=HOST)
-    before_asking = device.lenient
+    before_asking = device.relaxed_capture_mode
 
     def launches() -> Any:
-        monkeypatch.setattr(device, "lenient", before_asking)
+        monkeypatch.setattr(device, "relaxed_capture_mode", before_asking)
         device.switch(0)
         call(ledger, group, [device.allocate(0, 64)])
         device.switch(1)
         return before_asking()
 
     device.begin_capture(1)
-    monkeypatch.setattr(device, "lenient", launches)
+    monkeypatch.setattr(device, "relaxed_capture_mode", launches)
     ledger.sweep()
     assert device.faults == []
 
 
-@pytest.mark.parametrize("how", ["waited elsewhere", "fails", "dropped", "swept", "trail ordered", "trail over"])
+@pytest.mark.parametrize(
+    "how", ["waited elsewhere", "fails", "dropped", "swept", "handoff ordered", "handoff complete"]
+)
 def test_an_exception_of_a_signal_handler_frees_nothing_too_early_and_loses_nothing_s1_s3(how) -> None:
     def begin() -> tuple[Callable[[], Any], Callable[[], None]]:
         device = SimulatedDevice()
         group = FakeGroup(device, "nccl")
-        ledger = Ledger(device, lag=0, budget=0, trail_budget=0 if how == "trail ordered" else None, patience=0)
+        ledger = Ledger(device, lag=0, budget=0, handoff_budget=0 if how == "handoff ordered" else None, patience=0)
         earlier = call(ledger, group, [device.allocate(0, 64)])
         launched = call(ledger, group, [device.allocate(0, 64)], fate="fails" if how == "fails" else "")
         step: Callable[[], Any] = ledger.sweep
@@ -861,7 +898,7 @@ def test_an_exception_of_a_signal_handler_frees_nothing_too_early_and_loses_noth
             device.switch(2)
             if how != "swept":
                 launched.work.wait()
-            if how != "trail ordered":
+            if how != "handoff ordered":
                 device.finish()
         device.settle()
 
@@ -872,9 +909,9 @@ def test_an_exception_of_a_signal_handler_frees_nothing_too_early_and_loses_noth
             ledger.sweep()
             device.settle()
             device.finish()
-            assert ledger.drain(wait=True) == 0
+            assert drain_ledger(ledger, wait=True) == 0
             assert not device.live()
-            assert not ledger.busy
+            assert not ledger.nonempty
             assert not ledger.quarantine
             assert device.faults == []
 
@@ -896,7 +933,7 @@ def test_ordinary_program_needs_one_block_and_asks_nothing_s2(device, group, str
         tensor = device.allocate(stream, 64)
         launched = call(ledger, group, [tensor])
         launched.work.wait()
-        assert not ledger.busy
+        assert not ledger.nonempty
         del tensor, launched
     assert len(device.blocks) == 1, "peak memory is that of one step"
     assert not device.calls
@@ -917,7 +954,7 @@ def test_what_nobody_waits_for_is_bounded_on_a_device_that_never_runs_s3(sizes, 
     for size in sizes:
         call(ledger, group, [device.allocate(0, size)], p2p=p2p)
         device.settle()
-        assert ledger.drain() <= budget + (lag + 1) * max(sizes)
+        assert drain_ledger(ledger) <= budget + (lag + 1) * max(sizes)
 
 
 def test_dropped_handle_is_reported_once_per_line_s3(device, group, caplog) -> None:
@@ -1034,9 +1071,9 @@ def test_a_dropped_handle_is_told_from_a_kept_one_when_the_interpreter_is_warm_s
         del launched
         while device.run():
             pass
-        ledger._reported.clear()
+        ledger.dropped_at.clear()
         ledger.sweep()
-        assert bool(ledger._reported) == (kept is None), number
+        assert bool(ledger.dropped_at) == (kept is None), number
         assert bool(ledger.pending()) == (kept is not None and patience > 0), "S3: held although nobody will wait"
         if kept is not None:
             kept.wait()
@@ -1050,7 +1087,7 @@ def test_waiting_for_the_oldest_of_a_lane_releases_that_one_s2(device) -> None:
         for left in (2, 1, 0):
             launched.pop(0).work.wait()
             assert [entry.op for entry in ledger.pending()] == [one.op for one in launched]
-            assert bool(ledger.busy) == bool(left)
+            assert bool(ledger.nonempty) == bool(left)
             device.settle()
 
 
@@ -1063,7 +1100,7 @@ def test_where_a_wait_only_blocks_a_stream_it_is_asked_for_no_more_s10(device, t
     """And S8: with a timeout the host blocks, and a profiler sees the wait."""
     ledger, group = Ledger(device), FakeGroup(device, "nccl")
     launched = call(ledger, group, [device.allocate(0, 64)])
-    launched.work.lane.brief = True
+    launched.work.queue.wait_is_stream_order = True
     calls = []
     for name in ("wait", "block_current_stream"):
         method = getattr(launched.inner, name)
@@ -1080,7 +1117,7 @@ def test_a_failed_work_fails_at_each_wait_where_waits_only_block_streams_s4(devi
     """S4: and S8: NCCL's wait() raises for a work that is known to have failed, and block_current_stream() does not."""
     ledger, group = Ledger(device, patience=0), FakeGroup(device, "nccl")
     launched = call(ledger, group, [device.allocate(0, 64)], fate="fails")
-    launched.work.lane.brief = True
+    launched.work.queue.wait_is_stream_order = True
     if how == "wait with a timeout":
         with pytest.raises(RuntimeError, match="failed"):
             launched.work.wait(timedelta(seconds=1))
@@ -1089,7 +1126,7 @@ def test_a_failed_work_fails_at_each_wait_where_waits_only_block_streams_s4(devi
         later.work.wait()
     elif how in ("is_completed", "a sweep"):
         device.switch(1)
-        with mock.patch.object(ledger, "_blocked", return_value=True):  # the home stream is another thread's capture's
+        with mock.patch.object(ledger, "captured_now", return_value=True):  # another thread captures it
             ledger.sweep() if how == "a sweep" else launched.work.is_completed()
         device.switch(0)
     else:
@@ -1109,14 +1146,14 @@ def test_a_work_alone_in_its_lane_is_not_released_by_a_wait_elsewhere_s1(device,
     launched = call(ledger, group, [device.allocate(home, 64)])
     device.switch(elsewhere)
     launched.work.wait()
-    assert [entry.state for entry in ledger.pending()] == ["trailing"]
+    assert [entry.state for entry in ledger.pending()] == ["handed off"]
     del launched
     device.settle()  # raises if the memory could be handed out now
 
 
 def test_a_stream_that_waits_because_too_much_is_behind_lets_the_next_collective_go_first(device) -> None:
     """Else the kernels that it starts, where one collective ends, are in the way of the next one each time."""
-    ledger, group = Ledger(device, trail_budget=1600), FakeGroup(device, "nccl")
+    ledger, group = Ledger(device, handoff_budget=1600), FakeGroup(device, "nccl")
     for number in range(60):
         tensor = device.allocate(0, 100)
         device.switch(1)
@@ -1124,12 +1161,12 @@ def test_a_stream_that_waits_because_too_much_is_behind_lets_the_next_collective
         device.switch(0)
         del tensor
         assert sum(entry.nbytes for entry in ledger.pending()) == min(100 * (number + 1), 1700), "S3"
-        assert device.calls["pause"] == device.calls["order"] == max(number - 16, 0)
+        assert device.calls["pause"] == device.calls["wait_event"] == max(number - 16, 0)
     device.settle()
     device.finish()
     ledger.sweep()
     assert ledger.pending() == []
-    assert device.calls["pause"] == device.calls["order"]
+    assert device.calls["pause"] == device.calls["wait_event"]
 
 
 # --- ProcessGroupNCCL2 ----------------------------------------------------------------------------------------
@@ -1199,7 +1236,7 @@ def test_a_wait_inside_of_a_capture_is_torchs_own_on_nccl2_s5(device, monkeypatc
     ledger, group = Ledger(device), FakeGroup(device, "nccl2")
     device.begin_capture(1)
     launched = call(ledger, group, [device.allocate(1, 64)])
-    monkeypatch.setattr(device, "lenient", mock.Mock(side_effect=AssertionError("it is captured")))
+    monkeypatch.setattr(device, "relaxed_capture_mode", mock.Mock(side_effect=AssertionError("it is captured")))
     launched.work.wait()
     assert ledger.pending() == []
 
@@ -1227,7 +1264,7 @@ def test_what_failed_without_a_word_is_kept_on_nccl2_s4(device, how) -> None:
     device.settle()  # raises if it could be used now
     assert [entry.state for entry in ledger.pending()] == ["quarantined"]
     device.finish()
-    assert ledger.drain(wait=True) == 0
+    assert drain_ledger(ledger, wait=True) == 0
 
 
 def test_a_future_is_not_asked_for_across_a_capture_on_nccl2_s5(device) -> None:
@@ -1256,4 +1293,4 @@ def test_the_works_of_an_aborted_communicator_are_quarantined_on_nccl2_s4(device
     handles.clear()
     device.settle()
     device.finish()
-    assert ledger.drain(wait=True) == 0
+    assert drain_ledger(ledger, wait=True) == 0

@@ -21,10 +21,10 @@ from watching import Sees
 import safecomm
 from safecomm import _torch
 from safecomm.collectives import gates, list_gates, lists
+from safecomm.collectives.routes import ROUTES
 from safecomm.collectives.table import ROWS
-from safecomm.entries import Entry
-from safecomm.ledger import LEDGER
-from safecomm.work import OnceWork, StagedWork, Work
+from safecomm.core.ledger import LEDGER, WorkHold
+from safecomm.core.work import OnceWork, StagedWork, Work
 
 HERE = TorchVersion(torch.__version__)
 
@@ -149,7 +149,7 @@ def check_held(made):
         assert entry.op == row.name
         assert "in check_held" in entry.site
         assert type(work) is (Work if row.pollable else OnceWork)
-        assert work.lane.blind is not row.pollable
+        assert work.queue.pollable is row.pollable
         work.wait()
         safecomm.drain(wait=True)
 
@@ -204,14 +204,14 @@ def check_ordinary(made):
         assert not goes(made, key, *tuples)
         empty = [[] if isinstance(one, list) else one for one in given]
         assert not goes(made, key, *empty)
-        with mock.patch.dict(made._direct, clear=True):
+        with mock.patch.dict(made._routes, clear=True):
             assert not goes(made, key, *given)
 
 
 def check_nested(made):
     asked = []
-    lane = mock.Mock(guards=mock.Mock(all=asked.append))
-    with mock.patch.dict(made._direct, {id(stock.group.WORLD): lane}):
+    route = mock.Mock(guards=mock.Mock(all=asked.append))
+    with mock.patch.dict(made._routes, {id(stock.group.WORLD): route}):
         for key in present():
             given = [[Nested()] if isinstance(one, list) else Nested() if torch.is_tensor(one) else one
                      for one in arguments(key)]  # fmt: skip
@@ -231,8 +231,8 @@ def check_roots(made):
             assert not goes(made, key, one, parts, *wrong)
         assert not goes(made, key, one, parts, 0, **{group_root: 0})
         assert not goes(made, key, one, None, 0)
-        lane = made._direct[id(stock.group.WORLD)]
-        with mock.patch.object(lane, "rank", 1):  # on another rank nobody has the list
+        route = made._routes[id(stock.group.WORLD)]
+        with mock.patch.object(route, "rank", 1):  # on another rank nobody has the list
             assert not goes(made, key, one, parts, 0)
             seen = mock.Mock(return_value=None)
             with mock.patch.object(getattr(made, f"_{key.upper()}"), "function", seen):
@@ -255,8 +255,8 @@ def check_sweep(made):
     for key in set(present()) - {"all_gather", "reduce_scatter"}:
         for awaited in (False, True):
             with (
-                mock.patch.object(made, "_busy", {1: None}),
-                mock.patch.object(made, "_awaited", return_value=awaited),
+                mock.patch.object(made, "_nonempty", {1: None}),
+                mock.patch.object(made, "_can_skip_sweep", return_value=awaited),
                 mock.patch.object(made, "LEDGER", mock.Mock(wraps=LEDGER)) as ledger,
             ):
                 run(made, key, *arguments(key))
@@ -293,19 +293,19 @@ def check_device(made):
     for key in present():
         row, way = ROWS[key], getattr(made, f"_{key.upper()}")
         for queries in (False, True):
-            lane = mock.Mock(index=0, streamed=True, queries=queries, rank=0)
-            lane.launch = lambda function, *given: function(*given)
+            route = mock.Mock(index=0, streamed=True, asks_in_wait=queries, rank=0)
+            route.launch = lambda function, *given: function(*given)
             ledger = mock.Mock()
             with (
-                mock.patch.dict(made._direct, {id(stock.group.WORLD): lane}),
+                mock.patch.dict(made._routes, {id(stock.group.WORLD): route}),
                 mock.patch.multiple(made, _current=mock.Mock(return_value=5), LEDGER=ledger),
                 mock.patch.multiple(
                     made, _gather_root=lambda *_: mock.Mock(rootRank=0), _scatter_root=lambda *_: mock.Mock(rootRank=0)
                 ),
             ):
-                for at_home in (True, False):
+                for local in (True, False):
                     with (
-                        mock.patch.object(made, "_all_at_home", return_value=at_home) as asked,
+                        mock.patch.object(made, "_all_allocated_on", return_value=local) as asked,
                         mock.patch.object(way, "function", return_value=mock.Mock()) as launch,
                     ):
                         run(made, key, *arguments(key))
@@ -313,17 +313,17 @@ def check_device(made):
                         assert stream == 5
                         assert pointers == sorted(pointers)
                         assert len(pointers) == 2
-                        assert ledger.trail.called is not at_home
-                        waits = lane.wait_for if queries else launch.return_value.wait
+                        assert ledger.hand_off.called is not local
+                        waits = route.wait_for if queries else launch.return_value.wait
                         assert waits.call_count == 1
-                    lane.wait_for.reset_mock()
-                assert ledger.trail.call_args.args[:3] == (row.name, stock.group.WORLD, 0)
-                assert len(ledger.trail.call_args.args[3]) == 2
-                ledger.trail.reset_mock()
+                    route.wait_for.reset_mock()
+                assert ledger.hand_off.call_args.args[:3] == (row.name, stock.group.WORLD, 0)
+                assert len(ledger.hand_off.call_args.args[3]) == 2
+                ledger.hand_off.reset_mock()
                 failed = stock.DistBackendError("it has failed")
                 with mock.patch.object(way, "function", side_effect=failed), pytest.raises(stock.DistBackendError):
                     run(made, key, *arguments(key))
-                assert len(ledger.trail.call_args.args[3]) == 2
+                assert len(ledger.hand_off.call_args.args[3]) == 2
                 with (
                     mock.patch.object(way, "function", return_value="inner"),
                     mock.patch.object(made, "hold_list") as hold,
@@ -340,15 +340,15 @@ CHECKS = [
 
 MUTANTS = {
     "compiles by itself": ("if _compiling():\n        return", "if False:\n        return"),
-    "looks at nothing that is held": ("if _busy and not _awaited():", "if False:"),
-    "looks at all that is held": ("if _busy and not _awaited():", "if _busy:"),
+    "looks at nothing that is held": ("if _nonempty and not _can_skip_sweep():", "if False:"),
+    "looks at all that is held": ("if _nonempty and not _can_skip_sweep():", "if _nonempty:"),
     "asks no engine": ("if ENGINES or BUCKETS or REGIONS:", "if BUCKETS or REGIONS:"),
     "asks no buckets": ("if ENGINES or BUCKETS or REGIONS:", "if ENGINES or REGIONS:"),
     "asks no region": ("if ENGINES or BUCKETS or REGIONS:", "if ENGINES or BUCKETS:"),
     "launches what is taken": ("if taken is DECLINED:", "if True:"),
     "sees no function mode": (" or _has_torch_function(*tensors)", ""),
     "asks guards about nested tensors": ("if tensor.is_nested:", "if False:"),
-    "takes what is not plain": ("not lane.guards.all(tensors)", "False"),
+    "takes what is not plain": ("not route.guards.all(tensors)", "False"),
     "sees no dispatch mode": ("or _modes()", ""),
     "sees no profiler": ("or _profiler._is_profiler_enabled", ""),
     "sees no graph input": (" and not _inflight()", ""),
@@ -359,14 +359,14 @@ MUTANTS = {
     "holds nothing": ("inner and hold_list(", "inner and (lambda _, inner, *__: inner)("),
     "names its own line": ("_getframe(3))", "_getframe(2))"),
     "does not wait": ("                inner.wait()\n", "                pass\n"),
-    "waits unrelaxed": ("lane.wait_for(inner)", "inner.wait()"),
-    "leaves no trail": ("if index >= 0 and not _all_at_home(", "if False and not _all_at_home("),
-    "always leaves a trail": ("if index >= 0 and not _all_at_home(", "if index >= 0 or not _all_at_home("),
-    "forgets what has failed": ("if index >= 0 and (lane.queries", "if False and (lane.queries"),
+    "waits unrelaxed": ("route.wait_for(inner)", "inner.wait()"),
+    "makes no handoff": ("if index >= 0 and not _all_allocated_on(", "if False and not _all_allocated_on("),
+    "always makes a handoff": ("if index >= 0 and not _all_allocated_on(", "if index >= 0 or not _all_allocated_on("),
+    "forgets what has failed": ("if index >= 0 and (route.asks_in_wait", "if False and (route.asks_in_wait"),
     "forgets inputs": ("tensors = [*outputs, *inputs]", "tensors = [*outputs]"),
     "takes any operation": ("(options := _reduce_options[asynchronous].get(id(op))) is None",
                             "not (options := _reduce_options[asynchronous].get(id(stock.ReduceOp.SUM)))"),
-    "takes a list from anybody": ("(options.rootRank == lane.rank) is not bool(parts)", "False"),
+    "takes a list from anybody": ("(options.rootRank == route.rank) is not bool(parts)", "False"),
     "knows no root but a named one": ("root = 0", "pass"),
     "takes tuples": ("if type(tensor_list) is not list or", "if"),
     "takes tuples of inputs": ("if type(input_list) is not list or", "if"),
@@ -383,7 +383,7 @@ NOTHING_CHANGES_HERE = {
 
 
 def begin():
-    safecomm.all_reduce(torch.ones(1))  # makes the lane
+    safecomm.all_reduce(torch.ones(1))  # makes the route
 
 
 @on(1)
@@ -426,7 +426,7 @@ def test_the_first_list_call_of_a_group_makes_the_way_of_the_next():
 def test_one_tensor_given_twice_is_c10ds():
     begin()
     one, other = torch.ones(2), torch.ones(2)
-    guards = LEDGER.direct[id(stock.group.WORLD)].guards
+    guards = ROUTES.fast[id(stock.group.WORLD)].guards
     for _ in range(2):
         before = list(guards._known.get(3, ()))
         assert not guards.all([one, one, other])
@@ -457,14 +457,14 @@ def test_two_ranks_that_go_different_ways_meet_s8():
 
 def test_a_staged_work_orders_the_stream_of_its_launch_s1():
     """c10d gives its staging back at the first wait, to the stream of the launch: waited for elsewhere, both wait."""
-    for current, rare in ((5, False), (7, True)):
+    for current, full in ((5, False), (7, True)):
         work = StagedWork()
         work.stream = 5
-        work.lane = mock.Mock(index=0, current=lambda _, current=current: current)
-        with mock.patch.object(Work, "wait", lambda self, timeout: self.rare):
-            assert work.wait() is rare
+        work.queue = mock.Mock(index=0, current=lambda _, current=current: current)
+        with mock.patch.object(Work, "wait", lambda self, timeout: self.needs_full_wait):
+            assert bool(work.wait()) is full
         assert work.staged
-        assert Entry.staged is False
+        assert WorkHold.staged is False
 
 
 BUDGET = {"all_gather": 36, "reduce_scatter": 36, "all_to_all": 33, "gather": 38, "scatter": 38}

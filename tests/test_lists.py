@@ -17,12 +17,14 @@ from torch.overrides import TorchFunctionMode
 from watching import Sees, cpu_profile, noted
 
 import safecomm
-from safecomm import _torch, captures
+from safecomm import _torch
 from safecomm.arena.use import IN_USE
 from safecomm.collectives import lists
 from safecomm.collectives.holding import counted
 from safecomm.collectives.lists import addresses_of, whole_of
-from safecomm.ledger import LEDGER
+from safecomm.collectives.routes import ROUTES
+from safecomm.core import captures
+from safecomm.core.ledger import LEDGER
 
 # --- finding the buffer ---------------------------------------------------------------------------------------------
 
@@ -619,7 +621,7 @@ def test_in_a_capture_the_group_is_checked_before_a_graph_gets_a_slot_and_the_ca
 def test_the_first_call_of_a_group_goes_flat():
     group = stock.new_group()
     with flat() as launched:
-        assert id(group) not in LEDGER.direct
+        assert id(group) not in ROUTES.fast
         gathered(group=group)
         gathered(group=group)
     assert launched == ["all_gather"] * 2
@@ -733,9 +735,9 @@ def test_inside_of_a_region_it_is_c10ds():
 def test_diverted_calls_go_flat_all_the_same():
     with flat() as launched:
         gathered()
-        with LEDGER.diverted():
+        with ROUTES.off():
             gathered()
-        with LEDGER.diverted():
+        with ROUTES.off():
             scattered()
     assert launched == ["all_gather", "all_gather", "reduce_scatter"]
 

@@ -32,10 +32,10 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from watching import Log, Sees
 
 import safecomm
-from safecomm import captures
 from safecomm.collectives import takers
+from safecomm.collectives.routes import ROUTES
 from safecomm.collectives.takers import ENGINES
-from safecomm.ledger import LEDGER
+from safecomm.core import captures
 from safecomm.peers import choice, low_latency, pieces
 from safecomm.peers.choice import LowLatencyLimits
 from safecomm.peers.staging import SLOT, Layout
@@ -618,7 +618,7 @@ def test_the_memory_goes_when_all_ranks_have_switched_it_off_s7():
     assert not ENGINES
     assert ours.nbytes == ours.calls == 0
     safecomm.all_reduce(tensor)
-    assert id(stock.group.WORLD) in LEDGER.direct, "calls are direct again"
+    assert id(stock.group.WORLD) in ROUTES.fast, "calls are direct again"
 
 
 @on(2, interpreted=True)

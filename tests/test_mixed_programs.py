@@ -13,17 +13,18 @@ from amount import SEED, share
 from mixed_programs import run_many
 from points import TurnLock
 
-from safecomm import captures, refcounts
 from safecomm.arena import arena as arena_module
 from safecomm.arena import layout as layout_module
 from safecomm.arena.arena import Arena
 from safecomm.arena.layout import Layout
 from safecomm.arena.size_class import NO_STREAMS
-from safecomm.captures import CapturedGraph
-from safecomm.entries import WorkLane
-from safecomm.ledger import Ledger
-from safecomm.trails import Trails
-from safecomm.work import Work
+from safecomm.collectives.routes import Route, Routes
+from safecomm.core import captures, refcounts
+from safecomm.core.captures import CapturedGraph
+from safecomm.core.handoffs import Handoffs
+from safecomm.core.ledger import Ledger, WorkHold
+from safecomm.core.recorded_uses import RecordedUses
+from safecomm.core.work import Work
 
 pytestmark = [
     pytest.mark.skipif(not refcounts.COUNTED, reason="the programs are about the ways that count references"),
@@ -62,11 +63,11 @@ def test_a_program_is_the_same_when_it_runs_alone():
 
 
 def test_a_failure_says_how_to_run_it_again(capsys):
-    with takes_any_wait_for_one_at_home(), mock.patch("sys.argv", ["", "--programs", "150", "--seed", "14"]):
+    with takes_a_wait_on_any_stream(), mock.patch("sys.argv", ["", "--programs", "150", "--seed", "14"]):
         assert mixed_programs.main() == 1
     said = capsys.readouterr().out.splitlines()[0].split(":")
     assert said[0] == "unsafe_reuse"
-    with takes_any_wait_for_one_at_home(), mock.patch("sys.argv", ["", *said[1].split()]):
+    with takes_a_wait_on_any_stream(), mock.patch("sys.argv", ["", *said[1].split()]):
         assert mixed_programs.main() == 1
     assert "first " in capsys.readouterr().out
 
@@ -74,13 +75,13 @@ def test_a_failure_says_how_to_run_it_again(capsys):
 # --- safecomm with one rule broken --------------------------------------------------------------------------------
 
 
-def takes_any_wait_for_one_at_home():
+def takes_a_wait_on_any_stream():
     """Releases a work whichever stream has waited for it."""
 
-    def settle(ledger, entry):
-        ledger._release(entry)
+    def release_waited(ledger, work):
+        ledger.release(work)
 
-    return mock.patch.object(Ledger, "_settle", settle)
+    return mock.patch.object(Ledger, "_release_waited", release_waited)
 
 
 def forgets_leases():
@@ -93,13 +94,13 @@ def forgets_leases():
     return mock.patch.object(arena_module, "idle", idle)
 
 
-def releases_trails_before_their_event():
-    """Takes each trail for over."""
+def releases_handoffs_before_their_event():
+    """Takes each handoff for complete."""
 
-    def sweep(trails, lane):
-        trails.release(lane.entries)
+    def sweep_queue(handoffs, queue, capturing, *, thorough):
+        handoffs._rules.release_all(queue.holds)
 
-    return mock.patch.object(Trails, "_sweep_eager", sweep)
+    return mock.patch.object(Handoffs, "sweep_queue", sweep_queue)
 
 
 def ends_leases_with_the_capture():
@@ -129,19 +130,19 @@ def gives_slots_to_other_streams_as_they_are():
 def converts_nothing():
     """Says of each call of record_stream that it holds the memory."""
 
-    def record(trails, *arguments, **how):
+    def add(uses, *arguments, **how):
         return True
 
-    return mock.patch.object(Trails, "record", record)
+    return mock.patch.object(RecordedUses, "add", add)
 
 
 def forgets_the_last_replay():
     """Lets go of what a graph has used as soon as it has ended."""
 
-    def orphan(trails, *what):
+    def leave(handoffs, *what):
         pass
 
-    return mock.patch.object(Trails, "orphan", orphan)
+    return mock.patch.object(Handoffs, "leave", leave)
 
 
 def gives_captures_what_runs():
@@ -154,15 +155,16 @@ def gives_captures_what_runs():
 
 
 def keeps_what_is_over():
-    """Lets no trail and no record go."""
+    """Lets no handoff and no recorded use go."""
 
-    def release(trails, entry):
-        kept.append(entry.storages)
-        original(trails, entry)
+    def release(ledger, hold):
+        if not isinstance(hold, WorkHold):
+            kept.append(hold.storages)
+        original(ledger, hold)
 
     kept = []
-    original = Trails._release
-    return mock.patch.object(Trails, "_release", release)
+    original = Ledger.release
+    return mock.patch.object(Ledger, "release", release)
 
 
 def goes_on_watching():
@@ -174,7 +176,7 @@ def closes_without_order():
     """Gives the block back whatever runs on it."""
 
     def close(arena):
-        with mock.patch.object(type(arena._streams), "order"):
+        with mock.patch.object(type(arena._streams), "wait_event"):
             original(arena)
 
     original = Arena.close
@@ -184,10 +186,7 @@ def closes_without_order():
 def releases_what_has_failed():
     """Takes a wait that raises for one that has come back."""
 
-    def quarantine(ledger, entry, error):
-        ledger._release(entry)
-
-    return mock.patch.object(Ledger, "_quarantine", quarantine)
+    return mock.patch.object(Ledger, "is_idle", return_value=True)
 
 
 def loses_strays():
@@ -208,9 +207,9 @@ def lets_two_threads_into_the_layout():
 
 
 MUTANTS = [
-    takes_any_wait_for_one_at_home,
+    takes_a_wait_on_any_stream,
     forgets_leases,
-    releases_trails_before_their_event,
+    releases_handoffs_before_their_event,
     ends_leases_with_the_capture,
     gives_slots_to_other_streams_as_they_are,
     converts_nothing,
@@ -231,39 +230,39 @@ MUTANTS = [
 def holds_inputs_only():
     """Leaves the output to the program, as ProcessGroupNCCL2 does."""
 
-    def hold(lane, work, op, inner, storages, home, frame):
-        return original(lane, work, op, inner, storages[1:] or storages, home, frame)
+    def hold(route, work, op, inner, storages, alloc_stream, frame):
+        return original(route, work, op, inner, storages[1:] or storages, alloc_stream, frame)
 
-    original = WorkLane.hold
-    return mock.patch.object(WorkLane, "hold", hold)
+    original = Route.hold
+    return mock.patch.object(Route, "hold", hold)
 
 
 def holds_nothing_of_sends_and_receives():
     """Leaves those to ProcessGroupNCCL2, which keeps what is sent."""
 
-    def hold(ledger, work, op, inner, group, index, storages, frame, *, unordered=False, **how):
+    def hold(routes, work, op, inner, group, index, storages, frame, *, unordered=False, **how):
         return original(
-            ledger, work, op, inner, group, index, () if unordered else storages, frame, unordered=unordered, **how
+            routes, work, op, inner, group, index, () if unordered else storages, frame, unordered=unordered, **how
         )
 
-    original = Ledger.hold
-    return mock.patch.object(Ledger, "hold", hold)
+    original = Routes.hold
+    return mock.patch.object(Routes, "hold", hold)
 
 
 def waits_without_the_relaxed_mode():
     """Waits as torch does."""
 
-    def wait_for(lane, inner, timeout=None):
+    def wait_for(route, inner, timeout=None):
         return inner.wait()
 
-    return mock.patch.object(WorkLane, "wait_for", wait_for)
+    return mock.patch.object(Route, "wait_for", wait_for)
 
 
 def asks_for_futures_anywhere():
     """Does not know that a future orders the stream."""
 
     def get_future(work):
-        work.awaited = True
+        work.has_future = True
         return work.inner.get_future()
 
     return mock.patch.object(Work, "get_future", get_future)

@@ -237,11 +237,11 @@ def imported_in_odd_places(_):
             import_anew()
         assert said.messages == [], (place, said.messages)
         assert lacking == sys.modules["safecomm._torch"].LACKING, place
-        assert sys.modules["safecomm.refcounts"].COUNTED, place
+        assert sys.modules["safecomm.core.refcounts"].COUNTED, place
     for transform in (torch.vmap, torch.func.grad, torch.func.functionalize):
         transform(lambda x: [import_anew(), x.sum()][1])(torch.ones(2))
         assert lacking == sys.modules["safecomm._torch"].LACKING, transform
-        assert sys.modules["safecomm.refcounts"].COUNTED, transform
+        assert sys.modules["safecomm.core.refcounts"].COUNTED, transform
     end()
 
 
@@ -481,7 +481,7 @@ def test_a_send_of_a_backend_that_is_not_known_is_never_asked_whether_it_is_over
     with mock.patch.object(_torch, "backend_of", return_value=None):
         tensor = torch.full((4,), float(rank))
         work = (safecomm.isend if rank == 0 else safecomm.irecv)(tensor, 1 - rank, group=group)
-        assert work.lane.blind
+        assert not work.queue.pollable
         safecomm.drain()
         assert len(safecomm.pending()) == 1
         assert work.wait()
@@ -499,7 +499,7 @@ def test_a_group_of_a_backend_that_is_not_known_is_held_for_all_the_same():
         tensor = torch.ones(4)
         with mock.patch.object(_torch, "backend_of", return_value=None):
             work = safecomm.all_reduce(tensor, group=c10d.new_group(), async_op=True)
-        assert work.lane.kind is backends.UNKNOWN
+        assert work.queue.kind is backends.UNKNOWN
         (entry,) = safecomm.pending()
         assert entry.group == ""
         assert work.wait()

@@ -13,7 +13,7 @@ from ranks import on, run_python
 
 import safecomm
 from safecomm.__main__ import main
-from safecomm.captures import CapturedGraph
+from safecomm.core.captures import CapturedGraph
 from safecomm.tools import doctor
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -17,10 +17,9 @@ import torch
 from ranks import launch, on, run_program, signal_to_peers, until, wait_for_signal
 
 import safecomm
+from safecomm.core.work import Work
 from safecomm.diagnostics import record
 from safecomm.diagnostics.record import read_recording
-from safecomm.entries import Entry
-from safecomm.work import Work
 
 
 def launched_as(monkeypatch, **variables):
@@ -130,7 +129,7 @@ def test_the_thread_reads_counters_only(tmp_path, monkeypatch):
         return []
 
     recording = safecomm.record_memory(tmp_path / "run.jsonl", interval=1e-4)
-    monkeypatch.setattr(record.LEDGER, "_entries", forbidden)
+    monkeypatch.setattr(record.LEDGER, "holds", forbidden)
     monkeypatch.setattr(record.LEDGER, "pending", forbidden)
     with recording:
         until(lambda: len(lines(recording.path)) > 5 or not recording._thread.is_alive())
@@ -139,11 +138,9 @@ def test_the_thread_reads_counters_only(tmp_path, monkeypatch):
 
 
 def test_nothing_is_left_behind(tmp_path):
-    slot = vars(Work)["storages"]
     with safecomm.record_memory(tmp_path / "run.jsonl"):
-        assert vars(Work)["storages"] is not slot
-    assert vars(Work)["storages"] is slot
-    assert "storages" not in vars(Entry)
+        assert record.LEDGER.observer is not None
+    assert record.LEDGER.observer is None
     assert not [thread for thread in threading.enumerate() if thread.name == "safecomm-record"]
 
 
@@ -199,8 +196,9 @@ def test_the_number_of_lines_of_the_program_is_bounded(tmp_path, monkeypatch):
     for number in range(10):
         entry = Work()
         entry.op, entry.code, entry.instruction, entry.since = f"op{number}", (lambda: 0).__code__, 0, 0.0
-        entry.lane = record.LEDGER.trails.orphanage
-        counters.taken(entry, 100)
+        entry.queue = record.LEDGER.handoffs.leftover_queue
+        entry.storages = (torch.empty(100, dtype=torch.uint8).untyped_storage(),)
+        counters.held(entry)
         assert counters.nbytes == 100 * (number + 1)
     assert len(counters.sites) == 4
     assert counters.sites[None].entries == 7
@@ -324,10 +322,8 @@ FORKS = """
 import os, sys, threading
 import safecomm
 from safecomm.diagnostics import record
-from safecomm.entries import Entry
-from safecomm.work import Work
+from safecomm.core.ledger import LEDGER
 
-slot = vars(Work)["storages"]
 recording = safecomm.record_memory("run.jsonl", interval=1e-4)
 locked, over = threading.Event(), threading.Event()
 
@@ -347,7 +343,7 @@ with recording:
             locked.wait()
         child = os.fork()
         if not child:
-            assert vars(Work)["storages"] is slot and "storages" not in vars(Entry)
+            assert LEDGER.observer is None
             recording.stop()
             try:
                 recording.start()

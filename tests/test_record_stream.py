@@ -20,8 +20,11 @@ from points import interrupt_everywhere
 from simulated import INDEX, FakeGraph, FakeGroup, SimulatedDevice, call
 
 import safecomm
-from safecomm import captures, record_stream, refcounts
-from safecomm.ledger import Ledger
+from safecomm import record_stream
+from safecomm.collectives.routes import ROUTES
+from safecomm.core import captures, refcounts
+from safecomm.core.drain import drain_ledger
+from safecomm.core.ledger import Ledger
 from safecomm.record_stream import avoid_record_streams
 
 RESIZE = torch.UntypedStorage.resize_
@@ -77,9 +80,9 @@ def states(ledger):
 
 def waits(device, ledger, waiting, other):
     """Order one stream after another, as wait_stream does inside of the context."""
-    done = ledger.trails.only_used_on(INDEX, waiting, other)
+    done = ledger.recorded_uses.only_used_on(INDEX, waiting, other)
     device.wait(device.streams[waiting], device.streams[other].past, 0)
-    ledger.trails.release(done)
+    ledger.release_all(done)
 
 
 # --- convert -------------------------------------------------------------------------------------------------
@@ -94,10 +97,10 @@ def test_held_until_nobody_uses_it_and_the_device_has_got_there_s1(device, ledge
         del tensor
         ledger.sweep()
         assert states(ledger) == ["recorded"]
-        assert ledger.drain() == 0, "what others still use is not held for anybody"
+        assert drain_ledger(ledger) == 0, "what others still use is not held for anybody"
         del view
         ledger.sweep()
-        assert states(ledger) == ["trailing"]
+        assert states(ledger) == ["handed off"]
         device.settle()
         device.finish()
         ledger.sweep()
@@ -155,7 +158,7 @@ def test_wait_stream_is_seen(device, ledger, monkeypatch):
             device.wait(device.streams[self.cuda_stream], event.past, event.capture)
 
         def record_event(self, event=None):
-            return device.mark(INDEX, self.cuda_stream)
+            return device.record_event(INDEX, self.cuda_stream)
 
     with avoid_record_streams():
         used_on(device, 1)
@@ -169,14 +172,14 @@ def test_release(device, ledger, release):
     with avoid_record_streams(release=release):
         used_on(device, 1)
         ledger.sweep()
-        assert device.calls["order"] == (release == "order")
-        assert states(ledger) == ([] if release == "order" else ["trailing"])
+        assert device.calls["wait_event"] == (release == "order")
+        assert states(ledger) == ([] if release == "order" else ["handed off"])
         device.settle()
         device.finish()
 
 
 def test_too_much_behind_the_host_is_ordered(device, monkeypatch):
-    few = Ledger(device, lag=2, trail_budget=256)
+    few = Ledger(device, lag=2, handoff_budget=256)
     monkeypatch.setattr(
         record_stream, "_intercept", lambda: record_stream._Interception(few, "CPU", lambda stream: stream.stream_id)
     )
@@ -185,7 +188,7 @@ def test_too_much_behind_the_host_is_ordered(device, monkeypatch):
             used_on(device, 1)
             device.settle()
         assert sum(entry.nbytes for entry in few.pending()) <= 256 + 64
-    assert device.calls["order"]
+    assert device.calls["wait_event"]
     device.finish()
 
 
@@ -204,7 +207,7 @@ def test_what_nobody_uses_does_not_pile_up_whatever_the_order_s3(device, ledger,
         assert len(ledger.pending()) <= (window + old) * 1.5 + 20
         used.clear()
         kept.clear()
-        ledger.drain()
+        drain_ledger(ledger)
         assert not device.live()
 
 
@@ -229,7 +232,7 @@ def test_a_finalizer_that_sweeps_in_the_middle_of_a_sweep_s3(device, ledger, pas
 
 @pytest.mark.parametrize("first", ["defer", "given back"])
 def test_rule_three_counts_what_is_behind_the_first(device, monkeypatch, first):
-    few = Ledger(device, lag=2, trail_budget=256)
+    few = Ledger(device, lag=2, handoff_budget=256)
     monkeypatch.setattr(
         record_stream, "_intercept", lambda: record_stream._Interception(few, "CPU", lambda stream: stream.stream_id)
     )
@@ -271,7 +274,7 @@ def test_resize_of_the_storage_is_ordered_before_s1(device, ledger):
     with avoid_record_streams():
         tensor = used_on(device, 1)
         tensor.untyped_storage().resize_(0)
-        assert device.calls["order"] == 1
+        assert device.calls["wait_event"] == 1
         assert ledger.pending() == []
         assert device.streams[1].past & ~device.streams[0].past == 0
 
@@ -280,12 +283,12 @@ def test_resize_of_the_tensor_is_ordered_before_s1(device, ledger):
     with avoid_record_streams():
         tensor = used_on(device, 1)
         tensor.resize_(1 << 16)
-        assert device.calls["order"] == 1
+        assert device.calls["wait_event"] == 1
         assert ledger.pending() == []
         other = torch.empty(0)
         other.resize_(7)
         assert other.shape == (7,)
-        assert device.calls["order"] == 1
+        assert device.calls["wait_event"] == 1
 
 
 def test_resize_of_the_tensor_is_seen_where_torchs_kernel_can_not_be_called_s1(device, ledger, monkeypatch):
@@ -293,7 +296,7 @@ def test_resize_of_the_tensor_is_seen_where_torchs_kernel_can_not_be_called_s1(d
     with avoid_record_streams():
         tensor = used_on(device, 1)
         tensor.resize_(1 << 16)
-        assert device.calls["order"] == 1
+        assert device.calls["wait_event"] == 1
         assert ledger.pending() == []
         assert torch.empty(0).resize_(7, 2).shape == (7, 2)
     assert "resize_" not in vars(torch.Tensor)
@@ -304,7 +307,7 @@ def test_what_could_not_be_ordered_stays_held_s4(device, ledger, monkeypatch):
         tensor = used_on(device, 1)
         del tensor
         with monkeypatch.context() as patch:
-            patch.setattr(device, "order", None)
+            patch.setattr(device, "wait_event", None)
             with pytest.raises(TypeError):
                 ledger.sweep()
         assert len(ledger.pending()) == 1
@@ -318,7 +321,7 @@ def test_data_swapped_under_it_stays_held_s1(device, ledger):
         tensor = used_on(device, 1)
         tensor.data = torch.empty(1, dtype=torch.uint8)
         ledger.sweep()
-        assert states(ledger) == ["trailing"]
+        assert states(ledger) == ["handed off"]
         device.settle()
         device.finish()
 
@@ -346,7 +349,7 @@ def test_memory_of_nobody_knows_where_is_deferred_without_torchs_kernel_s1(devic
         tensor.record_stream(stream(1))  # CPU has no kernel, as every device before torch 2.9
         del tensor
         ledger.sweep()
-        assert states(ledger) == ["trailing"]
+        assert states(ledger) == ["handed off"]
         device.settle()
         device.finish()
         ledger.sweep()
@@ -370,18 +373,18 @@ def test_a_wait_for_another_devices_default_stream_orders_nothing_here_s1(device
         torch.cuda.Stream.wait_stream(Stream(1, INDEX), Stream(0, INDEX + 1))
         ledger.sweep()
         device.settle()
-        assert states(ledger) == ["trailing"]
+        assert states(ledger) == ["handed off"]
         device.finish()
 
 
 def test_what_another_thread_does_during_the_wait_is_not_ordered_by_it_s1(device, ledger):
     with avoid_record_streams():
         tensor = used_on(device, 1)
-        done = ledger.trails.only_used_on(INDEX, 0, 1)
+        done = ledger.recorded_uses.only_used_on(INDEX, 0, 1)
         device.wait(device.streams[0], device.streams[1].past, 0)
         device.launch(device.streams[1], device.blocks_of([tensor]))  # the other thread, after the event
         del tensor
-        ledger.trails.release(done)
+        ledger.release_all(done)
         device.settle()
         device.finish()
 
@@ -390,9 +393,9 @@ def test_a_wait_that_joins_a_capture_orders_nothing_that_ran_before_s1(device, l
     with avoid_record_streams():
         used_on(device, 1, home=2)
         device.begin_capture(1)
-        done = ledger.trails.only_used_on(INDEX, 2, 1)
+        done = ledger.recorded_uses.only_used_on(INDEX, 2, 1)
         device.wait(device.streams[2], device.streams[1].past, device.capturing)
-        ledger.trails.release(done)
+        ledger.release_all(done)
         device.settle()
         device.end_capture()
         device.settle()
@@ -429,11 +432,11 @@ def test_a_record_that_another_thread_releases_is_all_there_or_gone_s1(device, l
 
     with avoid_record_streams():
         used_on(device, 1)
-        (entry,) = ledger.entries
-        releasing = threading.Thread(target=ledger.trails.release, args=([entry],))
-        ledger.trails._releasing = Turns()
+        (entry,) = [*ledger.holds(), *ledger.quarantine]
+        releasing = threading.Thread(target=ledger.release_all, args=([entry],))
+        ledger.lock = Turns()
         try:
-            assert ledger.trails.only_used_on(INDEX, 0, 1) == []
+            assert ledger.recorded_uses.only_used_on(INDEX, 0, 1) == []
         finally:
             answered.set()
             releasing.join(60)
@@ -448,14 +451,14 @@ def test_records_from_many_threads(device, ledger):
         try:
             for _ in range(200):
                 tensor = torch.empty(64, dtype=torch.uint8)
-                ledger.trails.record(tensor.untyped_storage(), INDEX, 1, sys._getframe(), homeless=True)
-                ledger.trails.release(ledger.trails.only_used_on(INDEX, 0, 1))
+                ledger.recorded_uses.add(tensor.untyped_storage(), INDEX, 1, sys._getframe(), unordered=True)
+                ledger.release_all(ledger.recorded_uses.only_used_on(INDEX, 0, 1))
                 del tensor
                 ledger.sweep()
         except Exception as error:
             failures.append(error)
 
-    device.home = lambda pointer: 0
+    device.alloc_stream = lambda pointer: 0
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:
@@ -548,9 +551,9 @@ def test_an_exception_of_a_signal_handler_leaves_torch_as_it_was(device, ledger,
 
         def check():
             device.finish()
-            ledger.drain()
+            drain_ledger(ledger)
             assert [user for user, _ in record_stream._users.values()] == [outer] * nested
-            assert not ledger.busy
+            assert not ledger.nonempty
             outer.__exit__(None, None, None)
             assert not record_stream._users
             assert not captures._watchers
@@ -649,7 +652,7 @@ def test_what_is_still_held_is_handed_over_s1(device, ledger, monkeypatch, kept_
         assert states(ledger) == ["recorded"]
         del tensor
         ledger.sweep()
-        assert states(ledger) == ["trailing"], "each call goes on looking"
+        assert states(ledger) == ["handed off"], "each call goes on looking"
         device.finish()
         ledger.sweep()
         del storage, template
@@ -667,7 +670,9 @@ def test_an_exception_of_a_signal_handler_loses_no_record_s1_s3(how):
         for stream in (1, 2):
             tensor = device.allocate(0, 64)
             device.launch(device.streams[stream], device.blocks_of([tensor]))
-            ledger.trails.record(tensor.untyped_storage(), INDEX, stream, sys._getframe(), "order" * (how == "order"))
+            ledger.recorded_uses.add(
+                tensor.untyped_storage(), INDEX, stream, sys._getframe(), "order" * (how == "order")
+            )
             del tensor
         if how == "over":
             ledger.sweep()
@@ -683,10 +688,10 @@ def test_an_exception_of_a_signal_handler_loses_no_record_s1_s3(how):
             device.settle()
             ledger.sweep()
             device.finish()
-            assert ledger.drain(wait=True) == 0
+            assert drain_ledger(ledger, wait=True) == 0
             assert not device.live()
-            assert not ledger.busy
-            assert not ledger.trails.recorded
+            assert not ledger.nonempty
+            assert not ledger.recorded_uses.by_storage
 
         return step, check
 
@@ -725,7 +730,7 @@ def capturing(device, ledger, monkeypatch):
 
     yield begin
     assert captures.RECORDING == {}
-    assert not ledger._diverting
+    assert not ROUTES._wanted_off
 
 
 def test_a_capture_ends_well_after_the_context_is_left(device, ledger, capturing):
@@ -791,7 +796,7 @@ def test_a_lease_outlives_the_last_replay_s6(device, ledger, capturing, replayed
     device.settle()
     assert bool(ledger.pending()) == (replayed != "never")
     device.finish()
-    assert ledger.drain(wait=True) == 0
+    assert drain_ledger(ledger, wait=True) == 0
     assert not device.live()
 
 
@@ -816,7 +821,7 @@ def test_a_lease_outlives_a_replay_that_an_exception_of_a_signal_handler_ends_s6
     graph.reset()
     device.settle()
     device.finish()
-    assert ledger.drain(wait=True) == 0
+    assert drain_ledger(ledger, wait=True) == 0
     assert not device.live()
 
 
@@ -843,7 +848,7 @@ def test_a_live_graph_of_a_group_is_refused_or_reset_s7(device, ledger, capturin
         assert graph.events == ["ended", "reset"]
         captures.refuse_live(None)
     device.finish()
-    assert ledger.drain(wait=True) == 0
+    assert drain_ledger(ledger, wait=True) == 0
 
 
 @pytest.fixture
@@ -887,7 +892,7 @@ def test_captures_are_seen_from_patch_on_s6_s7(device, ledger, cuda_graph, caplo
     device.end_capture()
     device.switch(0)
     device.finish()
-    assert ledger.drain(wait=True) == 0
+    assert drain_ledger(ledger, wait=True) == 0
     assert not device.live()
 
 
@@ -905,7 +910,7 @@ def test_a_patched_program_waits_for_what_it_leaves_in_a_capture_s5(device, ledg
         graph.reset()
     device.switch(0)
     device.finish()
-    assert ledger.drain(wait=True) == 0
+    assert drain_ledger(ledger, wait=True) == 0
 
 
 def test_what_cuda_finds_unjoined_is_a_clear_error_s5(device, ledger, cuda_graph, monkeypatch):
@@ -952,7 +957,7 @@ def test_dead_graphs_are_taken_over_after_a_capture_and_not_in_it_s6(device, led
     ledger.sweep()
     device.settle()
     device.finish()
-    assert ledger.drain(wait=True) == 0
+    assert drain_ledger(ledger, wait=True) == 0
     assert not device.live()
 
 
@@ -961,7 +966,7 @@ def test_draining_does_not_wait_for_another_threads_capture(device, ledger):
     group = FakeGroup(device, "nccl")
     launched = call(ledger, group, [device.allocate(1, 64)])
     device.switch(0)
-    assert ledger.drain(wait=True) == 0
+    assert drain_ledger(ledger, wait=True) == 0
     assert len(ledger.pending()) == 1
     device.switch(1)
     launched.work.wait()
@@ -977,7 +982,7 @@ def test_an_exception_of_a_signal_handler_loses_nothing_of_a_capture_s3_s6(monke
         monkeypatch.setattr(captures, "LEDGER", ledger)
         monkeypatch.setattr(captures._torch, "end_allocation_to_pool", lambda *_: None)  # of a real pool
         monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
-        monkeypatch.setattr("safecomm.ledger.log.warning", lambda *_: None)  # pytest would keep the exception
+        monkeypatch.setattr("safecomm.core.ledger.log.warning", lambda *_: None)  # pytest would keep the exception
         device.begin_capture(1)
         graph = GivenUp(device) if ends == "given up" else Graph(device)
         outside, slot = device.allocate(0, 64), device.allocate(1, 64).untyped_storage()
@@ -1025,13 +1030,13 @@ def test_an_exception_of_a_signal_handler_loses_nothing_of_a_capture_s3_s6(monke
             ledger.sweep()
             device.settle()
             device.finish()
-            assert ledger.drain(wait=True) == 0
+            assert drain_ledger(ledger, wait=True) == 0
             assert len(device.live()) == 1, "the slot"
             assert len(kept) == refcounts.KEEPING
             assert not captures.RECORDING
             assert not captures._live
-            assert not ledger.busy
-            assert not ledger._diverting
+            assert not ledger.nonempty
+            assert not ROUTES._wanted_off
 
         return step, check
 

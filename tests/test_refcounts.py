@@ -38,9 +38,9 @@ def not_counted(_, python):
     log.__enter__()
     import safecomm
     from safecomm import record_stream, refcounts
-    from safecomm.captures import CapturedGraph
-    from safecomm.ledger import LEDGER
-    from safecomm.streams import HOST
+    from safecomm.core.captures import CapturedGraph
+    from safecomm.core.ledger import LEDGER
+    from safecomm.core.streams import HOST
     from safecomm.tools import doctor
 
     assert not refcounts.COUNTED
@@ -58,13 +58,13 @@ def not_counted(_, python):
     assert safecomm.pending() == []
     assert kept.wait()
     assert len(lines) == 1, "a drop was noticed"
-    assert LEDGER.awaited() is True  # with nothing in flight there is nothing to ask
+    assert LEDGER.can_skip_sweep() is True  # with nothing in flight there is nothing to ask
     work = safecomm.all_reduce(tensor, async_op=True)
-    assert LEDGER.awaited() is False, "works are not asked at once"
+    assert LEDGER.can_skip_sweep() is False, "works are not asked at once"
     work.wait()
 
     # S1: nobody can tell when others let go of what record_stream was called for, so that stays torch's.
-    assert not LEDGER.trails.record(tensor.untyped_storage(), 0, 7, sys._getframe())
+    assert not LEDGER.recorded_uses.add(tensor.untyped_storage(), 0, 7, sys._getframe())
 
     # Nothing stands in for torch's kernel that could not go on to it; and for memory of an arena, which that does
     # nothing for, it is refused.

@@ -12,11 +12,12 @@ from ranks import on
 from watching import Sees, cpu_profile
 
 import safecomm
-from safecomm import _torch, captures
+from safecomm import _torch
 from safecomm.collectives import coalesced
 from safecomm.collectives.regions import REGIONS
+from safecomm.collectives.routes import ROUTES
 from safecomm.collectives.table import ROWS
-from safecomm.ledger import LEDGER
+from safecomm.core import captures
 
 GATHER, SCATTER = ROWS["all_gather_single"].name, ROWS["reduce_scatter_single"].name
 
@@ -55,7 +56,7 @@ def region(library, calls, name, asynchronous, **how):
 
 
 def begin():
-    safecomm.all_reduce(torch.ones(1))  # makes the lane
+    safecomm.all_reduce(torch.ones(1))  # makes the route
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -157,7 +158,7 @@ def test_regions_of_several_calls_that_are_c10ds_s8():
             way.return_value = contextlib.nullcontext()
             two()
             assert way.called
-        with LEDGER.diverted():
+        with ROUTES.off():
             two()
         two(first=torch.ones(2, dtype=torch.complex64), second=torch.ones(2, dtype=torch.complex64))
         with pytest.raises(RuntimeError, match="leaf"):
@@ -193,18 +194,19 @@ def test_a_call_that_comes_at_the_end_of_a_region_is_not_lost_s8():
 
 
 @on(1)
-def test_on_a_device_a_region_knows_where_its_memory_is_at_home_s1():
+def test_on_a_device_a_region_knows_where_its_memory_was_allocated_s1():
     from safecomm.collectives import holding
 
     tensors = [torch.ones(2), torch.ones(2)]
-    for at_home in (True, False):
-        lane, ledger, inner = mock.Mock(index=0), mock.Mock(), mock.Mock()
+    for local in (True, False):
+        route, ledger, inner = mock.Mock(index=0), mock.Mock(), mock.Mock()
         with mock.patch.multiple(
-            holding, _current=lambda _: 5, _all_at_home=lambda *_, at_home=at_home: at_home, LEDGER=ledger
+            holding, _current=lambda _: 5, _all_allocated_on=lambda *_, local=local: local, LEDGER=ledger
         ):
-            assert holding.hold_together(inner, lane, "group", tensors, [], False, "frame") is None
-            assert lane.wait_for.call_args.args == (inner,)
-            assert ledger.trail.called is not at_home
-            work = holding.hold_together(inner, lane, "group", tensors, list(tensors), True, "frame")
-            assert lane.hold.call_args.args[4] == (5 if at_home else None)
-            assert len(lane.hold.call_args.args[3]) == len(work.aliases) == 2
+            assert holding.hold_together(inner, route, "group", tensors, [], False, "frame") is None
+            assert route.wait_for.call_args.args == (inner,)
+            assert ledger.hand_off.called is not local
+            holding.hold_together(inner, route, "group", tensors, list(tensors), True, "frame")
+            work = route.hold.call_args.args[0]
+            assert route.hold.call_args.args[4] == (5 if local else None)
+            assert len(route.hold.call_args.args[3]) == len(work.aliases) == 2

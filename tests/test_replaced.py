@@ -62,7 +62,7 @@ def test_what_is_replaced_is_listed_and_undone():
         KEPT
         + """
 import safecomm, torch.distributed
-from safecomm import captures
+from safecomm.core import captures
 from safecomm.diagnostics.replaced import replaced
 before = kept()
 safecomm.patch(strict=True)

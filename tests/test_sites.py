@@ -2,7 +2,7 @@
 
 import sys
 
-from safecomm.sites import outside, place
+from safecomm.core.call_site import outside, place
 
 OURS = (f"{__name__}.",)
 

@@ -3,6 +3,7 @@
 import ast
 import itertools
 import json
+import re
 import subprocess
 import sys
 import types
@@ -75,6 +76,41 @@ def test_nothing_imports_upwards(path):
     module = module_of(path)
     for other in imported(ast.parse(path.read_text())):
         assert layer_of(other) >= layer_of(module), f"{module or '__init__'} imports {other or 'safecomm itself'}"
+
+
+CORE = sorted((ROOT / "core").glob("*.py"))
+
+
+@pytest.mark.parametrize("path", CORE, ids=module_of)
+def test_the_core_imports_private_names_and_errors_and_nothing_else(path):
+    order = layers(ROOT / "core")
+    number = {name: number for number, names in enumerate(order) for name in names}
+    assert set(number) == {path.stem for path in CORE} - {"__init__"}
+    for other in imported(ast.parse(path.read_text())):
+        if other.startswith("core."):
+            assert number[other.removeprefix("core.")] >= number[path.stem], f"{path.stem} imports {other}"
+        else:
+            assert other.split(".")[0] in ("_torch", "errors"), f"{path.stem} imports {other}"
+
+
+LETS_GO = re.compile(r"\.storages = \(\)|\.holds\.(pop|clear|popitem)\(")
+
+
+def test_every_release_is_made_by_release():
+    """What a hold keeps is let go in ``Rules.release()``, and by what that calls."""
+    found = {
+        f"{module_of(path)}: {line.strip()}"
+        for path in FILES
+        for line in path.read_text().splitlines()
+        if LETS_GO.search(line)
+    }
+    assert found == {
+        "core.rules: hold.storages = ()",
+        "core.rules: if queue.holds.pop(hold, queue) is not queue:",
+        "core.recorded_uses: self.storages = ()",  # RecordedUse.on_release()
+        "core.ledger: hold.queue.holds.pop(hold, None)",  # into the quarantine
+    }
+    assert [module_of(path) for path in FILES if ".on_release()" in path.read_text()] == ["core.rules"]
 
 
 TOOLS = "safecomm.tools"

@@ -194,7 +194,7 @@ def _both(name, asynchronous, hook):
             safecomm.destroy_process_group(group)
         else:
             safecomm.drain(wait=True)  # what has failed is kept until then (S4)
-            safecomm.ledger.LEDGER.close(group, "it has failed")
+            safecomm.collectives.routes.ROUTES.close(group, "it has failed")
     return outcomes
 
 

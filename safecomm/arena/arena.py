@@ -18,16 +18,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed
 
-from safecomm import _torch, captures
+from safecomm import _torch
 from safecomm.arena.arguments import bytes_of, device_of, shape_of
 from safecomm.arena.layout import Layout
 from safecomm.arena.size_class import SizeClass, Slot, idle, rounded
 from safecomm.arena.stats import ArenaStats, bucket_stats, lines_of
+from safecomm.arena.stats import BucketStats as BucketStats
+from safecomm.core import captures
+from safecomm.core.call_site import outside, place
+from safecomm.core.ledger import LEDGER
+from safecomm.core.refcounts import COUNTED, KEEPING, UNUSED, getrefcount
+from safecomm.core.streams import HOST, Streams
 from safecomm.errors import ArenaError, ArenaFullError
-from safecomm.ledger import LEDGER
-from safecomm.refcounts import COUNTED, KEEPING, UNUSED, getrefcount
-from safecomm.sites import outside, place
-from safecomm.streams import HOST, Streams
 
 if TYPE_CHECKING:
     from safecomm.arena.plan import Plan
@@ -385,9 +387,9 @@ class Arena:
     def _order(self, stream: int, after: frozenset[int]) -> None:
         """Make ``stream`` wait for all that was put on the streams ``after``."""
         for other in after:
-            event = self._streams.mark(self.index, other)
-            self._streams.order(self.index, stream, event)
-            self._streams.recycle(self.index, event)
+            event = self._streams.record_event(self.index, other)
+            self._streams.wait_event(self.index, stream, event)
+            self._streams.recycle_event(self.index, event)
 
     def _furnish(self, slot: Slot, behind: torch.UntypedStorage | None = None) -> torch.Tensor:
         """Give ``slot`` a storage, and return a tensor of this storage to copy.
@@ -538,7 +540,7 @@ class Arena:
         """
         stats = self.stats()
         holders: dict[int, list[str]] = {}
-        for entry in LEDGER.entries:
+        for entry in [*LEDGER.holds(), *LEDGER.quarantine]:
             for storage in entry.storages:
                 if isinstance(storage, torch.UntypedStorage):
                     holders.setdefault(storage.data_ptr(), []).append(f"{entry.op} from {entry.site}")

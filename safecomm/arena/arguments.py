@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from safecomm.streams import HOST
+from safecomm.core.streams import HOST
 
 _UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 

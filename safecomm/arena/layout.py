@@ -37,7 +37,7 @@ from typing import Any
 
 from safecomm.arena.free_list import FreeList
 from safecomm.arena.size_class import NO_STREAMS, SizeClass, Slot, rounded
-from safecomm.refcounts import COUNTED, HELD_ONCE, getrefcount
+from safecomm.core.refcounts import COUNTED, HELD_ONCE, getrefcount
 
 LIMIT = 1 << 12
 """How many size classes without slots are kept, and how many retired slots."""

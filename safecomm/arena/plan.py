@@ -16,8 +16,8 @@ from safecomm import _torch
 from safecomm.arena.arguments import device_of, shape_of
 from safecomm.arena.layout import Layout
 from safecomm.arena.size_class import rounded
-from safecomm.ledger import LEDGER
-from safecomm.streams import HOST
+from safecomm.core.ledger import LEDGER
+from safecomm.core.streams import HOST
 
 
 @dataclass

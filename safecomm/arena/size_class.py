@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from safecomm import _torch
-from safecomm.refcounts import COUNTED, KEEPING, UNUSED, getrefcount
+from safecomm.core.refcounts import COUNTED, KEEPING, UNUSED, getrefcount
 
 ALIGNMENT = 512
 """Bytes to which slots are aligned: as the caching allocator aligns, and more than any kernel asks for."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from safecomm import _torch
 from safecomm.arena.layout import Layout
 from safecomm.arena.size_class import Slot
-from safecomm.refcounts import COUNTED, KEEPING
+from safecomm.core.refcounts import COUNTED, KEEPING
 
 
 @dataclass(frozen=True)

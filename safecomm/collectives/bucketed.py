@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed.distributed_c10d as c10d
 
-from safecomm import _torch, captures
+from safecomm import _torch
 from safecomm.arena.staging import buffer
 from safecomm.block import Block
 from safecomm.collectives import gates
@@ -27,11 +27,12 @@ from safecomm.collectives.regions import REGIONS
 from safecomm.collectives.table import GATHER, OP_IDS, REDUCE, ROWS, SCATTER, Row, fits
 from safecomm.collectives.takers import BUCKETS, default_group
 from safecomm.collectives.tensors import storages_of
+from safecomm.core import captures
+from safecomm.core.call_site import outside
+from safecomm.core.ledger import LEDGER
+from safecomm.core.streams import HOST, capture_of
 from safecomm.errors import SafecommError
 from safecomm.guards import COMPLEX, PLAIN
-from safecomm.ledger import LEDGER
-from safecomm.sites import outside
-from safecomm.streams import HOST, capture_of
 
 BUCKET_MB = 32.0
 """MiB of a bucket where the caller says nothing."""
@@ -437,9 +438,9 @@ def _launch(run: Run, outputs: list[torch.Tensor], inputs: list[torch.Tensor], g
     index = outputs[0].get_device()
     if index >= 0:
         places = sorted(filter(None, map(_data_ptr, outputs + inputs)))  # empty ones are nowhere
-        if not LEDGER.streams.all_at_home(_current(index), places):
+        if not LEDGER.streams.all_allocated_on(_current(index), places):
             frame = outside(("safecomm.collectives.", "contextlib."))
-            LEDGER.trail("bucketed", group, index, storages_of(outputs + inputs), frame)
+            LEDGER.hand_off("bucketed", group, index, storages_of(outputs + inputs), frame)
 
 
 def _all_reduce(tensors: list[torch.Tensor], op: Any, group: Any) -> None:

@@ -2,7 +2,7 @@
 
 A region of a single call on NCCL, such as Megatron makes for each of its buckets, is launched as that call. The NCCL
 operation is the same and counts as one call of the group either way, so ranks that differ in it match all the same
-(``WorkLane.alone``: where they would not, the region is c10d's).
+(``Route.alone``: where they would not, the region is c10d's).
 c10d's flight recorder shows the name of the way that each rank went.
 """
 
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed.distributed_c10d as c10d
 
-from safecomm import _torch, captures
+from safecomm import _torch
 from safecomm.block import Block
 from safecomm.collectives.general import DIRECT, SUM, TOGETHER, inside, stand_in
 from safecomm.collectives.holding import (
@@ -30,12 +30,12 @@ from safecomm.collectives.holding import (
     relaxed,
 )
 from safecomm.collectives.regions import REGIONS, Region
+from safecomm.collectives.routes import ROUTES, Route
 from safecomm.collectives.table import COLLECTIVE_OF, fits
 from safecomm.collectives.takers import BUCKETS, at_once, default_group
 from safecomm.collectives.tensors import index_of
-from safecomm.entries import WorkLane
+from safecomm.core import captures
 from safecomm.guards import PLAIN
-from safecomm.ledger import LEDGER
 
 _original = _torch.coalescing_manager
 _count = counter("_coalescing_manager")
@@ -138,9 +138,9 @@ class _Manager(Block):
             taken = REGIONS.pop(group)
             if len(taken) == 1:  # a signal handler may have made another call since
                 # c10d's manager, if there is one, is left where it is: it would launch the call again.
-                function, lane, options, tensors = ready
-                inner = launch(function, lane, group, *tensors, options)
-                cm.append(hold_launched("_coalescing_manager", inner, lane, group, tensors, async_ops, frame))
+                function, route, options, tensors = ready
+                inner = launch(function, route, group, *tensors, options)
+                cm.append(hold_launched("_coalescing_manager", inner, route, group, tensors, async_ops, frame))
                 return
             calls = REGIONS[group] = taken
         elif manager is None and not region.tensors and (together := _together(region, group, calls, async_ops)):
@@ -181,12 +181,10 @@ class _Manager(Block):
             cm.works[:0] = own
 
 
-def _alone(
-    region: Region, group: Any, call: Any, async_ops: bool
-) -> tuple[Any, WorkLane, Any, list[torch.Tensor]] | None:
+def _alone(region: Region, group: Any, call: Any, async_ops: bool) -> tuple[Any, Route, Any, list[torch.Tensor]] | None:
     """Return what it takes to launch the only ``call`` of a region as it is; None where that is c10d's to do."""
-    lane = LEDGER.direct.get(id(group))
-    if lane is None or not lane.alone or not _ORDINARY:
+    route = ROUTES.fast.get(id(group))
+    if route is None or not route.single_call_equivalent or not _ORDINARY:
         return None
     name = getattr(call.op, "__name__", "")
     function, synchronous, asynchronous = DIRECT.get(name, _NO_WAY)
@@ -201,19 +199,19 @@ def _alone(
         for tensor in tensors:
             if type(tensor) not in PLAIN or tensor.is_nested:
                 return None
-        if not lane.guards.plain(*tensors):
+        if not route.guards.plain(*tensors):
             return None
     if (
         # c10d's coalesced calls take one that is not contiguous as it comes, and the others refuse it.
         not given.is_contiguous()
-        or (other is not None and not (other.is_contiguous() and fits(COLLECTIVE_OF[name], other, given, lane.world)))
+        or (other is not None and not (other.is_contiguous() and fits(COLLECTIVE_OF[name], other, given, route.world)))
         or _torch.dispatch_modes()
         or _torch.profiler._is_profiler_enabled
         or captures.RECORDING
         or (async_ops and _torch.inflight_as_graph_input())
     ):
         return None
-    return function, lane, options, tensors
+    return function, route, options, tensors
 
 
 class _Together(NamedTuple):
@@ -221,7 +219,7 @@ class _Together(NamedTuple):
 
     function: Any
     options: Any
-    lane: WorkLane
+    route: Route
     given: list[torch.Tensor]
     others: list[torch.Tensor]
     """The outputs, where the calls have an output and an input."""
@@ -232,23 +230,23 @@ class _Together(NamedTuple):
 
     def launch(self, group: Any, async_ops: bool, frame: types.FrameType) -> Any:
         """Launch them as c10d does at the end of a region, and return what the region's caller gets."""
-        function, options, lane, given, others = self
+        function, options, route, given, others = self
         aliases: list[torch.Tensor] = []
-        if lane.index < 0 or lane.kind.shelves:
+        if route.index < 0 or route.kind.shelves:
             given, others = _aliases(given, aliases), _aliases(others, aliases)
         to_launch = (others, given) if others else (given,)
-        if lane.queries:
-            inner = lane.launch(function, group, *to_launch, options)
+        if route.asks_in_wait:
+            inner = route.launch(function, group, *to_launch, options)
         else:
             inner = function(group, *to_launch, options)
-        return hold_together(inner, lane, group, self.tensors, aliases, async_ops, frame)
+        return hold_together(inner, route, group, self.tensors, aliases, async_ops, frame)
 
 
 def _together(region: Region, group: Any, calls: list[Any], async_ops: bool) -> _Together | None:
     """Return what it takes to launch all ``calls`` of a region past c10d's manager; None where they are c10d's."""
-    lane = LEDGER.direct.get(id(group))
+    route = ROUTES.fast.get(id(group))
     if (
-        lane is None
+        route is None
         or not _ORDINARY
         or not calls
         or len(calls) != len(region.plain)
@@ -277,7 +275,7 @@ def _together(region: Region, group: Any, calls: list[Any], async_ops: bool) -> 
         or (async_ops and _torch.inflight_as_graph_input())
     ):
         return None
-    return _Together(function, options, lane, given, others)
+    return _Together(function, options, route, given, others)
 
 
 def _aliases(tensors: list[torch.Tensor], aliases: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from safecomm import _torch, captures
+from safecomm import _torch
+from safecomm.core import captures
 from safecomm.errors import LiveGraphError
 
 log = logging.getLogger("safecomm")

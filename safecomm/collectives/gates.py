@@ -3,7 +3,7 @@
 Made by ``python -m safecomm.collectives.generate`` of ``gate.py.in`` and ``table.py``, which are what to change.
 
 A gate asks, in this order: whether something that is held may be over; whether somebody takes the call before the
-backend does (``takers.py``); whether it is an ordinary call, of plain tensors on a group that has a lane. Then it
+backend does (``takers.py``); whether it is an ordinary call, of plain tensors on a group that has a route. Then it
 launches, and holds. What is not ordinary goes the general way, which is c10d's own function with a hold around it. The
 gates of lists are in ``list_gates.py``.
 """
@@ -34,24 +34,25 @@ from safecomm.collectives.general import (
 )
 from safecomm.collectives.holding import counter, wait_for
 from safecomm.collectives.regions import REGIONS
+from safecomm.collectives.routes import ROUTES
 from safecomm.collectives.table import ROWS
 from safecomm.collectives.takers import BUCKETS, DECLINED, ENGINES, GENERAL, offer
 from safecomm.collectives.tensors import storages_of
-from safecomm.ledger import LEDGER
-from safecomm.streams import HOST
-from safecomm.work import Work, handle
+from safecomm.core.ledger import LEDGER
+from safecomm.core.streams import HOST
+from safecomm.core.work import Work, handle
 
 # Bound once: each of these is read on every call.
 _compiling = torch.compiler.is_dynamo_compiling
-_busy = LEDGER.busy
-_awaited = LEDGER.awaited
+_nonempty = LEDGER.nonempty
+_can_skip_sweep = LEDGER.can_skip_sweep
 _current = LEDGER.streams.current
-_home = LEDGER.streams.home
+_alloc_stream = LEDGER.streams.alloc_stream
 _getframe = sys._getframe
 _has_torch_function = _torch.has_torch_function
 _groups = _torch.groups
 _DEFAULT = _torch.DEFAULT
-_direct = LEDGER.direct
+_routes = ROUTES.fast
 _modes = _torch.dispatch_modes
 _profiler = _torch.profiler
 _inflight = _torch.inflight_as_graph_input
@@ -95,20 +96,20 @@ _launch_all_reduce, *_options_all_reduce = prepared(_row_all_reduce.launch)
 def _all_reduce(tensor: Any, op: Any = c10d.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
     if _compiling():
         return _c10d_all_reduce(tensor, op, group, async_op)
-    if _busy and not _awaited():
+    if _nonempty and not _can_skip_sweep():
         LEDGER.sweep()
     to = _groups[_DEFAULT] if group is None else group
     if ENGINES or BUCKETS or REGIONS:
         taken = offer(_row_all_reduce, to, (tensor,), op, async_op)
         if taken is not DECLINED:
             return _general_all_reduce(tensor, op=op, group=group, async_op=async_op) if taken is GENERAL else taken
-    lane: Any = _direct.get(id(to))
+    route: Any = _routes.get(id(to))
     try:
         ordinary = (
-            lane is not None
+            route is not None
             and not _has_torch_function(tensor)  # a subclass, or a TorchFunctionMode is active
             and not tensor.is_nested  # the guards must not be asked
-            and (lane.guards.one(tensor) or lane.guards.plain(tensor))
+            and (route.guards.one(tensor) or route.guards.plain(tensor))
             and not _modes()
             and not _profiler._is_profiler_enabled
             and (async_op is False or (async_op is True and not _inflight()))
@@ -117,29 +118,29 @@ def _all_reduce(tensor: Any, op: Any = c10d.ReduceOp.SUM, group: Any = None, asy
         ordinary = False
     if not ordinary or (options := _options_all_reduce[async_op].get(id(op))) is None:
         return _general_all_reduce(tensor, op=op, group=group, async_op=async_op)
-    launcher = to if _HOOKS else lane.backend
-    index = lane.index
-    home = _home(tensor.data_ptr()) if index >= 0 else HOST
+    launcher = to if _HOOKS else route.backend
+    index = route.index
+    alloc_stream = _alloc_stream(tensor.data_ptr()) if index >= 0 else HOST
     _count_all_reduce()
     if async_op:
         storages = (tensor.untyped_storage(),)
-        alias = tensor if lane.streamed or tensor.requires_grad else tensor.detach()
-        if lane.queries:
-            inner = lane.launch(_launch_all_reduce, launcher, [alias], options)
+        alias = tensor if route.streamed or tensor.requires_grad else tensor.detach()
+        if route.asks_in_wait:
+            inner = route.launch(_launch_all_reduce, launcher, [alias], options)
         else:
             inner = _launch_all_reduce(launcher, [alias], options)
-        return inner and lane.hold(Work(), _name_all_reduce, inner, storages, home, _getframe(1))
-    if lane.queries:
-        inner = lane.launch(_launch_all_reduce, launcher, [tensor], options)
+        return inner and route.hold(Work(), _name_all_reduce, inner, storages, alloc_stream, _getframe(1))
+    if route.asks_in_wait:
+        inner = route.launch(_launch_all_reduce, launcher, [tensor], options)
     else:
         inner = _launch_all_reduce(launcher, [tensor], options)
     if inner is not None:  # None where ProcessGroupNCCL ran it on the current stream (torch 2.8 and later)
-        if lane.queries:
-            wait_for(lane, inner, _name_all_reduce, to, [tensor], _getframe(1))
+        if route.asks_in_wait:
+            wait_for(route, inner, _name_all_reduce, to, [tensor], _getframe(1))
         else:
             inner.wait()
-    if index >= 0 and home != _current(index):
-        LEDGER.trail(_name_all_reduce, to, index, storages_of([tensor]), _getframe(1))
+    if index >= 0 and alloc_stream != _current(index):
+        LEDGER.hand_off(_name_all_reduce, to, index, storages_of([tensor]), _getframe(1))
     return None
 
 
@@ -169,20 +170,20 @@ _launch_all_gather_single, _options_all_gather_single = prepared_for_all(_row_al
 def _all_gather_single(output_tensor: Any, input_tensor: Any, group: Any = None, async_op: bool = False) -> Any:
     if _compiling():
         return _c10d_all_gather_single(output_tensor, input_tensor, group, async_op)
-    if _busy and not _awaited():
+    if _nonempty and not _can_skip_sweep():
         LEDGER.sweep()
     to = _groups[_DEFAULT] if group is None else group
     if ENGINES or BUCKETS or REGIONS:
         taken = offer(_row_all_gather_single, to, (output_tensor, input_tensor,), None, async_op)
         if taken is not DECLINED:
             return _general_all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op) if taken is GENERAL else taken
-    lane: Any = _direct.get(id(to))
+    route: Any = _routes.get(id(to))
     try:
         ordinary = (
-            lane is not None
+            route is not None
             and not _has_torch_function(output_tensor, input_tensor)  # a subclass, or a TorchFunctionMode is active
             and not input_tensor.is_nested and not output_tensor.is_nested  # the guards must not be asked
-            and (lane.guards.two(output_tensor, input_tensor) or lane.guards.two_before(output_tensor, input_tensor) or lane.guards.plain(output_tensor, input_tensor))
+            and (route.guards.two(output_tensor, input_tensor) or route.guards.two_before(output_tensor, input_tensor) or route.guards.plain(output_tensor, input_tensor))
             and not _modes()
             and not _profiler._is_profiler_enabled
             and (async_op is False or (async_op is True and not _inflight()))
@@ -191,31 +192,31 @@ def _all_gather_single(output_tensor: Any, input_tensor: Any, group: Any = None,
         ordinary = False
     if not ordinary or (options := _options_all_gather_single[async_op]) is None:
         return _general_all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
-    launcher = to if _HOOKS else lane.backend
-    index = lane.index
-    home = _home(output_tensor.data_ptr(), input_tensor.data_ptr()) if index >= 0 else HOST
+    launcher = to if _HOOKS else route.backend
+    index = route.index
+    alloc_stream = _alloc_stream(output_tensor.data_ptr(), input_tensor.data_ptr()) if index >= 0 else HOST
     _count_all_gather_single()
     if async_op:
         storages = (output_tensor.untyped_storage(), input_tensor.untyped_storage(),)
         to_write, to_read = output_tensor, input_tensor
-        if not (lane.streamed or output_tensor.requires_grad or input_tensor.requires_grad):
+        if not (route.streamed or output_tensor.requires_grad or input_tensor.requires_grad):
             to_write, to_read = output_tensor.detach(), input_tensor.data
-        if lane.queries:
-            inner = lane.launch(_launch_all_gather_single, launcher, to_write, to_read, options)
+        if route.asks_in_wait:
+            inner = route.launch(_launch_all_gather_single, launcher, to_write, to_read, options)
         else:
             inner = _launch_all_gather_single(launcher, to_write, to_read, options)
-        return inner and lane.hold(Work(), _name_all_gather_single, inner, storages, home, _caller(_getframe(1)))
-    if lane.queries:
-        inner = lane.launch(_launch_all_gather_single, launcher, output_tensor, input_tensor, options)
+        return inner and route.hold(Work(), _name_all_gather_single, inner, storages, alloc_stream, _caller(_getframe(1)))
+    if route.asks_in_wait:
+        inner = route.launch(_launch_all_gather_single, launcher, output_tensor, input_tensor, options)
     else:
         inner = _launch_all_gather_single(launcher, output_tensor, input_tensor, options)
     if inner is not None:  # None where ProcessGroupNCCL ran it on the current stream (torch 2.8 and later)
-        if lane.queries:
-            wait_for(lane, inner, _name_all_gather_single, to, [output_tensor, input_tensor], _caller(_getframe(1)))
+        if route.asks_in_wait:
+            wait_for(route, inner, _name_all_gather_single, to, [output_tensor, input_tensor], _caller(_getframe(1)))
         else:
             inner.wait()
-    if index >= 0 and home != _current(index):
-        LEDGER.trail(_name_all_gather_single, to, index, storages_of([output_tensor, input_tensor]), _caller(_getframe(1)))
+    if index >= 0 and alloc_stream != _current(index):
+        LEDGER.hand_off(_name_all_gather_single, to, index, storages_of([output_tensor, input_tensor]), _caller(_getframe(1)))
     return None
 
 
@@ -266,20 +267,20 @@ _launch_reduce_scatter_single, *_options_reduce_scatter_single = prepared(_row_r
 def _reduce_scatter_single(output: Any, input: Any, op: Any = c10d.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
     if _compiling():
         return _c10d_reduce_scatter_single(output, input, op, group, async_op)
-    if _busy and not _awaited():
+    if _nonempty and not _can_skip_sweep():
         LEDGER.sweep()
     to = _groups[_DEFAULT] if group is None else group
     if ENGINES or BUCKETS or REGIONS:
         taken = offer(_row_reduce_scatter_single, to, (output, input,), op, async_op)
         if taken is not DECLINED:
             return _general_reduce_scatter_single(output, input, op=op, group=group, async_op=async_op) if taken is GENERAL else taken
-    lane: Any = _direct.get(id(to))
+    route: Any = _routes.get(id(to))
     try:
         ordinary = (
-            lane is not None
+            route is not None
             and not _has_torch_function(output, input)  # a subclass, or a TorchFunctionMode is active
             and not input.is_nested and not output.is_nested  # the guards must not be asked
-            and (lane.guards.two(output, input) or lane.guards.two_before(output, input) or lane.guards.plain(output, input))
+            and (route.guards.two(output, input) or route.guards.two_before(output, input) or route.guards.plain(output, input))
             and not _modes()
             and not _profiler._is_profiler_enabled
             and (async_op is False or (async_op is True and not _inflight()))
@@ -288,34 +289,34 @@ def _reduce_scatter_single(output: Any, input: Any, op: Any = c10d.ReduceOp.SUM,
         ordinary = False
     if not ordinary or (options := _options_reduce_scatter_single[async_op].get(id(op))) is None:
         return _general_reduce_scatter_single(output, input, op=op, group=group, async_op=async_op)
-    launcher = to if _HOOKS else lane.backend
-    index = lane.index
-    home = _home(output.data_ptr(), input.data_ptr()) if index >= 0 else HOST
+    launcher = to if _HOOKS else route.backend
+    index = route.index
+    alloc_stream = _alloc_stream(output.data_ptr(), input.data_ptr()) if index >= 0 else HOST
     _count_reduce_scatter_single()
     if async_op:
         storages = (output.untyped_storage(), input.untyped_storage(),)
         to_write, to_read = output, input
-        if not (lane.streamed or output.requires_grad or input.requires_grad):
+        if not (route.streamed or output.requires_grad or input.requires_grad):
             to_write, to_read = output.detach(), input.data
-        if lane.queries:
-            inner = lane.launch(_launch_reduce_scatter_single, launcher, to_write, to_read, options)
+        if route.asks_in_wait:
+            inner = route.launch(_launch_reduce_scatter_single, launcher, to_write, to_read, options)
         else:
             inner = _launch_reduce_scatter_single(launcher, to_write, to_read, options)
-        if not lane.streamed:
-            lane, work = lane.unordered(to), handle(once=True)
-            return inner and lane.hold(work, _name_reduce_scatter_single, inner, storages, home, _caller(_getframe(1)))
-        return inner and lane.hold(Work(), _name_reduce_scatter_single, inner, storages, home, _caller(_getframe(1)))
-    if lane.queries:
-        inner = lane.launch(_launch_reduce_scatter_single, launcher, output, input, options)
+        if not route.streamed:
+            route, work = route.unordered(to), handle(once=True)
+            return inner and route.hold(work, _name_reduce_scatter_single, inner, storages, alloc_stream, _caller(_getframe(1)))
+        return inner and route.hold(Work(), _name_reduce_scatter_single, inner, storages, alloc_stream, _caller(_getframe(1)))
+    if route.asks_in_wait:
+        inner = route.launch(_launch_reduce_scatter_single, launcher, output, input, options)
     else:
         inner = _launch_reduce_scatter_single(launcher, output, input, options)
     if inner is not None:  # None where ProcessGroupNCCL ran it on the current stream (torch 2.8 and later)
-        if lane.queries:
-            wait_for(lane, inner, _name_reduce_scatter_single, to, [output, input], _caller(_getframe(1)))
+        if route.asks_in_wait:
+            wait_for(route, inner, _name_reduce_scatter_single, to, [output, input], _caller(_getframe(1)))
         else:
             inner.wait()
-    if index >= 0 and home != _current(index):
-        LEDGER.trail(_name_reduce_scatter_single, to, index, storages_of([output, input]), _caller(_getframe(1)))
+    if index >= 0 and alloc_stream != _current(index):
+        LEDGER.hand_off(_name_reduce_scatter_single, to, index, storages_of([output, input]), _caller(_getframe(1)))
     return None
 
 
@@ -366,51 +367,51 @@ _launch_broadcast, _options_broadcast = prepared_by_root(_row_broadcast)
 def _broadcast(tensor: Any, src: Any = None, group: Any = None, async_op: bool = False, group_src: Any = None) -> Any:
     if _compiling():
         return _c10d_broadcast(tensor, src, group, async_op, group_src)
-    if _busy and not _awaited():
+    if _nonempty and not _can_skip_sweep():
         LEDGER.sweep()
     to = _groups[_DEFAULT] if group is None else group
     if ENGINES or BUCKETS or REGIONS:
         taken = offer(_row_broadcast, to, (tensor,), None, async_op)
         if taken is not DECLINED:
             return _general_broadcast(tensor, src=src, group=group, async_op=async_op, group_src=group_src) if taken is GENERAL else taken
-    lane: Any = _direct.get(id(to))
+    route: Any = _routes.get(id(to))
     try:
         ordinary = (
-            lane is not None
+            route is not None
             and not _has_torch_function(tensor)  # a subclass, or a TorchFunctionMode is active
             and not tensor.is_nested  # the guards must not be asked
-            and (lane.guards.one(tensor) or lane.guards.plain(tensor))
+            and (route.guards.one(tensor) or route.guards.plain(tensor))
             and not _modes()
             and not _profiler._is_profiler_enabled
             and (async_op is False or (async_op is True and not _inflight()))
         )
     except (AttributeError, RuntimeError, TypeError):  # not a tensor, or one with attributes of its own
         ordinary = False
-    if not ordinary or (options := _options_broadcast(lane, to, src, group_src, None, async_op)) is None:
+    if not ordinary or (options := _options_broadcast(route, to, src, group_src, None, async_op)) is None:
         return _general_broadcast(tensor, src=src, group=group, async_op=async_op, group_src=group_src)
-    launcher = to if _HOOKS else lane.backend
-    index = lane.index
-    home = _home(tensor.data_ptr()) if index >= 0 else HOST
+    launcher = to if _HOOKS else route.backend
+    index = route.index
+    alloc_stream = _alloc_stream(tensor.data_ptr()) if index >= 0 else HOST
     _count_broadcast()
     if async_op:
         storages = (tensor.untyped_storage(),)
-        alias = tensor if lane.streamed or tensor.requires_grad else tensor.detach()
-        if lane.queries:
-            inner = lane.launch(_launch_broadcast, launcher, [alias], options)
+        alias = tensor if route.streamed or tensor.requires_grad else tensor.detach()
+        if route.asks_in_wait:
+            inner = route.launch(_launch_broadcast, launcher, [alias], options)
         else:
             inner = _launch_broadcast(launcher, [alias], options)
-        return inner and lane.hold(Work(), _name_broadcast, inner, storages, home, _getframe(1))
-    if lane.queries:
-        inner = lane.launch(_launch_broadcast, launcher, [tensor], options)
+        return inner and route.hold(Work(), _name_broadcast, inner, storages, alloc_stream, _getframe(1))
+    if route.asks_in_wait:
+        inner = route.launch(_launch_broadcast, launcher, [tensor], options)
     else:
         inner = _launch_broadcast(launcher, [tensor], options)
     if inner is not None:  # None where ProcessGroupNCCL ran it on the current stream (torch 2.8 and later)
-        if lane.queries:
-            wait_for(lane, inner, _name_broadcast, to, [tensor], _getframe(1))
+        if route.asks_in_wait:
+            wait_for(route, inner, _name_broadcast, to, [tensor], _getframe(1))
         else:
             inner.wait()
-    if index >= 0 and home != _current(index):
-        LEDGER.trail(_name_broadcast, to, index, storages_of([tensor]), _getframe(1))
+    if index >= 0 and alloc_stream != _current(index):
+        LEDGER.hand_off(_name_broadcast, to, index, storages_of([tensor]), _getframe(1))
     return None
 
 
@@ -440,51 +441,51 @@ _launch_reduce, _options_reduce = prepared_by_root(_row_reduce)
 def _reduce(tensor: Any, dst: Any = None, op: Any = c10d.ReduceOp.SUM, group: Any = None, async_op: bool = False, group_dst: Any = None) -> Any:
     if _compiling():
         return _c10d_reduce(tensor, dst, op, group, async_op, group_dst)
-    if _busy and not _awaited():
+    if _nonempty and not _can_skip_sweep():
         LEDGER.sweep()
     to = _groups[_DEFAULT] if group is None else group
     if ENGINES or BUCKETS or REGIONS:
         taken = offer(_row_reduce, to, (tensor,), op, async_op)
         if taken is not DECLINED:
             return _general_reduce(tensor, dst=dst, op=op, group=group, async_op=async_op, group_dst=group_dst) if taken is GENERAL else taken
-    lane: Any = _direct.get(id(to))
+    route: Any = _routes.get(id(to))
     try:
         ordinary = (
-            lane is not None
+            route is not None
             and not _has_torch_function(tensor)  # a subclass, or a TorchFunctionMode is active
             and not tensor.is_nested  # the guards must not be asked
-            and (lane.guards.one(tensor) or lane.guards.plain(tensor))
+            and (route.guards.one(tensor) or route.guards.plain(tensor))
             and not _modes()
             and not _profiler._is_profiler_enabled
             and (async_op is False or (async_op is True and not _inflight()))
         )
     except (AttributeError, RuntimeError, TypeError):  # not a tensor, or one with attributes of its own
         ordinary = False
-    if not ordinary or (options := _options_reduce(lane, to, dst, group_dst, op, async_op)) is None:
+    if not ordinary or (options := _options_reduce(route, to, dst, group_dst, op, async_op)) is None:
         return _general_reduce(tensor, dst=dst, op=op, group=group, async_op=async_op, group_dst=group_dst)
-    launcher = to if _HOOKS else lane.backend
-    index = lane.index
-    home = _home(tensor.data_ptr()) if index >= 0 else HOST
+    launcher = to if _HOOKS else route.backend
+    index = route.index
+    alloc_stream = _alloc_stream(tensor.data_ptr()) if index >= 0 else HOST
     _count_reduce()
     if async_op:
         storages = (tensor.untyped_storage(),)
-        alias = tensor if lane.streamed or tensor.requires_grad else tensor.detach()
-        if lane.queries:
-            inner = lane.launch(_launch_reduce, launcher, [alias], options)
+        alias = tensor if route.streamed or tensor.requires_grad else tensor.detach()
+        if route.asks_in_wait:
+            inner = route.launch(_launch_reduce, launcher, [alias], options)
         else:
             inner = _launch_reduce(launcher, [alias], options)
-        return inner and lane.hold(Work(), _name_reduce, inner, storages, home, _getframe(1))
-    if lane.queries:
-        inner = lane.launch(_launch_reduce, launcher, [tensor], options)
+        return inner and route.hold(Work(), _name_reduce, inner, storages, alloc_stream, _getframe(1))
+    if route.asks_in_wait:
+        inner = route.launch(_launch_reduce, launcher, [tensor], options)
     else:
         inner = _launch_reduce(launcher, [tensor], options)
     if inner is not None:  # None where ProcessGroupNCCL ran it on the current stream (torch 2.8 and later)
-        if lane.queries:
-            wait_for(lane, inner, _name_reduce, to, [tensor], _getframe(1))
+        if route.asks_in_wait:
+            wait_for(route, inner, _name_reduce, to, [tensor], _getframe(1))
         else:
             inner.wait()
-    if index >= 0 and home != _current(index):
-        LEDGER.trail(_name_reduce, to, index, storages_of([tensor]), _getframe(1))
+    if index >= 0 and alloc_stream != _current(index):
+        LEDGER.hand_off(_name_reduce, to, index, storages_of([tensor]), _getframe(1))
     return None
 
 
@@ -514,20 +515,20 @@ _launch_all_to_all_single, _options_all_to_all_single = prepared_for_all(_row_al
 def _all_to_all_single(output: Any, input: Any, output_split_sizes: Any = None, input_split_sizes: Any = None, group: Any = None, async_op: bool = False) -> Any:
     if _compiling():
         return _c10d_all_to_all_single(output, input, output_split_sizes, input_split_sizes, group, async_op)
-    if _busy and not _awaited():
+    if _nonempty and not _can_skip_sweep():
         LEDGER.sweep()
     to = _groups[_DEFAULT] if group is None else group
     if ENGINES or BUCKETS or REGIONS:
         taken = offer(_row_all_to_all_single, to, (output, input,), None, async_op)
         if taken is not DECLINED:
             return _general_all_to_all_single(output, input, output_split_sizes=output_split_sizes, input_split_sizes=input_split_sizes, group=group, async_op=async_op) if taken is GENERAL else taken
-    lane: Any = _direct.get(id(to))
+    route: Any = _routes.get(id(to))
     try:
         ordinary = (
-            lane is not None
+            route is not None
             and not _has_torch_function(output, input)  # a subclass, or a TorchFunctionMode is active
             and not input.is_nested and not output.is_nested  # the guards must not be asked
-            and (lane.guards.two(output, input) or lane.guards.two_before(output, input) or lane.guards.plain(output, input))
+            and (route.guards.two(output, input) or route.guards.two_before(output, input) or route.guards.plain(output, input))
             and not _modes()
             and not _profiler._is_profiler_enabled
             and (async_op is False or (async_op is True and not _inflight()))
@@ -536,31 +537,31 @@ def _all_to_all_single(output: Any, input: Any, output_split_sizes: Any = None, 
         ordinary = False
     if not ordinary or (options := _options_all_to_all_single[async_op]) is None or (outputs := split_sizes(output_split_sizes)) is None or (inputs := split_sizes(input_split_sizes)) is None:
         return _general_all_to_all_single(output, input, output_split_sizes=output_split_sizes, input_split_sizes=input_split_sizes, group=group, async_op=async_op)
-    launcher = to if _HOOKS else lane.backend
-    index = lane.index
-    home = _home(output.data_ptr(), input.data_ptr()) if index >= 0 else HOST
+    launcher = to if _HOOKS else route.backend
+    index = route.index
+    alloc_stream = _alloc_stream(output.data_ptr(), input.data_ptr()) if index >= 0 else HOST
     _count_all_to_all_single()
     if async_op:
         storages = (output.untyped_storage(), input.untyped_storage(),)
         to_write, to_read = output, input
-        if not (lane.streamed or output.requires_grad or input.requires_grad):
+        if not (route.streamed or output.requires_grad or input.requires_grad):
             to_write, to_read = output.detach(), input.data
-        if lane.queries:
-            inner = lane.launch(_launch_all_to_all_single, launcher, to_write, to_read, outputs, inputs, options)
+        if route.asks_in_wait:
+            inner = route.launch(_launch_all_to_all_single, launcher, to_write, to_read, outputs, inputs, options)
         else:
             inner = _launch_all_to_all_single(launcher, to_write, to_read, outputs, inputs, options)
-        return inner and lane.hold(Work(), _name_all_to_all_single, inner, storages, home, _getframe(1))
-    if lane.queries:
-        inner = lane.launch(_launch_all_to_all_single, launcher, output, input, outputs, inputs, options)
+        return inner and route.hold(Work(), _name_all_to_all_single, inner, storages, alloc_stream, _getframe(1))
+    if route.asks_in_wait:
+        inner = route.launch(_launch_all_to_all_single, launcher, output, input, outputs, inputs, options)
     else:
         inner = _launch_all_to_all_single(launcher, output, input, outputs, inputs, options)
     if inner is not None:  # None where ProcessGroupNCCL ran it on the current stream (torch 2.8 and later)
-        if lane.queries:
-            wait_for(lane, inner, _name_all_to_all_single, to, [output, input], _getframe(1))
+        if route.asks_in_wait:
+            wait_for(route, inner, _name_all_to_all_single, to, [output, input], _getframe(1))
         else:
             inner.wait()
-    if index >= 0 and home != _current(index):
-        LEDGER.trail(_name_all_to_all_single, to, index, storages_of([output, input]), _getframe(1))
+    if index >= 0 and alloc_stream != _current(index):
+        LEDGER.hand_off(_name_all_to_all_single, to, index, storages_of([output, input]), _getframe(1))
     return None
 
 

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed.distributed_c10d as c10d
 
-from safecomm import _torch, backends, captures
+from safecomm import _torch, backends
 from safecomm.collectives import effects
 from safecomm.collectives.holding import (
     SPAN,
@@ -31,12 +31,20 @@ from safecomm.collectives.holding import (
     span,
 )
 from safecomm.collectives.regions import REGIONS, Region
+from safecomm.collectives.routes import ROUTES, Route
 from safecomm.collectives.table import OP_IDS, OPS, ROWS, Row
 from safecomm.collectives.takers import BUCKETS, DECLINED, ENGINES, GENERAL, default_group, is_true, offer
-from safecomm.collectives.tensors import all_at_home, as_they_are, device_alias, flatten, host_alias, with_memory
-from safecomm.entries import WorkLane
+from safecomm.collectives.tensors import (
+    all_on_current_stream,
+    as_they_are,
+    device_alias,
+    flatten,
+    host_alias,
+    with_memory,
+)
+from safecomm.core import captures
+from safecomm.core.ledger import LEDGER
 from safecomm.guards import PLAIN
-from safecomm.ledger import LEDGER
 
 log = logging.getLogger("safecomm")
 
@@ -72,7 +80,7 @@ def forwarded(row: Row, *, asks: bool = True) -> Any:
     async_place = names.index("async_op") if "async_op" in names else None
     op_place = names.index("op") if "op" in names else None
     compiling = torch.compiler.is_dynamo_compiling
-    busy = LEDGER.busy
+    busy = LEDGER.nonempty
     recording = captures.RECORDING
     count = counter(name)
     profiler = _torch.profiler
@@ -142,8 +150,8 @@ def forwarded(row: Row, *, asks: bool = True) -> Any:
             result is None
             and not row.collected
             and not REGIONS
-            and (row.launch is None or id(group) in LEDGER.direct)  # else finish() makes the lane of the next call
-            and all_at_home(tensors)
+            and (row.launch is None or id(group) in ROUTES.fast)  # else finish() makes the route of the next call
+            and all_on_current_stream(tensors)
         ):
             return None  # the ordinary program: nothing to hold
         return finish(row, result, group, tensors, caller())
@@ -211,22 +219,22 @@ def prepared_for_all(launch: _torch.Launch | None) -> tuple[Any, tuple[Any, Any]
     return launch.function, (_options(launch, SUM, False), _options(launch, SUM, True))
 
 
-def prepared_by_root(row: Row) -> tuple[Any, Callable[[WorkLane, Any, Any, Any, Any, bool], Any]]:
+def prepared_by_root(row: Row) -> tuple[Any, Callable[[Route, Any, Any, Any, Any, bool], Any]]:
     """Return what launches calls of ``row``, which has a root, and what gives their options.
 
-    The function that gives options takes the lane, the group, the root as a rank of all and as one of the group (c10d
+    The function that gives options takes the route, the group, the root as a rank of all and as one of the group (c10d
     wants one of the two), the operation, and whether the call is asynchronous. It gives None if the call is c10d's to
     look at.
     """
     name, launch = row.name, row.launch
 
-    def options(lane: WorkLane, group: Any, root: Any, group_root: Any, op: Any, asynchronous: bool) -> Any:
+    def options(route: Route, group: Any, root: Any, group_root: Any, op: Any, asynchronous: bool) -> Any:
         # Before anything is looked up: an array is no key, a root of 1.0 is as good a key as 1, and c10d takes the one
         # and refuses the other.
         if (type(root), type(group_root)) not in _ONE_ROOT:
             return None
         key = name, root, group_root, id(op), asynchronous
-        found = lane.root_options.get(key)
+        found = route.root_options.get(key)
         # A rank of all means something only in a group that c10d knows: it may have been destroyed past safecomm.
         if found is not None and (root is None or _torch.group_name(group)):
             return found
@@ -236,11 +244,11 @@ def prepared_by_root(row: Row) -> tuple[Any, Callable[[WorkLane, Any, Any, Any, 
             rank = c10d.get_group_rank(group, root) if group_root is None else group_root
         except (RuntimeError, ValueError):
             return None
-        if not 0 <= rank < lane.world:
+        if not 0 <= rank < route.world:
             return None
         found = _options(launch, op, asynchronous)
         found.rootRank = rank
-        lane.root_options[key] = found
+        route.root_options[key] = found
         return found
 
     return launch and launch.function, options

@@ -18,7 +18,7 @@ HEAD = '''"""All wrapped collectives but the list forms, batches and ends of gro
 Made by ``python -m safecomm.collectives.generate`` of ``gate.py.in`` and ``table.py``, which are what to change.
 
 A gate asks, in this order: whether something that is held may be over; whether somebody takes the call before the
-backend does (``takers.py``); whether it is an ordinary call, of plain tensors on a group that has a lane. Then it
+backend does (``takers.py``); whether it is an ordinary call, of plain tensors on a group that has a route. Then it
 launches, and holds. What is not ordinary goes the general way, which is c10d's own function with a hold around it. The
 gates of lists are in ``list_gates.py``.
 """
@@ -49,24 +49,25 @@ from safecomm.collectives.general import (
 )
 from safecomm.collectives.holding import counter, wait_for
 from safecomm.collectives.regions import REGIONS
+from safecomm.collectives.routes import ROUTES
 from safecomm.collectives.table import ROWS
 from safecomm.collectives.takers import BUCKETS, DECLINED, ENGINES, GENERAL, offer
 from safecomm.collectives.tensors import storages_of
-from safecomm.ledger import LEDGER
-from safecomm.streams import HOST
-from safecomm.work import Work, handle
+from safecomm.core.ledger import LEDGER
+from safecomm.core.streams import HOST
+from safecomm.core.work import Work, handle
 
 # Bound once: each of these is read on every call.
 _compiling = torch.compiler.is_dynamo_compiling
-_busy = LEDGER.busy
-_awaited = LEDGER.awaited
+_nonempty = LEDGER.nonempty
+_can_skip_sweep = LEDGER.can_skip_sweep
 _current = LEDGER.streams.current
-_home = LEDGER.streams.home
+_alloc_stream = LEDGER.streams.alloc_stream
 _getframe = sys._getframe
 _has_torch_function = _torch.has_torch_function
 _groups = _torch.groups
 _DEFAULT = _torch.DEFAULT
-_direct = LEDGER.direct
+_routes = ROUTES.fast
 _modes = _torch.dispatch_modes
 _profiler = _torch.profiler
 _inflight = _torch.inflight_as_graph_input
@@ -183,7 +184,7 @@ def gate(row: Row) -> str:
     operation = "op" if "op" in row.given else "None"
     if root:
         prepared = f"_launch_{row.key}, _options_{row.key} = prepared_by_root(_row_{row.key})"
-        options = f"(options := _options_{row.key}(lane, to, {root}, group_{root}, {operation}, async_op)) is None"
+        options = f"(options := _options_{row.key}(route, to, {root}, group_{root}, {operation}, async_op)) is None"
     elif "op" in row.given:
         prepared = f"_launch_{row.key}, *_options_{row.key} = prepared(_row_{row.key}.launch)"
         options = f"(options := _options_{row.key}[async_op].get(id(op))) is None"
@@ -194,29 +195,29 @@ def gate(row: Row) -> str:
         options += " or (outputs := split_sizes(output_split_sizes)) is None"
         options += " or (inputs := split_sizes(input_split_sizes)) is None"
     frame = "_caller(_getframe(1))" if row.alias else "_getframe(1)"
-    hold = f"return inner and lane.hold(Work(), _name_{row.key}, inner, storages, home, {frame})"
+    hold = f"return inner and route.hold(Work(), _name_{row.key}, inner, storages, alloc_stream, {frame})"
     if not row.pollable:
         hold = (
-            "if not lane.streamed:\n"
-            f"            lane, work = lane.unordered(to), handle(once=True)\n"
-            f"            return inner and lane.hold(work, _name_{row.key}, inner, storages, home, {frame})\n"
+            "if not route.streamed:\n"
+            f"            route, work = route.unordered(to), handle(once=True)\n"
+            f"            return inner and route.hold(work, _name_{row.key}, inner, storages, alloc_stream, {frame})\n"
             f"        {hold}"
         )
     if row.one:
         (tensor,) = row.tensors
-        guards = f"lane.guards.one({tensor})"
+        guards = f"route.guards.one({tensor})"
         written = f"[{tensor}]"
         # See tensors.host_alias.
-        aliased = f"alias = {tensor} if lane.streamed or {tensor}.requires_grad else {tensor}.detach()"
+        aliased = f"alias = {tensor} if route.streamed or {tensor}.requires_grad else {tensor}.detach()"
         aliases = "[alias]"
     else:
         output, given = row.tensors
         both = f"{output}, {given}"
-        guards = f"lane.guards.two({both}) or lane.guards.two_before({both})"
+        guards = f"route.guards.two({both}) or route.guards.two_before({both})"
         written = both
         aliased = (
             f"to_write, to_read = {both}\n"
-            f"        if not (lane.streamed or {output}.requires_grad or {given}.requires_grad):\n"
+            f"        if not (route.streamed or {output}.requires_grad or {given}.requires_grad):\n"
             f"            to_write, to_read = {output}.detach(), {given}.data"
         )
         aliases = "to_write, to_read"
@@ -234,7 +235,7 @@ def gate(row: Row) -> str:
         "tensors": tensors,
         "op": operation,
         "not_nested": " and ".join(f"not {name}.is_nested" for name in reversed(row.tensors)),
-        "guarded": f"{guards} or lane.guards.plain({tensors})",
+        "guarded": f"{guards} or route.guards.plain({tensors})",
         "no_options": options,
         "pointers": ", ".join(f"{name}.data_ptr()" for name in row.tensors),
         "storages": ", ".join(f"{name}.untyped_storage()" for name in row.tensors),

@@ -9,12 +9,15 @@ from typing import Any
 
 import torch.distributed.distributed_c10d as c10d
 
-from safecomm import _torch, captures
+from safecomm import _torch
 from safecomm.collectives import ending
 from safecomm.collectives.general import stand_in
+from safecomm.collectives.routes import ROUTES
 from safecomm.collectives.takers import ENGINES, default_group
+from safecomm.core import captures
+from safecomm.core.drain import await_works
+from safecomm.core.ledger import LEDGER
 from safecomm.errors import PendingWorkError
-from safecomm.ledger import LEDGER
 
 log = logging.getLogger("safecomm")
 
@@ -53,16 +56,16 @@ def destroy_process_group(group: Any = None) -> None:
         # A program that can't be edited may leave a receive posted for a message that never comes. torch ends at once.
         unedited = captures.unedited()
         try:
-            LEDGER.await_works(patience, target, blind=not unedited)
+            await_works(LEDGER, patience, target, unpollable=not unedited)
         except PendingWorkError as error:
             if not unedited:
                 raise
             log.warning("destroy_process_group() goes on all the same: %s", error)
         if unedited:  # before, because c10d lets go of the group in it
-            LEDGER.close(target, "its group was destroyed before it was over")
+            ROUTES.close(target, "its group was destroyed before it was over")
         _end_engines(target, patience)
     ending.destroy(_c10d_destroy, group, process_group, patience, whole=target is None)
-    LEDGER.close(target, "its group was destroyed")
+    ROUTES.close(target, "its group was destroyed")
 
 
 destroy_process_group = stand_in(destroy_process_group, _c10d_destroy)
@@ -72,7 +75,7 @@ _c10d_abort: Any = getattr(c10d, "_abort_process_group", None)  # not in torch 2
 
 def _abort_process_group(group: Any = None) -> None:
     # Before, because c10d lets go of the group in it.
-    LEDGER.close(_target(group), "its group was aborted")
+    ROUTES.close(_target(group), "its group was aborted")
     _end_engines(_target(group), timedelta())
     _c10d_abort(group)
 
@@ -88,7 +91,7 @@ _c10d_reconfigure: Any = getattr(c10d, "_reconfigure", None)  # torch 2.15 and l
 def _end_generation(group: Any, reason: str) -> None:
     """Quarantine what ``group`` (None: all groups) holds and is not over, and forget what is known of it."""
     LEDGER.sweep(thorough=True)  # what is over need not wait for the whole device
-    LEDGER.close(group, reason)
+    ROUTES.close(group, reason)
     _end_engines(group, timedelta())
 
 

@@ -16,18 +16,19 @@ import torch.distributed.distributed_c10d as c10d
 from safecomm import _torch, backends
 from safecomm.backends import Kind
 from safecomm.collectives.regions import REGIONS, Region
+from safecomm.collectives.routes import ROUTES, Route
 from safecomm.collectives.table import Row
-from safecomm.collectives.tensors import home_of_few, index_of, storages_of
-from safecomm.entries import WorkLane, leave_all_empty
-from safecomm.ledger import LEDGER
-from safecomm.sites import outside
-from safecomm.streams import HOST
-from safecomm.work import RegionWork, StagedWork, Work, handle, member
+from safecomm.collectives.tensors import alloc_stream_of_few, index_of, storages_of
+from safecomm.core.call_site import outside
+from safecomm.core.holds import leave_all_empty
+from safecomm.core.ledger import LEDGER
+from safecomm.core.streams import HOST
+from safecomm.core.work import RegionWork, StagedWork, Work, handle, member
 
 _NOTHING = contextlib.nullcontext()
 _current = LEDGER.streams.current
-_home = LEDGER.streams.home
-_all_at_home = LEDGER.streams.all_at_home
+_alloc_stream = LEDGER.streams.alloc_stream
+_all_allocated_on = LEDGER.streams.all_allocated_on
 
 _counts: dict[str, itertools.count[int]] = {}
 
@@ -68,11 +69,11 @@ def span(name: str) -> Iterator[None]:
 
 def kind_for(group: Any, index: int) -> Kind:
     """Return what serves device ``index`` in ``group``."""
-    return LEDGER.lane_of(group, index).kind if isinstance(group, c10d.ProcessGroup) else backends.UNKNOWN
+    return ROUTES.of(group, index).kind if isinstance(group, c10d.ProcessGroup) else backends.UNKNOWN
 
 
 def relaxed(group: Any, tensors: list[Any]) -> AbstractContextManager[Any]:
-    """Return the context for a function of c10d's that may wait for what it launches; see ``WorkLane.relaxed``."""
+    """Return the context for a function of c10d's that may wait for what it launches; see ``Route.relaxed``."""
     if not backends.SOME_QUERY or not isinstance(group, c10d.ProcessGroup):
         return _NOTHING
     index = None
@@ -80,21 +81,21 @@ def relaxed(group: Any, tensors: list[Any]) -> AbstractContextManager[Any]:
         index = index_of(tensors[0])
     elif torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         index = _torch.current_device()
-    return _NOTHING if index is None or index < 0 else LEDGER.lane_of(group, index).relaxed()
+    return _NOTHING if index is None or index < 0 else ROUTES.of(group, index).relaxed()
 
 
 def wait_for(
-    lane: WorkLane, inner: Any, op: str, group: Any, tensors: list[torch.Tensor], frame: types.FrameType
+    route: Route, inner: Any, op: str, group: Any, tensors: list[torch.Tensor], frame: types.FrameType
 ) -> None:
-    """Wait for the work of a synchronous call on the backend of ``lane``, with what else it takes than ``wait()``.
+    """Wait for the work of a synchronous call on the backend of ``route``, with what else it takes than ``wait()``.
 
     One that fails may still be running, on the current stream: what that does not order is held (S4).
     """
     try:
-        lane.wait_for(inner)
+        route.wait_for(inner)
     except Exception:
-        if lane.index >= 0:
-            LEDGER.trail(op, group, lane.index, storages_of(tensors), frame)
+        if route.index >= 0:
+            LEDGER.hand_off(op, group, route.index, storages_of(tensors), frame)
         raise
 
 
@@ -111,70 +112,70 @@ def shelves(group: Any, tensors: list[Any]) -> bool:
     return False
 
 
-def launch(function: Callable[..., Any], lane: WorkLane, group: Any, *given: Any) -> Any:
+def launch(function: Callable[..., Any], route: Route, group: Any, *given: Any) -> Any:
     """Launch by ``function`` of a :class:`_torch.Launch`, on ``group`` where groups have hooks, else on its backend."""
-    return function(group if _torch.HOOKS else lane.backend, *given)
+    return function(group if _torch.HOOKS else route.backend, *given)
 
 
 def hold_launched(
-    op: str, inner: Any, lane: WorkLane, group: Any, tensors: list[torch.Tensor], asynchronous: bool,
+    op: str, inner: Any, route: Route, group: Any, tensors: list[torch.Tensor], asynchronous: bool,
     frame: types.FrameType,
 ) -> Work | None:  # fmt: skip
-    """Hold what a launch on ``lane``'s ProcessGroupNCCL uses, one or two plain tensors; return what the caller gets."""
-    index = lane.index
-    home = HOST if index < 0 else _home(tensors[0].data_ptr(), tensors[-1].data_ptr())
+    """Hold what a launch on ``route`` uses, one or two plain tensors, on NCCL; return what the caller gets."""
+    index = route.index
+    alloc_stream = HOST if index < 0 else _alloc_stream(tensors[0].data_ptr(), tensors[-1].data_ptr())
     if asynchronous:
         storages = tuple([tensor.untyped_storage() for tensor in tensors])
-        return inner and lane.hold(Work(), op, inner, storages, home, frame)
+        return inner and route.hold(Work(), op, inner, storages, alloc_stream, frame)
     if inner is not None:
         inner.wait()
-    if index >= 0 and home != _current(index):
-        LEDGER.trail(op, group, index, storages_of(tensors), frame)
+    if index >= 0 and alloc_stream != _current(index):
+        LEDGER.hand_off(op, group, index, storages_of(tensors), frame)
     return None
 
 
 def hold_list(
-    row: Row, inner: Any, lane: WorkLane, group: Any, tensors: list[torch.Tensor], frame: types.FrameType
+    row: Row, inner: Any, route: Route, group: Any, tensors: list[torch.Tensor], frame: types.FrameType
 ) -> Work:
-    """Hold the plain ``tensors`` of an asynchronous call that was launched on ``lane``, and return its handle."""
-    index = lane.index
+    """Hold the plain ``tensors`` of an asynchronous call that was launched on ``route``, and return its handle."""
+    index = route.index
     storages = tuple([tensor.untyped_storage() for tensor in tensors])
     if index < 0:
         if row.pollable:
-            return lane.hold(Work(), row.name, inner, storages, HOST, frame)
-        return lane.unordered(group).hold(handle(once=True), row.name, inner, storages, HOST, frame)
+            return route.hold(Work(), row.name, inner, storages, HOST, frame)
+        return route.unordered(group).hold(handle(once=True), row.name, inner, storages, HOST, frame)
     stream = _current(index)
-    home = stream if _all_at_home(stream, sorted([tensor.data_ptr() for tensor in tensors])) else None
+    alloc_stream = stream if _all_allocated_on(stream, sorted([tensor.data_ptr() for tensor in tensors])) else None
     if not row.staged:
-        return lane.hold(Work(), row.name, inner, storages, home, frame)
+        return route.hold(Work(), row.name, inner, storages, alloc_stream, frame)
     if stream and LEDGER.streams.is_capturing(index, stream):
-        return LEDGER.hold(Work(), row.name, inner, group, index, storages, frame, staged=True, home=home)
+        return ROUTES.hold(
+            Work(), row.name, inner, group, index, storages, frame, staged=True, alloc_stream=alloc_stream
+        )
     work = StagedWork()
     work.stream = stream
-    return lane.hold(work, row.name, inner, storages, home, frame)
+    return route.hold(work, row.name, inner, storages, alloc_stream, frame)
 
 
 def hold_together(
-    inner: Any, lane: WorkLane, group: Any, tensors: list[torch.Tensor], aliases: list[torch.Tensor],
+    inner: Any, route: Route, group: Any, tensors: list[torch.Tensor], aliases: list[torch.Tensor],
     asynchronous: bool, frame: types.FrameType,
 ) -> Work | None:  # fmt: skip
     """Hold the plain ``tensors`` of a region, of which c10d has ``aliases``; return what the region's caller gets."""
-    op, index = "_coalescing_manager", lane.index
+    op, index = "_coalescing_manager", route.index
     stream = _current(index) if index >= 0 else HOST
-    at_home = index < 0 or _all_at_home(stream, sorted([tensor.data_ptr() for tensor in tensors]))
+    local = index < 0 or _all_allocated_on(stream, sorted([tensor.data_ptr() for tensor in tensors]))
     if not asynchronous or inner is None:
         if inner is not None:
-            lane.wait_for(inner)
+            route.wait_for(inner)
         leave_all_empty(aliases)
-        if not at_home:
-            LEDGER.trail(op, group, index, storages_of(tensors), frame)
+        if not local:
+            LEDGER.hand_off(op, group, index, storages_of(tensors), frame)
         return None
     work = RegionWork()
-    work.aliases = ()
-    storages = tuple([tensor.untyped_storage() for tensor in tensors])
-    lane.hold(work, op, inner, storages, stream if at_home else None, frame)
     work.aliases = tuple(aliases)
-    return work
+    storages = tuple([tensor.untyped_storage() for tensor in tensors])
+    return route.hold(work, op, inner, storages, stream if local else None, frame)
 
 
 def finish(row: Row, result: Any, group: Any, tensors: list[Any], frame: types.FrameType) -> Any:
@@ -218,22 +219,22 @@ def _ends_in_order(row: Row, group: Any, index: int | None) -> bool:
 def _hold_work(row: Row, inner: c10d.Work, group: Any, index: int, tensors: list[Any], frame: types.FrameType) -> Work:
     ordered = _ends_in_order(row, group, index)
     storages = storages_of(tensors)
-    lane = LEDGER.direct.get(id(group))
-    if lane is not None and lane.index == index and lane.streamed and ordered and not row.staged:
-        work = lane.hold(Work(), row.name, inner, storages, home_of_few(index, storages), frame)
+    route = ROUTES.fast.get(id(group))
+    if route is not None and route.index == index and route.streamed and ordered and not row.staged:
+        work = route.hold(Work(), row.name, inner, storages, alloc_stream_of_few(index, storages), frame)
         if type(inner) is not c10d.Work:  # somebody's own, of which only wait() need be what it says
-            work.rare = True
+            work.needs_full_wait = "only its wait() can be trusted"
         return work
     work = handle(once=not ordered and kind_for(group, index).blind)
-    return LEDGER.hold(work, row.name, inner, group, index, storages, frame, staged=row.staged, unordered=not ordered)
+    return ROUTES.hold(work, row.name, inner, group, index, storages, frame, staged=row.staged, unordered=not ordered)
 
 
 def _hold_used(op: str, group: Any, index: int, storages: tuple[Any, ...], frame: types.FrameType) -> None:
     """Hold what was used by a call that is in the order of the current stream, or over."""
-    if id(group) not in LEDGER.direct:
-        LEDGER.lane_of(group, index)
+    if id(group) not in ROUTES.fast:
+        ROUTES.of(group, index)
     if index != HOST:
-        LEDGER.trail(op, group, index, storages, frame)
+        LEDGER.hand_off(op, group, index, storages, frame)
 
 
 class _FutureAsWork:
@@ -248,13 +249,13 @@ def _hold_future(op: str, future: Any, group: Any, index: int, tensors: list[Any
     """Hold the tensors of a call that answers with a future: the coalesced ones, which torch has deprecated."""
     storages = storages_of(tensors)
     if index == HOST:
-        LEDGER.hold(Work(), op, _FutureAsWork(future), group, index, storages, frame).awaited = True
+        ROUTES.hold(Work(), op, _FutureAsWork(future), group, index, storages, frame).has_future = True
         return
     # On the device a future is done when the call is launched, and waiting for it orders the current stream: one of its
     # own, so that the caller's are not delayed.
     with torch.cuda.stream(torch.cuda.Stream(index)):  # type: ignore[no-untyped-call]
         future.wait()
-        LEDGER.trail(op, group, index, storages, frame)
+        LEDGER.hand_off(op, group, index, storages, frame)
 
 
 def hold_region(cm: Any, group: Any, region: Region, frame: types.FrameType) -> None:
@@ -265,10 +266,10 @@ def hold_region(cm: Any, group: Any, region: Region, frame: types.FrameType) -> 
     storages = storages_of(region.tensors)
     if cm.works:
         (inner,) = cm.works
-        work = LEDGER.hold(
+        work = ROUTES.hold(
             Work(), "_coalescing_manager", inner, group, index, storages, frame,
             aliases=tuple(region.aliases), staged=region.staged, unordered=not region.ordered,
-            home=home_of_few(index, storages),
+            alloc_stream=alloc_stream_of_few(index, storages),
         )  # fmt: skip
         cm.works[:] = [work]
         for call in region.works:

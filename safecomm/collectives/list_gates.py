@@ -1,6 +1,6 @@
 """The direct way of the list forms: plain calls past c10d's Python, and a hold of all that they were given.
 
-An ordinary call, of plain tensors on a group that has a lane, goes to what c10d's own function calls in C++. What is
+An ordinary call, of plain tensors on a group that has a route, goes to what c10d's own function calls in C++. What is
 not ordinary is c10d's function's, which raises what it raises and does the rest. ``all_gather`` and ``reduce_scatter``
 have ways of their own before this one: see ``lists.py``.
 """
@@ -18,23 +18,23 @@ from safecomm import _torch
 from safecomm.collectives.general import forwarded, prepared, prepared_by_root, prepared_for_all
 from safecomm.collectives.holding import counter, hold_list
 from safecomm.collectives.regions import REGIONS
+from safecomm.collectives.routes import ROUTES, Route
 from safecomm.collectives.table import ROWS, Row
 from safecomm.collectives.takers import BUCKETS, DECLINED, ENGINES, GENERAL, offer
 from safecomm.collectives.tensors import storages_of
-from safecomm.entries import WorkLane
-from safecomm.ledger import LEDGER
+from safecomm.core.ledger import LEDGER
 
 # Bound once: each of these is read on every call.
 _compiling = torch.compiler.is_dynamo_compiling
-_busy = LEDGER.busy
-_awaited = LEDGER.awaited
+_nonempty = LEDGER.nonempty
+_can_skip_sweep = LEDGER.can_skip_sweep
 _current = LEDGER.streams.current
-_all_at_home = LEDGER.streams.all_at_home
+_all_allocated_on = LEDGER.streams.all_allocated_on
 _getframe = sys._getframe
 _has_torch_function = _torch.has_torch_function
 _groups = _torch.groups
 _DEFAULT = _torch.DEFAULT
-_direct = LEDGER.direct
+_routes = ROUTES.fast
 _modes = _torch.dispatch_modes
 _profiler = _torch.profiler
 _inflight = _torch.inflight_as_graph_input
@@ -52,17 +52,17 @@ class _Way:
         self.count = counter(row.name)
 
 
-def _lane_of(group: Any, tensors: list[Any], asynchronous: Any) -> WorkLane | None:
-    """Return the lane of an ordinary call of ``tensors``; None for a call that is c10d's function's."""
-    lane = _direct.get(id(group))
+def _route_of(group: Any, tensors: list[Any], asynchronous: Any) -> Route | None:
+    """Return the route of an ordinary call of ``tensors``; None for a call that is c10d's function's."""
+    route = _routes.get(id(group))
     try:
-        if lane is None or _has_torch_function(*tensors):  # a subclass, or a TorchFunctionMode is active
+        if route is None or _has_torch_function(*tensors):  # a subclass, or a TorchFunctionMode is active
             return None
         for tensor in tensors:
             if tensor.is_nested:  # the guards must not be asked
                 return None
         if (
-            not lane.guards.all(tensors)
+            not route.guards.all(tensors)
             or _modes()
             or _profiler._is_profiler_enabled
             or not (asynchronous is False or (asynchronous is True and not _inflight()))
@@ -70,12 +70,12 @@ def _lane_of(group: Any, tensors: list[Any], asynchronous: Any) -> WorkLane | No
             return None
     except (AttributeError, RuntimeError, TypeError):  # not a tensor, or one with attributes of its own
         return None
-    return lane
+    return route
 
 
-def _given(lane: WorkLane, tensors: list[torch.Tensor], asynchronous: bool) -> list[torch.Tensor]:
+def _given(route: Route, tensors: list[torch.Tensor], asynchronous: bool) -> list[torch.Tensor]:
     """Return what the backend is given in place of ``tensors``; see ``tensors.host_alias``."""
-    if not asynchronous or lane.streamed:
+    if not asynchronous or route.streamed:
         return tensors
     for tensor in tensors:
         if tensor.requires_grad:
@@ -84,32 +84,32 @@ def _given(lane: WorkLane, tensors: list[torch.Tensor], asynchronous: bool) -> l
 
 
 def _run(
-    way: _Way, lane: WorkLane, group: Any, outputs: list[Any], inputs: list[Any], options: Any,
+    way: _Way, route: Route, group: Any, outputs: list[Any], inputs: list[Any], options: Any,
     tensors: list[torch.Tensor], asynchronous: bool,
 ) -> Any:  # fmt: skip
     """Launch an ordinary call, hold ``tensors``, and return what the caller gets."""
-    launcher = group if _HOOKS else lane.backend
-    index = lane.index
+    launcher = group if _HOOKS else route.backend
+    index = route.index
     way.count()
     try:
-        if lane.queries:
-            inner = lane.launch(way.function, launcher, outputs, inputs, options)
+        if route.asks_in_wait:
+            inner = route.launch(way.function, launcher, outputs, inputs, options)
         else:
             inner = way.function(launcher, outputs, inputs, options)
         if asynchronous:
-            return inner and hold_list(way.row, inner, lane, group, tensors, _getframe(3))
+            return inner and hold_list(way.row, inner, route, group, tensors, _getframe(3))
         if inner is not None:  # None where ProcessGroupNCCL ran it on the current stream (torch 2.8 and later)
-            if lane.queries:
-                lane.wait_for(inner)
+            if route.asks_in_wait:
+                route.wait_for(inner)
             else:
                 inner.wait()
     except Exception as error:
         # What was launched before that may still be running.
-        if index >= 0 and (lane.queries or isinstance(error, torch.distributed.DistBackendError)):
-            LEDGER.trail(way.row.name, group, index, storages_of(tensors), _getframe(3))
+        if index >= 0 and (route.asks_in_wait or isinstance(error, torch.distributed.DistBackendError)):
+            LEDGER.hand_off(way.row.name, group, index, storages_of(tensors), _getframe(3))
         raise
-    if index >= 0 and not _all_at_home(_current(index), sorted([tensor.data_ptr() for tensor in tensors])):
-        LEDGER.trail(way.row.name, group, index, storages_of(tensors), _getframe(3))
+    if index >= 0 and not _all_allocated_on(_current(index), sorted([tensor.data_ptr() for tensor in tensors])):
+        LEDGER.hand_off(way.row.name, group, index, storages_of(tensors), _getframe(3))
     return None
 
 
@@ -124,12 +124,12 @@ def run_all_gather(tensor_list: Any, tensor: Any, group: Any, asynchronous: Any)
     if type(tensor_list) is not list or not tensor_list or _ALL_GATHER.function is None:
         return GENERAL
     tensors = [*tensor_list, tensor]
-    lane = _lane_of(group, tensors, asynchronous)
-    if lane is None:
+    route = _route_of(group, tensors, asynchronous)
+    if route is None:
         return GENERAL
-    given = _given(lane, tensors, asynchronous)
+    given = _given(route, tensors, asynchronous)
     return _run(
-        _ALL_GATHER, lane, group, [given[:-1]], given[-1:], _gather_options[asynchronous], tensors, asynchronous
+        _ALL_GATHER, route, group, [given[:-1]], given[-1:], _gather_options[asynchronous], tensors, asynchronous
     )
 
 
@@ -142,11 +142,11 @@ def run_reduce_scatter(output: Any, input_list: Any, op: Any, group: Any, asynch
     if type(input_list) is not list or not input_list:
         return GENERAL
     tensors = [output, *input_list]
-    lane = _lane_of(group, tensors, asynchronous)
-    if lane is None or (options := _reduce_options[asynchronous].get(id(op))) is None:
+    route = _route_of(group, tensors, asynchronous)
+    if route is None or (options := _reduce_options[asynchronous].get(id(op))) is None:
         return GENERAL
-    given = _given(lane, tensors, asynchronous)
-    return _run(_REDUCE_SCATTER, lane, group, given[:1], [given[1:]], options, tensors, asynchronous)
+    given = _given(route, tensors, asynchronous)
+    return _run(_REDUCE_SCATTER, route, group, given[:1], [given[1:]], options, tensors, asynchronous)
 
 
 # --- all_to_all ---
@@ -161,7 +161,7 @@ _ALL_TO_ALL = _Way(_row_all_to_all, _function)
 def all_to_all(output_tensor_list: Any, input_tensor_list: Any, group: Any = None, async_op: bool = False) -> Any:
     if _compiling():
         return _c10d_all_to_all(output_tensor_list, input_tensor_list, group, async_op)
-    if _busy and not _awaited():
+    if _nonempty and not _can_skip_sweep():
         LEDGER.sweep()
     to = _groups[_DEFAULT] if group is None else group
     if ENGINES or BUCKETS or REGIONS:
@@ -179,13 +179,13 @@ def _run_all_to_all(outputs: Any, inputs: Any, group: Any, asynchronous: Any) ->
     if type(outputs) is not list or type(inputs) is not list or not inputs:
         return GENERAL
     tensors = [*outputs, *inputs]
-    lane = _lane_of(group, tensors, asynchronous)
-    if lane is None:
+    route = _route_of(group, tensors, asynchronous)
+    if route is None:
         return GENERAL
-    given = _given(lane, tensors, asynchronous)
+    given = _given(route, tensors, asynchronous)
     count = len(outputs)
     options = _all_to_all_options[asynchronous]
-    return _run(_ALL_TO_ALL, lane, group, given[:count], given[count:], options, tensors, asynchronous)
+    return _run(_ALL_TO_ALL, route, group, given[:count], given[count:], options, tensors, asynchronous)
 
 
 # --- gather and scatter ---
@@ -205,7 +205,7 @@ def gather(
 ) -> Any:  # fmt: skip
     if _compiling():
         return _c10d_gather(tensor, gather_list, dst, group, async_op, group_dst)
-    if _busy and not _awaited():
+    if _nonempty and not _can_skip_sweep():
         LEDGER.sweep()
     to = _groups[_DEFAULT] if group is None else group
     if ENGINES or BUCKETS or REGIONS:
@@ -225,7 +225,7 @@ def scatter(
 ) -> Any:  # fmt: skip
     if _compiling():
         return _c10d_scatter(tensor, scatter_list, src, group, async_op, group_src)
-    if _busy and not _awaited():
+    if _nonempty and not _can_skip_sweep():
         LEDGER.sweep()
     to = _groups[_DEFAULT] if group is None else group
     if ENGINES or BUCKETS or REGIONS:
@@ -248,16 +248,18 @@ def _run_by_root(
     elif type(parts) is not list:
         return GENERAL
     tensors = [*parts, tensor]
-    lane = _lane_of(group, tensors, asynchronous)
-    if lane is None:
+    route = _route_of(group, tensors, asynchronous)
+    if route is None:
         return GENERAL
     if root is None and group_root is None:
         root = 0
-    options = options_of(lane, group, root, group_root, None, asynchronous)
-    if options is None or (options.rootRank == lane.rank) is not bool(parts):  # the root has the list, and no other has
+    options = options_of(route, group, root, group_root, None, asynchronous)
+    if options is None or (options.rootRank == route.rank) is not bool(
+        parts
+    ):  # the root has the list, and no other has
         return GENERAL
-    given = _given(lane, tensors, asynchronous)
+    given = _given(route, tensors, asynchronous)
     lists, one = [given[:-1]] if parts else [], given[-1:]
     if way is _GATHER:
-        return _run(way, lane, group, lists, one, options, tensors, asynchronous)
-    return _run(way, lane, group, one, lists, options, tensors, asynchronous)
+        return _run(way, route, group, lists, one, options, tensors, asynchronous)
+    return _run(way, route, group, one, lists, options, tensors, asynchronous)

@@ -25,29 +25,30 @@ import torch
 import torch.distributed.distributed_c10d as c10d
 from torch.nn import Parameter as _Parameter
 
-from safecomm import _torch, captures
+from safecomm import _torch
 from safecomm.arena.use import IN_USE, in_use, may_be_used, would_be_used
 from safecomm.collectives.general import direct, forwarded, prepared, prepared_for_all
 from safecomm.collectives.holding import counter, hold_launched, launch, span
 from safecomm.collectives.list_gates import run_all_gather, run_reduce_scatter
 from safecomm.collectives.regions import REGIONS
+from safecomm.collectives.routes import ROUTES, Route
 from safecomm.collectives.table import ROWS
 from safecomm.collectives.takers import BUCKETS, DECLINED, ENGINES, GENERAL, default_group, offer
 from safecomm.collectives.tensors import storages_of
-from safecomm.entries import WorkLane
+from safecomm.core import captures
+from safecomm.core.ledger import LEDGER
+from safecomm.core.work import Work
 from safecomm.guards import KINDS
-from safecomm.ledger import LEDGER
-from safecomm.work import Work
 
 __all__ = ["all_gather", "reduce_scatter"]
 
 # Bound once: each of these is read on every call.
 _compiling = torch.compiler.is_dynamo_compiling
-_busy = LEDGER.busy
-_awaited = LEDGER.awaited
+_nonempty = LEDGER.nonempty
+_can_skip_sweep = LEDGER.can_skip_sweep
 _current = LEDGER.streams.current
-_all_at_home = LEDGER.streams.all_at_home
-_direct = LEDGER.direct
+_all_allocated_on = LEDGER.streams.all_allocated_on
+_routes = ROUTES.fast
 _getframe = sys._getframe
 _recording = captures.RECORDING
 _has_torch_function = _torch.has_torch_function
@@ -229,8 +230,8 @@ def _can_be_copied(pieces: list[Any], tensor: torch.Tensor, written: bool) -> bo
     )
 
 
-def _found(tensors: Any, tensor: Any, group: Any, asynchronous: bool) -> WorkLane | None:
-    """Return the lane of a call that goes flat if its list can; None for one that is c10d's."""
+def _found(tensors: Any, tensor: Any, group: Any, asynchronous: bool) -> Route | None:
+    """Return the route of a call that goes flat if its list can; None for one that is c10d's."""
     if (
         _has_torch_function(tensor)  # a TorchFunctionMode is active
         or (type(tensor) is not _Tensor and type(tensor) is not _Parameter)
@@ -238,10 +239,10 @@ def _found(tensors: Any, tensor: Any, group: Any, asynchronous: bool) -> WorkLan
     ):
         return None
     index = tensor.get_device()
-    lane = _direct.get(id(group))
-    if (lane is None or lane.index != index) and (lane := _lane_of(group, index)) is None:
+    route = _routes.get(id(group))
+    if (route is None or route.index != index) and (route := _route_of(group, index)) is None:
         return None
-    backend = lane.backend
+    backend = route.backend
     if (
         type(backend) is not _NCCL  # another class compares the names of what the ranks call, which differ (DETAIL)
         or not would_be_used(index)  # slices need none of its memory
@@ -252,18 +253,18 @@ def _found(tensors: Any, tensor: Any, group: Any, asynchronous: bool) -> WorkLan
         or (asynchronous and _inflight())
     ):
         return None
-    return lane
+    return route
 
 
-def _lane_of(group: Any, index: int) -> WorkLane | None:
-    """Return the lane of a group that has not been called on this device yet, or whose calls are diverted."""
+def _route_of(group: Any, index: int) -> Route | None:
+    """Return the route of a group that has not been called on this device yet, or whose calls are diverted."""
     if type(group) is not c10d.ProcessGroup:
         return None
-    return LEDGER.lane_of(group, index)
+    return ROUTES.of(group, index)
 
 
 def _run(
-    op: str, function: Any, options: Any, lane: WorkLane, group: Any, output: torch.Tensor, source: torch.Tensor,
+    op: str, function: Any, options: Any, route: Route, group: Any, output: torch.Tensor, source: torch.Tensor,
     arguments: list[torch.Tensor], asynchronous: bool,
 ) -> Any:  # fmt: skip
     """Launch a flat collective, hold what it uses, and return what the caller gets."""
@@ -271,27 +272,27 @@ def _run(
         captures.check_group(op, group, arguments)
     if _profiler._is_profiler_enabled:
         with span(op):
-            inner = launch(function, lane, group, output, source, options)
+            inner = launch(function, route, group, output, source, options)
     else:
-        inner = launch(function, lane, group, output, source, options)
+        inner = launch(function, route, group, output, source, options)
     if _recording:
         # Not the buffer, which is gone in a moment: a replay looks whether the caller's own tensors have moved.
         captures.note(op, group, arguments, _getframe(2))
-    return hold_launched(op, inner, lane, group, [output, source], asynchronous, _getframe(2))
+    return hold_launched(op, inner, route, group, [output, source], asynchronous, _getframe(2))
 
 
 def _staged(
-    op: str, run: Callable[..., None], options: Any, lane: WorkLane, group: Any, pieces: list[Any],
+    op: str, run: Callable[..., None], options: Any, route: Route, group: Any, pieces: list[Any],
     tensor: torch.Tensor, count: Callable[[], int], *, written: bool,
 ) -> bool:  # fmt: skip
     """Run a synchronous call of a list in pieces through a slot of the arena; False for one that is c10d's."""
-    addresses = addresses_of(pieces, tensor, lane.backend.size(), written=written)
+    addresses = addresses_of(pieces, tensor, route.backend.size(), written=written)
     if addresses is None:
         return False
     arguments = [*pieces, tensor] if _recording else pieces
     if _recording:
         captures.check_group(op, group, arguments)  # before a graph is given a slot
-    index, number, shape = lane.index, len(pieces), tensor.shape
+    index, number, shape = route.index, len(pieces), tensor.shape
     arena = in_use(index)
     if arena is None:
         return False
@@ -302,21 +303,21 @@ def _staged(
     try:
         if _profiler._is_profiler_enabled:
             with span(op):
-                run(lane, group, slot, pieces, tensor, options)
+                run(route, group, slot, pieces, tensor, options)
         else:
-            run(lane, group, slot, pieces, tensor, options)
+            run(route, group, slot, pieces, tensor, options)
         if _recording:
             captures.note(op, group, arguments, _getframe(2))  # the slot is the graph's already
     finally:  # what has failed may still be running
-        if index >= 0 and not _all_at_home(_current(index), addresses):
-            LEDGER.trail(op, group, index, storages_of([*pieces, tensor]), _getframe(2))
+        if index >= 0 and not _all_allocated_on(_current(index), addresses):
+            LEDGER.hand_off(op, group, index, storages_of([*pieces, tensor]), _getframe(2))
     return True
 
 
 def _gather(
-    lane: WorkLane, group: Any, slot: torch.Tensor, pieces: list[Any], tensor: torch.Tensor, options: Any
+    route: Route, group: Any, slot: torch.Tensor, pieces: list[Any], tensor: torch.Tensor, options: Any
 ) -> None:
-    inner = launch(_launch_all_gather, lane, group, slot, tensor, options)
+    inner = launch(_launch_all_gather, route, group, slot, tensor, options)
     if inner is not None:
         inner.wait()
     if tensor.nbytes > _LARGE:
@@ -326,10 +327,10 @@ def _gather(
 
 
 def _scatter(
-    lane: WorkLane, group: Any, slot: torch.Tensor, pieces: list[Any], tensor: torch.Tensor, options: Any
+    route: Route, group: Any, slot: torch.Tensor, pieces: list[Any], tensor: torch.Tensor, options: Any
 ) -> None:
     torch.cat(pieces, out=slot)
-    inner = launch(_launch_reduce_scatter, lane, group, tensor, slot, options)
+    inner = launch(_launch_reduce_scatter, route, group, tensor, slot, options)
     if inner is not None:
         inner.wait()
 
@@ -337,7 +338,7 @@ def _scatter(
 def _all_gather(tensor_list: Any, tensor: Any, group: Any = None, async_op: bool = False) -> Any:
     if _compiling():
         return _c10d_all_gather(tensor_list, tensor, group, async_op)
-    if _busy and not _awaited():
+    if _nonempty and not _can_skip_sweep():
         LEDGER.sweep()
     to = group or default_group()
     if ENGINES or BUCKETS or REGIONS:
@@ -346,14 +347,14 @@ def _all_gather(tensor_list: Any, tensor: Any, group: Any = None, async_op: bool
             return _general_all_gather(tensor_list, tensor, group=group, async_op=async_op)
         if taken is not DECLINED:
             return taken
-    lane = _found(tensor_list, tensor, to, async_op) if may_be_used() and type(async_op) is bool else None
-    whole = None if lane is None else whole_of(tensor_list, tensor, lane.backend)
-    if lane is None or whole is None:
+    route = _found(tensor_list, tensor, to, async_op) if may_be_used() and type(async_op) is bool else None
+    whole = None if route is None else whole_of(tensor_list, tensor, route.backend)
+    if route is None or whole is None:
         if (
-            lane is not None
+            route is not None
             and not async_op
             and _staged(
-                "all_gather", _gather, _gather_options[async_op], lane, to, tensor_list, tensor, _count_all_gather,
+                "all_gather", _gather, _gather_options[async_op], route, to, tensor_list, tensor, _count_all_gather,
                 written=True,
             )
         ):  # fmt: skip
@@ -368,7 +369,7 @@ def _all_gather(tensor_list: Any, tensor: Any, group: Any = None, async_op: bool
     _count_all_gather()
     arguments = [*tensor_list, tensor] if _recording else tensor_list
     return _run(
-        "all_gather", _launch_all_gather, _gather_options[async_op], lane, to, whole, tensor, arguments, async_op
+        "all_gather", _launch_all_gather, _gather_options[async_op], route, to, whole, tensor, arguments, async_op
     )
 
 
@@ -377,7 +378,7 @@ def _reduce_scatter(
 ) -> Any:
     if _compiling():
         return _c10d_reduce_scatter(output, input_list, op, group, async_op)
-    if _busy and not _awaited():
+    if _nonempty and not _can_skip_sweep():
         LEDGER.sweep()
     to = group or default_group()
     if ENGINES or BUCKETS or REGIONS:
@@ -387,14 +388,14 @@ def _reduce_scatter(
         if taken is not DECLINED:
             return taken
     options = _scatter_options[async_op].get(id(op)) if may_be_used() and type(async_op) is bool else None
-    lane = None if options is None else _found(input_list, output, to, async_op)
-    whole = None if lane is None else whole_of(input_list, output, lane.backend)
-    if lane is None or whole is None:
+    route = None if options is None else _found(input_list, output, to, async_op)
+    whole = None if route is None else whole_of(input_list, output, route.backend)
+    if route is None or whole is None:
         if (
-            lane is not None
+            route is not None
             and not async_op
             and _staged(
-                "reduce_scatter", _scatter, options, lane, to, input_list, output, _count_reduce_scatter, written=False
+                "reduce_scatter", _scatter, options, route, to, input_list, output, _count_reduce_scatter, written=False
             )
         ):
             return None
@@ -404,7 +405,7 @@ def _reduce_scatter(
         return taken
     _count_reduce_scatter()
     arguments = [output, *input_list] if _recording else input_list
-    return _run("reduce_scatter", _launch_reduce_scatter, options, lane, to, output, whole, arguments, async_op)
+    return _run("reduce_scatter", _launch_reduce_scatter, options, route, to, output, whole, arguments, async_op)
 
 
 if TYPE_CHECKING:

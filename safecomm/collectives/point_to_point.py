@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed.distributed_c10d as c10d
 
-from safecomm import captures
 from safecomm.collectives.general import forwarded, inside, stand_in
 from safecomm.collectives.holding import caller, counter, finish, holds_itself, shelves
 from safecomm.collectives.table import ROWS
 from safecomm.collectives.takers import at_once, default_group
 from safecomm.collectives.tensors import device_alias, with_memory
-from safecomm.ledger import LEDGER
-from safecomm.work import Work
+from safecomm.core import captures
+from safecomm.core.ledger import LEDGER
+from safecomm.core.work import Work
 
 __all__ = ["P2POp", "batch_isend_irecv", "irecv", "isend", "recv", "send"]
 
@@ -101,7 +101,7 @@ def batch_isend_irecv(p2p_op_list: Any) -> Any:
     if _compiling():
         return _c10d_batch(p2p_op_list)
     _count()
-    if LEDGER.busy:
+    if LEDGER.nonempty:
         LEDGER.sweep()
     operations = p2p_op_list if isinstance(p2p_op_list, list) else []
     operations = [op for op in operations if isinstance(op, c10d.P2POp)]  # what is none, c10d refuses

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from safecomm import _torch
+from safecomm.core.work import MemberWork
 from safecomm.guards import PLAIN
-from safecomm.work import MemberWork
 
 _CollOp = _torch.CollOp
 
@@ -22,7 +22,7 @@ class Region(list[Any]):
         self.tensors: list[Any] = []
         self.aliases: list[torch.Tensor] = []
         self.works: list[MemberWork] = []
-        self.plain: list[Any] = []  # the calls that were collected here, of plain tensors on a direct lane
+        self.plain: list[Any] = []  # the calls that were collected here, of plain tensors on a direct route
         self.staged = False
         self.ordered = True
 

@@ -7,7 +7,7 @@
 
 All ranks that make the same calls ask the same takers: what differs between ranks, such as a profiler, a mode, a
 gradient that is recorded or where a tensor lies, changes nothing about who is asked. A capture that has to see each
-call takes none: while it goes on there are no lanes, so that every call goes the general way, which tells it.
+call takes none: while it goes on there are no routes, so that every call goes the general way, which tells it.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from typing import Any
 
 import torch.distributed.distributed_c10d as c10d
 
-from safecomm import _torch, captures
+from safecomm import _torch
 from safecomm.collectives.holding import SPAN, caller, counter, finish, span
 from safecomm.collectives.regions import REGIONS, Region
+from safecomm.collectives.routes import ROUTES, Route
 from safecomm.collectives.table import OP_IDS, ROWS, Row
-from safecomm.collectives.tensors import all_at_home, flatten, storages_of, with_memory
-from safecomm.entries import WorkLane
-from safecomm.ledger import LEDGER
+from safecomm.collectives.tensors import all_on_current_stream, flatten, storages_of, with_memory
+from safecomm.core import captures
+from safecomm.core.ledger import LEDGER
 
 _COLLECTED = {
     row: getattr(c10d, row.name)
@@ -31,13 +32,13 @@ _COLLECTED = {
     if row.collected and row.launch is not None and _torch.is_torchs(getattr(c10d, row.name, None))
 }
 _COUNT = {name: counter(row.name) for name, row in ROWS.items()}
-_direct = LEDGER.direct
+_routes = ROUTES.fast
 _has_torch_function = _torch.has_torch_function
 _modes = _torch.dispatch_modes
 _inflight = _torch.inflight_as_graph_input
 _profiler = _torch.profiler
 _current = LEDGER.streams.current
-_home = LEDGER.streams.home
+_alloc_stream = LEDGER.streams.alloc_stream
 
 BUCKETS: dict[Any, Any] = {}
 """What ``bucketed()`` puts off, by group."""
@@ -67,8 +68,8 @@ def offer(row: Row, group: Any, tensors: tuple[Any, ...], op: Any, asynchronous:
         # c10d refuses some flags that are no bool, and None for an operation where it takes one.
         wanted = flag is asynchronous and (op is None) is ("op" not in row.given)
         if type(region) is Region and wanted and (function := _COLLECTED.get(row)) is not None and id(op) in OP_IDS:
-            lane = _direct.get(id(group))
-            if lane is not None and _ordinary(lane, tensors, asynchronous):
+            route = _routes.get(id(group))
+            if route is not None and _ordinary(route, tensors, asynchronous):
                 other = None if len(tensors) == 1 else tensors[0]
                 return region.collect(function, tensors[-1], other, op, asynchronous)
         return GENERAL
@@ -89,9 +90,9 @@ def offer(row: Row, group: Any, tensors: tuple[Any, ...], op: Any, asynchronous:
     return _run(engine, row, group, tensors, op, asynchronous)
 
 
-def _ordinary(lane: WorkLane, tensors: tuple[Any, ...], asynchronous: bool) -> bool:
-    """Return whether a gate would launch a call of ``tensors`` on ``lane`` itself."""
-    guards = lane.guards
+def _ordinary(route: Route, tensors: tuple[Any, ...], asynchronous: bool) -> bool:
+    """Return whether a gate would launch a call of ``tensors`` on ``route`` itself."""
+    guards = route.guards
     try:
         if len(tensors) == 1:
             (tensor,) = tensors
@@ -124,9 +125,11 @@ def _run(engine: Any, row: Row, group: Any, tensors: tuple[Any, ...], op: Any, a
         return finish(row, result, group, flat, caller())
     index = flat[0].get_device()
     if index >= 0 and not (
-        all_at_home(flat) if row.staged else _home(flat[0].data_ptr(), flat[-1].data_ptr()) == _current(index)
+        all_on_current_stream(flat)
+        if row.staged
+        else _alloc_stream(flat[0].data_ptr(), flat[-1].data_ptr()) == _current(index)
     ):
-        LEDGER.trail(row.name, group, index, storages_of(flat), caller())
+        LEDGER.hand_off(row.name, group, index, storages_of(flat), caller())
     return None
 
 

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 
 from safecomm import _torch
+from safecomm.core.ledger import LEDGER
+from safecomm.core.streams import HOST
 from safecomm.guards import PLAIN
-from safecomm.ledger import LEDGER
-from safecomm.streams import HOST
 
 _NOTHING = contextlib.nullcontext()
 _current = LEDGER.streams.current
-_home = LEDGER.streams.home
-_all_at_home = LEDGER.streams.all_at_home
+_alloc_stream = LEDGER.streams.alloc_stream
+_all_allocated_on = LEDGER.streams.all_allocated_on
 
 
 def index_of(tensor: Any) -> int | None:
@@ -49,12 +49,12 @@ def storages_of(tensors: list[Any]) -> tuple[Any, ...]:
     return tuple(found)
 
 
-def home_of_few(index: int, storages: tuple[Any, ...]) -> int | None:
+def alloc_stream_of_few(index: int, storages: tuple[Any, ...]) -> int | None:
     """Return the one stream that all of ``storages`` were allocated on; None if it is not known, or they are many."""
     if index == HOST:
         return HOST
     pointers = [storage.data_ptr() for storage in storages if type(storage) is torch.UntypedStorage]
-    return _home(*pointers) if 1 <= len(storages) == len(pointers) <= 2 else None
+    return _alloc_stream(*pointers) if 1 <= len(storages) == len(pointers) <= 2 else None
 
 
 def with_memory(tensors: list[Any]) -> list[torch.Tensor]:
@@ -78,7 +78,7 @@ def flatten(arguments: Any) -> Iterator[Any]:
             yield from flatten(argument)
 
 
-def all_at_home(arguments: list[Any]) -> bool:
+def all_on_current_stream(arguments: list[Any]) -> bool:
     """Return whether a synchronous call need hold none of these: on the CPU, or allocated on the current stream."""
     pointers = []
     index = HOST
@@ -94,8 +94,8 @@ def all_at_home(arguments: list[Any]) -> bool:
         elif not argument.is_cpu:
             return False
     if len(pointers) <= 2:
-        return not pointers or _home(*pointers) == _current(index)
-    return _all_at_home(_current(index), sorted(pointers))  # one question to the driver for each segment
+        return not pointers or _alloc_stream(*pointers) == _current(index)
+    return _all_allocated_on(_current(index), sorted(pointers))  # one question to the driver for each segment
 
 
 def host_alias(argument: Any) -> Any:

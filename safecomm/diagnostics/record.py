@@ -17,7 +17,6 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -28,13 +27,12 @@ import torch.distributed
 
 from safecomm import _torch
 from safecomm.arena.arena import OPEN, taken
+from safecomm.core.holds import Hold, Pending
+from safecomm.core.ledger import LEDGER
 from safecomm.diagnostics import checked
 from safecomm.diagnostics.table import laid_out
 from safecomm.diagnostics.units import mib
-from safecomm.entries import Entry, Pending
 from safecomm.errors import SafecommError
-from safecomm.ledger import LEDGER
-from safecomm.work import Work
 
 log = logging.getLogger("safecomm")
 
@@ -84,14 +82,18 @@ class _Counters:
         self.nbytes = 0
         self.peak = 0
 
-    def taken(self, entry: Entry, nbytes: int) -> None:
-        group = _torch.group_name(entry._group())
-        key: Any = (entry.op, entry.code, entry.instruction, group)
+    def held(self, hold: Hold) -> None:
+        noted = vars(hold).get("counted")
+        if noted is not None and noted[0] is self:  # it came while those that were there were counted
+            return
+        nbytes = hold.nbytes
+        group = _torch.group_name(hold.of_group())
+        key: Any = (hold.op, hold.code, hold.instruction, group)
         with self.lock:
             site = self.sites.get(key)
             if site is None:
                 if len(self.sites) < MOST_SITES:
-                    site = _Site(len(self.sites), entry.op, group, entry.site)
+                    site = _Site(len(self.sites), hold.op, group, hold.site)
                 else:
                     site = self.sites.get(None) or _Site(MOST_SITES, "others", "", f"more than {MOST_SITES} lines")
                     key = None
@@ -104,10 +106,10 @@ class _Counters:
             site.peak = max(site.peak, site.nbytes)
             self.nbytes += nbytes
             self.peak = max(self.peak, self.nbytes)
-        entry.__dict__["recorded"] = (self, site, nbytes)
+        vars(hold)["counted"] = (self, site, nbytes)
 
-    def given_back(self, entry: Entry) -> None:
-        noted = entry.__dict__.pop("recorded", None)
+    def released(self, hold: Hold) -> None:
+        noted = vars(hold).pop("counted", None)
         if noted is None or noted[0] is not self:
             return
         _, site, nbytes = noted
@@ -115,54 +117,20 @@ class _Counters:
             site.changed = True
             site.entries -= 1
             site.nbytes -= nbytes
-            site.longest = max(site.longest, time.perf_counter() - entry.since)
+            site.longest = max(site.longest, time.perf_counter() - hold.since)
             self.nbytes -= nbytes
 
 
-def _nbytes(storages: tuple[Any, ...]) -> int:
-    if len(storages) == 1 and type(storages[0]) is torch.UntypedStorage:
-        return storages[0].nbytes()
-    found = {s.data_ptr(): s.nbytes() for s in storages if isinstance(s, torch.UntypedStorage)}
-    return sum(found.values())
-
-
-_SLOT = vars(Work)["storages"]  # by which a work holds its memory while nobody records
-
-
 def _install(counters: _Counters) -> None:
-    """Have ``counters`` told of each entry of the ledger whose memory comes or goes, and of those that are there.
-
-    The attribute by which entries hold memory is made to tell. Nothing is looked at while nobody records.
-    """
-
-    def watched(read: Callable[[Any], Any], write: Callable[[Any, Any], None]) -> property:
-        def storages(entry: Entry, value: tuple[Any, ...]) -> None:
-            write(entry, value)
-            if value:
-                counters.taken(entry, _nbytes(value))
-            else:
-                counters.given_back(entry)
-
-        return property(read, storages)
-
-    def read(entry: Entry) -> Any:
-        return vars(entry)["storages"]
-
-    def write(entry: Entry, value: Any) -> None:
-        vars(entry)["storages"] = value
-
-    Work.storages = watched(_SLOT.__get__, _SLOT.__set__)  # type: ignore[assignment]
-    Entry.storages = watched(read, write)  # type: ignore[assignment]
-    for entry in LEDGER.entries:
-        if "recorded" not in vars(entry) or vars(entry)["recorded"][0] is not counters:
-            counters.taken(entry, entry.nbytes)
+    """Have ``counters`` told of each hold of the ledger that comes or goes, and of those that are there."""
+    LEDGER.observer = counters
+    for hold in [*LEDGER.holds(), *LEDGER.quarantine]:
+        counters.held(hold)
 
 
 def _remove() -> None:
     """Undo what ``_install`` has done, or as much of it as it has got to."""
-    Work.storages = _SLOT
-    if "storages" in vars(Entry):
-        del Entry.storages
+    LEDGER.observer = None
 
 
 class record_memory(contextlib.ContextDecorator):  # noqa: N801

@@ -40,11 +40,12 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from safecomm import _torch
-from safecomm.entries import Entry, WorkLane, keys_of
-from safecomm.ledger import LEDGER
-from safecomm.refcounts import COUNTED, HELD_ONCE, getrefcount
-from safecomm.sites import outside
-from safecomm.streams import HOST, capture_of
+from safecomm.collectives.routes import ROUTES, Route
+from safecomm.core.call_site import outside
+from safecomm.core.holds import keys_of
+from safecomm.core.ledger import LEDGER, WorkHold
+from safecomm.core.refcounts import COUNTED, HELD_ONCE, getrefcount
+from safecomm.core.streams import HOST, capture_of
 
 NAMES = ("all_gather_single", "all_reduce", "all_to_all_single", "broadcast", "reduce_scatter_single")
 """The functional collectives that launch one collective for one tensor. The older names call these."""
@@ -66,10 +67,10 @@ def _into(calls: list[Any] | deque[Any]) -> tuple[Any, ...]:
     return calls.append, (), {}, None
 
 
-class Result(Entry):
+class Result(WorkHold):
     """What a functional collective writes to. Its own work for the ledger: the two conditions are asked here."""
 
-    lane: WorkLane
+    queue: Route
     owner: Functional
     key: int  # of the storage
     tensor: torch.Tensor | None  # until it is torch's or the program's again
@@ -90,7 +91,7 @@ class Result(Entry):
             return True
         if self.owner.exiting:
             return False
-        if not _torch.group_name(self._group()):  # the group was destroyed
+        if not _torch.group_name(self.of_group()):  # the group was destroyed
             self.forget()
             return True
         works = self.works
@@ -105,7 +106,7 @@ class Result(Entry):
             return True
         self.works = ()
         if not self.alone():
-            self.used = True
+            self.awaits_others = True
             return False
         with _torch.probing(), torch.no_grad():
             self.owner.wait_for(tensor)
@@ -192,7 +193,8 @@ class Functional:
                 result = self.unwaited.get(_torch.cdata_of(tensor.untyped_storage()))
                 if result is not None:
                     result.forget()
-                    LEDGER.let_go(result)
+                    if result in result.queue.holds:
+                        LEDGER.release(result)
             return waited
 
         return wait_tensor
@@ -205,7 +207,7 @@ class Functional:
         def collective(*args: Any, **kwargs: Any) -> Any:
             if is_compiling() or not self._on:
                 return original(*args, **kwargs)
-            if LEDGER.busy:
+            if LEDGER.nonempty:
                 LEDGER.sweep()
             group = _group(args[place] if len(args) > place else kwargs.get("group"))
             # A mode or a transform would see what is done here, and may keep what it sees.
@@ -271,21 +273,21 @@ class Functional:
         index = tensor.get_device() if tensor.is_cuda else HOST
         if index != HOST and capture_of(LEDGER.streams, LEDGER.current(index)):
             return  # the work is the graph's
-        lane = LEDGER.lane_of(group, index, results=True)
+        route = ROUTES.of(group, index, results=True)
         # Nobody knows what the works of others are. gloo's are complete before their copies to a device are, and those
         # of its reduce-scatter not before somebody has waited.
-        if not (lane.kind.direct and op != "reduce_scatter_single" if index == HOST else lane.kind.streamed):
+        if not (route.kind.direct and op != "reduce_scatter_single" if index == HOST else route.kind.streamed):
             return
         result = Result()
-        result.lane = lane
+        result.queue = route
         result.owner = self
         result.op = op
         result.code, result.instruction = frame.f_code, frame.f_lasti
         result.since = time.perf_counter()
-        result.awaited = True  # that nobody waits for it is no mistake that is to be logged
+        result.has_future = True  # that nobody waits for it is no mistake that is to be logged
         result.works = works
         result.tensor = tensor
-        result.home = None
+        result.alloc_stream = None
         result.storage = storage = tensor.untyped_storage()
         result.storages = (storage,)
         result.key = key = _torch.cdata_of(storage)
@@ -299,8 +301,8 @@ class Functional:
         # In any thread, also within the garbage collector, so it only queues.
         result = self.unwaited.get(key)
         if result is not None:
-            result.lane.entries[result] = None
-            LEDGER.busy[result.lane] = None
+            result.queue.holds[result] = None
+            LEDGER.nonempty[result.queue] = None
 
 
 def _group(group: Any) -> Any:

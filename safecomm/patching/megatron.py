@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from safecomm.arena.use import empty, in_use, may_be_used
-from safecomm.streams import HOST
+from safecomm.core.streams import HOST
 
 MODULE = "megatron.core.utils"
 ATTENTION = "megatron.core.transformer.dot_product_attention"

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 import torch.distributed
 
-from safecomm import captures, replacing, versions
-from safecomm.ledger import drain, pending
+from safecomm import replacing, versions
+from safecomm.core import captures
+from safecomm.core.drain import drain, pending
 from safecomm.patching import aliases
 from safecomm.patching.functional import Functional
 from safecomm.patching.megatron import Buffers

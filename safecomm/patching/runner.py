@@ -20,7 +20,8 @@ from safecomm.arena.arguments import bytes_of
 from safecomm.arena.use import VARIABLE as ARENA
 from safecomm.arena.use import read_environment
 from safecomm.collectives.holding import counted
-from safecomm.ledger import LEDGER, pending
+from safecomm.core.drain import pending
+from safecomm.core.ledger import LEDGER
 from safecomm.patching import patch as patching
 
 RECORD = "SAFECOMM_RECORD"
@@ -163,8 +164,9 @@ def _summary(process: int) -> None:
         )
     lines = [
         f"safecomm: {sum(calls.values())} calls of collectives by it ({by_name or 'none'}); {beside}",
-        f"safecomm: {LEDGER.trails.count} uses of memory on another stream than its own, {patching.converted()} calls "
-        f"of record_stream, {LEDGER.dropped()} lines that drop handles, {LEDGER.failures} works that failed",
+        f"safecomm: {LEDGER.handoffs.count} uses of memory on another stream than its own, "
+        f"{patching.converted()} calls of record_stream, "
+        f"{len(LEDGER.dropped_at)} lines that drop handles, {LEDGER.failures} works that failed",
         f"safecomm: {sum(entry.nbytes for entry in held)} bytes in {len(held)} entries still held at the end{memory}",
     ]
     print("\n".join(lines), file=sys.stderr, flush=True)

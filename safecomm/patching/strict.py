@@ -15,7 +15,7 @@ from typing import Any
 from torch.distributed import ProcessGroup
 
 from safecomm import _torch
-from safecomm.sites import outside, place
+from safecomm.core.call_site import outside, place
 
 log = logging.getLogger("safecomm")
 

@@ -14,21 +14,22 @@ from typing import Any
 import torch
 import torch.distributed.distributed_c10d as c10d
 
-from safecomm import _torch, captures
+from safecomm import _torch
 from safecomm.collectives.holding import relaxed
 from safecomm.collectives.lists import STAGED
 from safecomm.collectives.table import COLLECTIVE_OF, GATHER, LISTS, OPS, REDUCE, SCATTER
 from safecomm.collectives.takers import NOT_TAKEN
 from safecomm.collectives.tensors import storages_of
+from safecomm.core import captures
+from safecomm.core.call_site import line_of, outside
+from safecomm.core.ledger import LEDGER
+from safecomm.core.streams import HOST
 from safecomm.errors import LowLatencyError, PeerTimeoutError
 from safecomm.guards import PLAIN
-from safecomm.ledger import LEDGER
 from safecomm.peers import pieces
 from safecomm.peers.choice import DTYPES, TWO_SHOT, LowLatencyLimits
 from safecomm.peers.order import Order
 from safecomm.peers.staging import MOST, SLOT, WIDTHS, Layout, free
-from safecomm.sites import line_of, outside
-from safecomm.streams import HOST
 
 PROGRAMS = 256
 """The largest grid. A program waits for the peers' program of its number, so all must fit on the device at once."""
@@ -212,7 +213,7 @@ class Engine:
         except BaseException:  # by a copy to a tensor that can't be written to; what was launched goes on
             if index != HOST:
                 frame = outside(("safecomm.collectives.", "safecomm.peers."))
-                LEDGER.trail(name, group, index, storages_of([tensor, *whole]), frame)
+                LEDGER.hand_off(name, group, index, storages_of([tensor, *whole]), frame)
             raise
 
     def _exchange(
@@ -274,7 +275,9 @@ class Engine:
                 constants |= self._places(dtype.itemsize, False)
                 constants |= {"CHUNKS": chunks, "THREADS": 32 * WARPS}
             kernel = kernels.combine if grid else kernels.scatter_pieces
-            with LEDGER.streams.lenient():  # loading a kernel is not allowed in a capture that is not relaxed
+            with (
+                LEDGER.streams.relaxed_capture_mode()
+            ):  # loading a kernel is not allowed in a capture that is not relaxed
                 launcher = self._launchers[key] = kernels.launcher(kernel, constants, sweep, WARPS)
         return launcher
 
@@ -329,7 +332,9 @@ class Engine:
                 "ALIGNED": aligned,
             }
             kernel = kernels.two_shot if two_shot else kernels.one_shot
-            with LEDGER.streams.lenient():  # loading a kernel is not allowed in a capture that is not relaxed
+            with (
+                LEDGER.streams.relaxed_capture_mode()
+            ):  # loading a kernel is not allowed in a capture that is not relaxed
                 launcher = self._launchers[key] = kernels.launcher(kernel, constants, grid, WARPS)
         return launcher
 
@@ -392,15 +397,15 @@ class Engine:
         if self.index == HOST or not patience:
             return self.index == HOST
         streams = LEDGER.streams
-        events = [self.order.mark(), *[streams.mark(self.index, stream) for stream in self._exchanged]]
+        events = [self.order.mark(), *[streams.record_event(self.index, stream) for stream in self._exchanged]]
         deadline = time.monotonic() + patience.total_seconds()
-        with streams.lenient():
-            while any(event is not None and not streams.reached(event) for event in events):
+        with streams.relaxed_capture_mode():
+            while any(event is not None and not streams.query_event(event) for event in events):
                 if time.monotonic() > deadline:
                     return False
                 time.sleep(1e-3)
         for event in events[1:]:
-            streams.recycle(self.index, event)
+            streams.recycle_event(self.index, event)
         return True
 
     def compare(self, what: str) -> None:
@@ -441,14 +446,14 @@ class LaunchedKernel(c10d.Work):
         self._event: Any = None
         if engine.index != HOST:
             self._stream = LEDGER.current(engine.index)
-            self._event = LEDGER.streams.mark(engine.index, self._stream)
+            self._event = LEDGER.streams.record_event(engine.index, self._stream)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Order the current stream after the kernel; with ``timeout``, block the host until it is over."""
         engine = self._engine
         if self._event is not None:
             if LEDGER.current(engine.index) != self._stream:
-                LEDGER.streams.order(engine.index, LEDGER.current(engine.index), self._event)
+                LEDGER.streams.wait_event(engine.index, LEDGER.current(engine.index), self._event)
             if timeout is not None:
                 self._event.synchronize()
         engine.raise_failure()
@@ -462,7 +467,7 @@ class LaunchedKernel(c10d.Work):
 
     def is_completed(self) -> bool:
         """Return whether the kernel is over."""
-        return self._event is None or LEDGER.streams.reached(self._event)
+        return self._event is None or LEDGER.streams.query_event(self._event)
 
     def is_success(self) -> bool:
         """Return whether no peer is known to have been late."""

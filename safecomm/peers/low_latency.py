@@ -18,15 +18,16 @@ from typing import Any
 import torch
 import torch.distributed.distributed_c10d as c10d
 
-from safecomm import _torch, backends, captures, replacing
+from safecomm import _torch, backends, replacing
 from safecomm.collectives.table import GATHER, REDUCE, SCATTER
 from safecomm.collectives.takers import ENGINES, NOT_TAKEN, default_group
+from safecomm.core import captures
+from safecomm.core.call_site import place
+from safecomm.core.streams import HOST
 from safecomm.errors import LowLatencyError, SafecommError
 from safecomm.peers.choice import LowLatencyLimits, defaults, read
 from safecomm.peers.engine import Engine
 from safecomm.peers.staging import SymmetricStaging
-from safecomm.sites import place
-from safecomm.streams import HOST
 
 log = logging.getLogger("safecomm")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from safecomm.streams import Streams
+from safecomm.core.streams import Streams
 
 
 class Order:
@@ -27,15 +27,15 @@ class Order:
         last, self._eager = self._eager, stream
         event, self._event = self._event, None
         if last is not None and last != stream:
-            event = event or self._streams.mark(self._index, last)
-            self._streams.order(self._index, stream, event)
+            event = event or self._streams.record_event(self._index, last)
+            self._streams.wait_event(self._index, stream, event)
         if event is not None:
-            self._streams.recycle(self._index, event)
+            self._streams.recycle_event(self._index, event)
 
     def mark(self) -> Any:
         """Return an event after the last eager call or replay; None if there was none."""
         if self._event is None and self._eager is not None:
-            self._event = self._streams.mark(self._index, self._eager)
+            self._event = self._streams.record_event(self._index, self._eager)
         return self._event
 
     def before_capture(self, index: int) -> None:
@@ -51,5 +51,5 @@ class Order:
         last = self._captured.get(capture)
         self._captured[capture] = stream
         if last is not None and last != stream:
-            self._streams.order(self._index, stream, self._streams.mark(self._index, last))
+            self._streams.wait_event(self._index, stream, self._streams.record_event(self._index, last))
         return last is None

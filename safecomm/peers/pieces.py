@@ -20,8 +20,8 @@ from safecomm import _torch
 from safecomm.arena.use import IN_USE
 from safecomm.collectives.general import prepared_for_all
 from safecomm.collectives.lists import addresses_of
+from safecomm.core.streams import HOST
 from safecomm.guards import PLAIN
-from safecomm.streams import HOST
 
 LARGEST = 1 << 30
 """Elements of a tensor of the list. The kernel counts in 32 bits."""

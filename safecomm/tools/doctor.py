@@ -19,7 +19,8 @@ import torch
 import torch.distributed
 from torch.torch_version import TorchVersion
 
-from safecomm import _torch, refcounts, versions
+from safecomm import _torch, versions
+from safecomm.core import refcounts
 from safecomm.diagnostics.record import unwaited_for
 from safecomm.diagnostics.replaced import replaced
 from safecomm.peers.low_latency import lacking

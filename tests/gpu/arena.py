@@ -16,7 +16,8 @@ from harness import MIB, case, rank, require, settle, slow
 import safecomm
 from safecomm import backends, functional
 from safecomm.collectives import lists
-from safecomm.ledger import LEDGER
+from safecomm.collectives.routes import ROUTES
+from safecomm.core.ledger import LEDGER
 
 ROOT = Path(__file__).parents[2]
 
@@ -63,15 +64,15 @@ def arena_tells_the_ledger_the_stream_of_a_slot():
             with torch.cuda.stream(stream):
                 tensor = arena.empty(6 * MIB, dtype=torch.uint8)  # only one fits
                 for place in (0, MIB, 6 * MIB - 1):
-                    home = ledger.streams.home(tensor.data_ptr() + place)
+                    home = ledger.streams.alloc_stream(tensor.data_ptr() + place)
                     asked[place] = home
                     require(home == stream.cuda_stream, home, stream.cuda_stream)
-                    both = ledger.streams.home(tensor.data_ptr(), tensor.data_ptr() + place)
+                    both = ledger.streams.alloc_stream(tensor.data_ptr(), tensor.data_ptr() + place)
                     require(both == stream.cuda_stream, "both of one slot", both)
-                strangers = ledger.streams.home(tensor.data_ptr(), outside[stream is main].data_ptr())
+                strangers = ledger.streams.alloc_stream(tensor.data_ptr(), outside[stream is main].data_ptr())
                 require(strangers is None, "a slot and memory of another stream", strangers)
             del tensor
-        require(ledger.streams.home(outside[0].data_ptr()) == main.cuda_stream, "the allocator's")
+        require(ledger.streams.alloc_stream(outside[0].data_ptr()) == main.cuda_stream, "the allocator's")
     return {"pointers": len(asked)}
 
 
@@ -384,7 +385,7 @@ def arena_s1_pieces_of_another_stream():
         require(stats.in_use == 0, arena)
     require(bad == 0, bad, "of", count)
     # The lists of others than ProcessGroupNCCL are c10d's.
-    staged = count if LEDGER.lane_of(stock.group.WORLD, torch.cuda.current_device()).kind is backends.NCCL else 0
+    staged = count if ROUTES.of(stock.group.WORLD, torch.cuda.current_device()).kind is backends.NCCL else 0
     require(list(launches.values()) == [staged] * 2, launches, "pieces were not staged")
     require(reused, "no memory was ever handed out again: the programs do not bite")
     return {"programs": count, "corrupted": bad, "handed out again": reused, "high water MiB": stats.high_water // MIB}

@@ -9,8 +9,9 @@ import torch.distributed as stock
 from harness import LIBRARIES, MIB, case, held, rank, require, settle, slow
 
 import safecomm
-from safecomm import homes
-from safecomm.ledger import LEDGER, PATIENCE
+from safecomm.collectives.routes import ROUTES
+from safecomm.core import allocation as homes
+from safecomm.core.ledger import LEDGER, PATIENCE
 
 # --- S1: corruption -------------------------------------------------------------------------------------------------
 
@@ -136,7 +137,7 @@ def s1_address_reused_by_another_stream():
 @case(60)
 def s1_a_wait_that_only_blocks_the_stream_blocks_it():
     """A late peer, and a copy right after the wait, on a stream that nothing else has ordered after the collective."""
-    kind = LEDGER.lane_of(stock.group.WORLD, torch.cuda.current_device()).kind
+    kind = ROUTES.of(stock.group.WORLD, torch.cuda.current_device()).kind
     side, wrong, brief = torch.cuda.Stream(), 0, kind.short and hasattr(stock.Work, "block_current_stream")
     for trial in range(20):
         memory = torch.full((4 * MIB,), float(rank() + 1), device="cuda")
@@ -144,7 +145,11 @@ def s1_a_wait_that_only_blocks_the_stream_blocks_it():
         if rank() == trial % 2:
             slow()
         work = safecomm.all_reduce(memory, async_op=True)
-        require(type(work.inner) is stock.Work and work.lane.brief == brief, type(work.inner), work.lane.brief)
+        require(
+            type(work.inner) is stock.Work and work.queue.wait_is_stream_order == brief,
+            type(work.inner),
+            work.queue.wait_is_stream_order,
+        )
         with torch.cuda.stream(side):
             require(work.wait() is True)
             seen = memory.clone()
@@ -178,12 +183,12 @@ def s1_small_segments_that_were_met_stay_mapped():
             others = [torch.ones(256, device="cuda") for _ in range(10_000)]
             torch.cuda.synchronize()
             stray = sum(one.data_ptr() >> homes.GRANULE == address >> homes.GRANULE for one in others)
-            wrong = sum(streams.home(one.data_ptr()) != side.cuda_stream for one in others[::100])
+            wrong = sum(streams.alloc_stream(one.data_ptr()) != side.cuda_stream for one in others[::100])
     finally:
         homes.pointer_attribute = ask
     segments = [(s["address"], s["address"] + s["total_size"], s["stream"]) for s in torch.cuda.memory_snapshot()]
     pins = [pin.data_ptr() for pin in streams._pins.values()]
-    kept = [any(a <= pin < b and streams.home(pin) == stream for a, b, stream in segments) for pin in pins]
+    kept = [any(a <= pin < b and streams.alloc_stream(pin) == stream for a, b, stream in segments) for pin in pins]
     pinned = address >> homes.GRANULE in streams._pinned  # not where the allocator had room for it elsewhere
     require((unasked or not pinned) and stray * pinned == 0 and wrong == 0, pinned, unasked, stray, wrong)
     require(pins and all(kept), kept)
@@ -399,7 +404,7 @@ def s1_regions_of_one_call():
         launching.wait_stream(allocating)
         if rank() == trial % world:
             slow()
-        aside = LEDGER.diverted() if trial % 4 == 3 and rank() == 0 else contextlib.nullcontext()
+        aside = ROUTES.off() if trial % 4 == 3 and rank() == 0 else contextlib.nullcontext()
         with torch.cuda.stream(launching), aside, safecomm._coalescing_manager(async_ops=trial % 5 != 0) as manager:
             if name == "all_reduce":
                 safecomm.all_reduce(whole)
@@ -501,7 +506,7 @@ def s2_no_events_in_the_ordinary_program():
                 for _ in range(20):
                     safecomm.all_reduce(torch.ones(1024, device="cuda"))
                     safecomm.all_reduce(torch.ones(1024, device="cuda"), async_op=True).wait()
-                    require(not LEDGER.busy, safecomm.pending())
+                    require(not LEDGER.nonempty, safecomm.pending())
     finally:
         for name in counts:
             delattr(streams, name)

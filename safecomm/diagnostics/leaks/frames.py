@@ -8,7 +8,7 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
-from safecomm.refcounts import HELD_ONCE, getrefcount
+from safecomm.core.refcounts import HELD_ONCE, getrefcount
 
 CO_OPTIMIZED = 1
 """The flag of the code of a function: its locals are not a dictionary."""

@@ -13,9 +13,9 @@ import torch
 from torch.autograd.function import FunctionCtx
 
 from safecomm import _torch
+from safecomm.core.ledger import LEDGER
 from safecomm.diagnostics.leaks.frames import CO_OPTIMIZED, is_own, locals_of
 from safecomm.diagnostics.leaks.tensors import cdata_of_tensor
-from safecomm.ledger import LEDGER
 
 DEPTH = 24
 """References that a chain is followed for."""
@@ -62,7 +62,7 @@ class Holders:
         self._referrers: dict[int, list[Any]] = {}
         self._objects: dict[int, Any] = {}  # keeps the ids true
         self._works: dict[int, list[str]] = {}
-        for entry in LEDGER.entries:
+        for entry in [*LEDGER.holds(), *LEDGER.quarantine]:
             for storage in entry.storages:
                 if isinstance(storage, torch.UntypedStorage):
                     pending = entry.describe()

@@ -25,8 +25,8 @@ from safecomm import _torch
 from safecomm._version import __version__
 from safecomm.collectives.gates import all_reduce
 from safecomm.collectives.groups import destroy_process_group
+from safecomm.core.drain import drain
 from safecomm.diagnostics.table import laid_out
-from safecomm.ledger import drain
 from safecomm.record_stream import avoid_record_streams
 from safecomm.tools.demo.launch import Refused, launch
 

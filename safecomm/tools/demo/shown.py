@@ -12,11 +12,12 @@ from dataclasses import dataclass
 import torch
 
 from safecomm import backends
+from safecomm.collectives.routes import Routes
+from safecomm.core.ledger import Ledger
+from safecomm.core.work import handle
 from safecomm.diagnostics import leaks
 from safecomm.errors import CaptureBoundaryError
-from safecomm.ledger import Ledger
 from safecomm.tools.demo.simulated import INDEX, Block, SimulatedDevice
-from safecomm.work import handle
 
 _MAIN, _SIDE = 0, 1
 
@@ -98,7 +99,7 @@ def corruption() -> Shown:
     ledger, group = Ledger(ours), _Group()
 
     def leave(y: torch.Tensor) -> None:
-        ledger.trail("all_reduce", group, INDEX, (y.untyped_storage(),), sys._getframe())
+        ledger.hand_off("all_reduce", group, INDEX, (y.untyped_storage(),), sys._getframe())
 
     z, first = _program(ours, leave)
     ours.run_all()
@@ -160,8 +161,8 @@ def boundary() -> Shown:
     y = device.allocate(_MAIN, 64)
     work = handle(once=False)
     inner = _Work(device, y)
-    lane = ledger.lane_of(group, INDEX)
-    lane.hold(work, "all_reduce", inner, (y.untyped_storage(),), _MAIN, sys._getframe())
+    route = Routes(ledger).of(group, INDEX)
+    route.hold(work, "all_reduce", inner, (y.untyped_storage(),), _MAIN, sys._getframe())
     device.begin_capture(_SIDE)
     said = ""
     try:

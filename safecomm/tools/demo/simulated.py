@@ -74,8 +74,8 @@ class Operation:
 class Block:
     """A piece of device memory, which is handed out again and again."""
 
-    def __init__(self, home: int | None, capture: int, nbytes: int) -> None:
-        self.home = home  # None: memory of the host or of an unknown allocator, which no stream orders
+    def __init__(self, alloc_stream: int | None, capture: int, nbytes: int) -> None:
+        self.alloc_stream = alloc_stream  # None: memory of the host or of an unknown allocator, which no stream orders
         self.capture = capture  # the capture in whose pool it is
         self.nbytes = nbytes
         self.tenancy = 0  # how often it was handed out
@@ -122,9 +122,9 @@ class SimulatedDevice:
         assert index == INDEX
         return self._current
 
-    def home(self, pointer: int, other: int | None = None) -> int | None:
-        home = self._live[pointer][1].home
-        return home if other is None or self.home(other) == home else None
+    def alloc_stream(self, pointer: int, other: int | None = None) -> int | None:
+        alloc_stream = self._live[pointer][1].alloc_stream
+        return alloc_stream if other is None or self.alloc_stream(other) == alloc_stream else None
 
     def pool(self, pointer: int) -> object:
         return (self._live[pointer][1].capture,)
@@ -132,8 +132,8 @@ class SimulatedDevice:
     def allocated(self, pool: object) -> list[tuple[int, int]]:
         return []
 
-    def all_at_home(self, stream: int, pointers: list[int]) -> bool:
-        return all(pointer and self.home(pointer) == stream for pointer in pointers)
+    def all_allocated_on(self, stream: int, pointers: list[int]) -> bool:
+        return all(pointer and self.alloc_stream(pointer) == stream for pointer in pointers)
 
     def capture(self, stream: int) -> int:
         return self.streams[stream].capture
@@ -145,27 +145,27 @@ class SimulatedDevice:
     def capacity(self, index: int) -> int:
         return 1 << 20
 
-    def claim(self, start: int, end: int, home: Callable[[int], int | None]) -> None:
+    def claim(self, start: int, end: int, alloc_stream: Callable[[int], int | None]) -> None:
         """Know of no arena."""
 
     def unclaim(self, start: int) -> None:
         """Know of no arena."""
 
-    def mark(self, index: int, stream: int) -> Event:
-        self.calls["mark"] += 1
+    def record_event(self, index: int, stream: int) -> Event:
+        self.calls["record_event"] += 1
         at = self.streams[stream]
         return Event(at.past, at.capture)
 
-    def reached(self, event: Event) -> bool:
+    def query_event(self, event: Event) -> bool:
         self._check(event)
         return self.query(event.past, event.capture)
 
-    def recycle(self, index: int, event: Event) -> None:
+    def recycle_event(self, index: int, event: Event) -> None:
         self._check(event)
         event.recycled = True  # the next one to record it would move it under the feet of whoever still uses it
 
-    def order(self, index: int, stream: int, event: Event) -> None:
-        self.calls["order"] += 1
+    def wait_event(self, index: int, stream: int, event: Event) -> None:
+        self.calls["wait_event"] += 1
         self._check(event)
         self.wait(self.streams[stream], event.past, event.capture)
 
@@ -183,7 +183,7 @@ class SimulatedDevice:
             self._current = before
 
     @contextmanager
-    def lenient(self) -> Iterator[None]:
+    def relaxed_capture_mode(self) -> Iterator[None]:
         before, self._thread.lenient = self._thread.lenient, True
         try:
             yield
@@ -310,7 +310,7 @@ class SimulatedDevice:
     def _hand_out(self, stream: int | None, nbytes: int) -> Block:
         capture = 0 if stream is None else self.streams[stream].capture
         for block in reversed(self._free):
-            if (block.home, block.capture, block.nbytes) == (stream, capture, nbytes):
+            if (block.alloc_stream, block.capture, block.nbytes) == (stream, capture, nbytes):
                 self._free.remove(block)
                 break
         else:
@@ -335,17 +335,19 @@ class SimulatedDevice:
 
     def check_free(self, block: Block) -> None:
         """Raise Violation if ``block``, which is free, can be handed out before what touches it is over."""
-        if block.home is None:
+        if block.alloc_stream is None:
             unsafe = block.touched[0] & ~self.done
         elif not block.capture:
             # Kernels of a graph touch it at each replay, and keeping it until then is the graph's matter (S6).
-            unsafe = block.touched[0] & ~self.done & ~self.streams[block.home].eager
-        elif block.capture == self.streams[block.home].capture:
-            unsafe = block.touched[block.capture] & ~self.streams[block.home].captured
+            unsafe = block.touched[0] & ~self.done & ~self.streams[block.alloc_stream].eager
+        elif block.capture == self.streams[block.alloc_stream].capture:
+            unsafe = block.touched[block.capture] & ~self.streams[block.alloc_stream].captured
         else:
             return  # its capture is over: the pool is the graph's, and hands nothing out
         if unsafe:
-            raise Violation(f"memory of stream {block.home} is free while operations {unsafe:b} may touch it (S1)")
+            raise Violation(
+                f"memory of stream {block.alloc_stream} is free while operations {unsafe:b} may touch it (S1)"
+            )
 
     def is_free(self, block: Block) -> bool:
         """Return whether nobody refers to ``block``."""

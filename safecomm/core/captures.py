@@ -16,16 +16,17 @@ import threading
 import types
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from safecomm import _torch
-from safecomm.entries import Entry
+from safecomm.core.call_site import outside, place
+from safecomm.core.holds import Hold
+from safecomm.core.ledger import LEDGER, Ledger
 from safecomm.errors import CaptureBoundaryError, LiveGraphError, StaleGraphError
-from safecomm.ledger import LEDGER, Ledger
-from safecomm.sites import outside, place
 
 log = logging.getLogger("safecomm")
 
@@ -34,6 +35,9 @@ RECORDING: dict[int, CapturedGraph] = {}
 
 BEFORE: list[Callable[[int], None]] = []
 """Called with the index of the device, before a capture begins there."""
+
+DURING: list[Callable[[], AbstractContextManager[Any]]] = []
+"""Contexts that are open while a capture is recorded."""
 
 _live: dict[int, CapturedGraph] = {}
 _watchers: list[object] = []
@@ -62,7 +66,7 @@ class Lease:
     """File, line and function of the call."""
 
 
-class _Argument(Entry):
+class _Argument(Hold):
     """A storage that a captured collective uses, and one of the tensors over it."""
 
     storage: Any  # None if it is the pool's
@@ -99,7 +103,7 @@ class CapturedGraph:
         self._groups: dict[int, weakref.ref[Any]] = {}
         self._replayed: dict[int, None] = {}  # the streams that it was replayed on
         self.before_replay: list[Callable[[int], None]] = []  # called with the stream of a replay that is about to be
-        self._diversion = contextlib.ExitStack()
+        self._during = contextlib.ExitStack()
         self._finalizer: Any = None
         self._deaths: tuple[weakref.ref[Any], ...] = ()
 
@@ -126,7 +130,7 @@ class CapturedGraph:
                 one.op,
                 one.bytes,
                 one.storage is not None or one.pointer in self._slots,
-                _torch.group_name(one._group()),
+                _torch.group_name(one.of_group()),
                 one.site,
             )
             for one in self._arguments
@@ -229,7 +233,8 @@ class CapturedGraph:
         """Record what is captured into ``graph`` from now on, until its ``capture_end``, or until it dies."""
         try:
             self._follow(graph)
-            self._diversion.enter_context(self._ledger.diverted())
+            for context in DURING:
+                self._during.enter_context(context())
             # On the object, so that it ends with the capture, whoever is still there then.
             graph.__dict__["capture_end"] = functools.partial(_end_capture, self)
             RECORDING[self.capture] = self
@@ -247,18 +252,18 @@ class CapturedGraph:
         self._older.clear()
         if RECORDING.get(self.capture) is self:  # without a driver all captures have one id
             RECORDING.pop(self.capture, None)
-        self._diversion.close()
+        self._during.close()
         graph.__dict__.pop("capture_end", None)
 
     def _follow(self, graph: Any) -> None:
         """See to it that the death of ``graph`` is the end of this."""
         if self._finalizer is None:
-            trails = self._ledger.trails
+            handoffs = self._ledger.handoffs
             # What is done in Python when the graph dies, an exception of a signal handler can end, and nobody would
             # know. So the next call of safecomm looks after it. That it has died is noted in C.
             self._deaths = (
-                weakref.ref(graph, functools.partial(trails.dead.__setitem__, self._end)),
-                weakref.ref(graph, functools.partial(self._ledger.busy.__setitem__, trails.orphanage)),
+                weakref.ref(graph, functools.partial(handoffs.unfinished.__setitem__, self._end)),
+                weakref.ref(graph, functools.partial(self._ledger.nonempty.__setitem__, handoffs.leftover_queue)),
             )
             self._finalizer = weakref.finalize(graph, self._end)
             self._finalizer.atexit = False
@@ -271,7 +276,7 @@ class CapturedGraph:
         self._give_back()
         if RECORDING.get(self.capture) is self:  # without a driver all captures have one id
             RECORDING.pop(self.capture, None)
-        self._diversion.close()
+        self._during.close()
         _live.pop(id(self), None)
         graph = self._graph()
         if graph is not None:
@@ -285,7 +290,7 @@ class CapturedGraph:
         held = {one.pointer: one.storage for one in self._arguments if one.storage is not None}
         storages = (*held.values(), *self._slots.values())
         if storages:
-            self._ledger.trails.orphan(self.index, tuple(self._replayed), storages, self._code, self._instruction)
+            self._ledger.handoffs.leave(self.index, tuple(self._replayed), storages, self._code, self._instruction)
         self._leave_slots()
         self._arguments.clear()
         self._groups.clear()

@@ -1,4 +1,4 @@
-"""Where memory is at home, of what is known without a device: ``tests/gpu/collectives.py`` asks a real one."""
+"""Which stream memory was allocated on, without a device: ``tests/gpu/collectives.py`` asks a real one."""
 
 import functools
 import inspect
@@ -6,35 +6,36 @@ import inspect
 import pytest
 import torch
 
-from safecomm import homes, record_stream
-from safecomm.homes import GRANULE, Homes
+from safecomm import record_stream
+from safecomm.core import allocation
+from safecomm.core.allocation import GRANULE, Allocations
 
 FIRST, SECOND, THIRD = (granule << GRANULE for granule in (8, 9, 10))
 
 
 @pytest.fixture
 def known(monkeypatch):
-    """Return homes in which three segments are pinned: two of stream 5, and one of stream 6."""
-    monkeypatch.setattr(homes, "pointer_attribute", None)  # as without a driver: nothing is known but what is pinned
-    found = Homes()
-    found._pinned.update({8: 5, 9: 5, 10: 6})
+    """Return allocations in which three segments are anchored: two of stream 5, and one of stream 6."""
+    monkeypatch.setattr(allocation, "pointer_attribute", None)  # as without a driver
+    found = Allocations()
+    found._anchored.update({8: 5, 9: 5, 10: 6})
     return found
 
 
 def test_what_is_pinned_is_known_without_the_driver_s1(known):
-    assert known.home(SECOND) == known.home(SECOND + 7, FIRST) == 5
-    assert known.home(THIRD) == 6
-    assert known.home(THIRD, FIRST) is None
-    assert known.all_at_home(5, [FIRST, FIRST + 512, SECOND])
-    assert not known.all_at_home(5, [FIRST, THIRD])
-    assert not known.all_at_home(6, [THIRD, 11 << GRANULE])
+    assert known.alloc_stream(SECOND) == known.alloc_stream(SECOND + 7, FIRST) == 5
+    assert known.alloc_stream(THIRD) == 6
+    assert known.alloc_stream(THIRD, FIRST) is None
+    assert known.all_allocated_on(5, [FIRST, FIRST + 512, SECOND])
+    assert not known.all_allocated_on(5, [FIRST, THIRD])
+    assert not known.all_allocated_on(6, [THIRD, 11 << GRANULE])
 
 
 def test_a_claim_ends_what_is_known_of_the_segments_that_it_lies_in_s1(known):
     known.claim(SECOND + 512, SECOND + 1024, lambda pointer: 7)
-    assert known._pinned == {8: 5, 10: 6}
+    assert known._anchored == {8: 5, 10: 6}
     known.claim(FIRST, THIRD, lambda pointer: 7)
-    assert known._pinned == {10: 6}
+    assert known._anchored == {10: 6}
 
 
 FOURTH, NOWHERE = 11 << GRANULE, 99 << GRANULE
@@ -42,7 +43,7 @@ FOURTH, NOWHERE = 11 << GRANULE, 99 << GRANULE
 
 @pytest.fixture
 def asked(monkeypatch):
-    """Return homes with a driver: segments of streams 5, 5 and 6, and one that somebody hands out pieces of."""
+    """Return allocations with a driver: segments of streams 5, 5 and 6, and one that somebody hands out pieces of."""
     buffers = {8: 101, 9: 102, 10: 103, 11: 104}
 
     def pointer_attribute(reference, attribute, argument):
@@ -52,17 +53,17 @@ def asked(monkeypatch):
         reference._obj.value = buffers[argument.value >> GRANULE]
         return 0
 
-    monkeypatch.setattr(homes, "pointer_attribute", pointer_attribute)
-    found = Homes()
+    monkeypatch.setattr(allocation, "pointer_attribute", pointer_attribute)
+    found = Allocations()
     found.claim(FOURTH, FOURTH + 1024, lambda pointer: 5 if pointer < FOURTH + 512 else 6)
     for number, (start, stream) in enumerate([(FIRST, 5), (SECOND, 5), (THIRD, 6)]):
         found._segments[101 + number] = (stream, start, start + (1 << GRANULE), (0, 0))
-    found._segments[104] = (homes._CLAIMED, 0, 0, (0, 0))
+    found._segments[104] = (allocation._CLAIMED, 0, 0, (0, 0))
     return found
 
 
 @pytest.mark.parametrize(
-    ("pointer", "other", "home"),
+    ("pointer", "other", "stream"),
     [
         (FIRST, None, 5),
         (FIRST, FIRST + 512, 5),
@@ -80,25 +81,25 @@ def asked(monkeypatch):
         (FOURTH + 512, THIRD, 6),
     ],
 )
-def test_two_pieces_of_memory_have_a_home_where_it_is_one_and_known_s1(asked, pointer, other, home):
-    before = len(homes.questions)
+def test_two_pieces_of_memory_have_a_stream_where_it_is_one_and_known_s1(asked, pointer, other, stream):
+    before = len(allocation.questions)
     for _ in range(2):
-        assert asked.home(pointer, other) == home
-    assert len(homes.questions) <= max(before, 1), "each question is put back, and taken again"
+        assert asked.alloc_stream(pointer, other) == stream
+    assert len(allocation.questions) <= max(before, 1), "each question is put back, and taken again"
 
 
 def test_a_question_asked_in_the_middle_of_another_leaves_that_one_alone_s1(asked, monkeypatch):
     """A signal handler, or another thread, can ask between a driver's call and the reading of its answer."""
-    ask = homes.pointer_attribute
+    ask = allocation.pointer_attribute
 
     def interrupted(reference, attribute, argument):
         failed = ask(reference, attribute, argument)
-        monkeypatch.setattr(homes, "pointer_attribute", ask)
-        assert asked.home(THIRD) == 6
+        monkeypatch.setattr(allocation, "pointer_attribute", ask)
+        assert asked.alloc_stream(THIRD) == 6
         return failed
 
-    monkeypatch.setattr(homes, "pointer_attribute", interrupted)
-    assert asked.home(FIRST, SECOND) == 5
+    monkeypatch.setattr(allocation, "pointer_attribute", interrupted)
+    assert asked.alloc_stream(FIRST, SECOND) == 5
 
 
 def _snapshot_with_history(given, mempool_id=None, include_traces=True):
@@ -131,7 +132,7 @@ def test_the_allocator_is_asked_without_its_history_where_that_can_be_left_out(s
 
     memory_snapshot.__signature__ = inspect.signature(functools.partial(snapshot, asked))
     monkeypatch.setattr(torch.cuda, "memory_snapshot", memory_snapshot)
-    found = Homes()
+    found = Allocations()
     assert found._look_up(FIRST, 101) == (5, FIRST, SECOND, (0, 3))
     assert found.allocated((0, 3)) == [(FIRST, FIRST + 512)]
     assert record_stream._blocks_awaiting_free() == "512 bytes"

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.distributed_c10d import Work as C10dWork
 
-from safecomm.entries import Launched, leave_all_empty
+from safecomm import _torch
+from safecomm.core.ledger import WorkHold
+from safecomm.core.streams import HOST
 from safecomm.errors import SafecommError
 
 if TYPE_CHECKING:
@@ -23,9 +25,10 @@ else:
     _Base = object
 
 _NOTHING = contextlib.nullcontext()
+_profiler = _torch.profiler  # bound once, because each wait reads it
 
 
-class Work(Launched, _Base):
+class Work(WorkHold, _Base):
     """A running collective, and the hold on the memory that it reads and writes.
 
     It guarantees that this memory is not given out again while the collective may touch it (S1), whichever stream or
@@ -46,14 +49,71 @@ class Work(Launched, _Base):
     True
     """
 
-    # What is rare goes into Entry's dictionary, which is only made when something is put into it.
-    __slots__ = ("code", "home", "inner", "instruction", "lane", "op", "since", "storages")
+    # What is rarely set goes into the dictionary of Hold, which is only made when something is put into it.
+    __slots__ = ("alloc_stream", "code", "inner", "instruction", "op", "queue", "since", "storages")
 
     inner: C10dWork
     """The backend's handle."""
 
     if not TYPE_CHECKING:
         __class__ = property(lambda self: C10dWork)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Order the current stream after the collective (CUDA), or block the host until it is complete (CPU).
+
+        May be called again, also on another stream.
+
+        Parameters
+        ----------
+        timeout
+            As torch's: with one, the host blocks on CUDA as well.
+
+        Raises
+        ------
+        CaptureBoundaryError
+            If the launch was inside a CUDA graph capture and the wait is not, or the other way round. CUDA has not seen
+            the call, so the capture goes on unharmed.
+        """
+        queue = self.queue
+        index = queue.index
+        full = self.needs_full_wait
+        stream = HOST
+        done: bool
+        if index >= 0:
+            stream = queue.current(index)
+            # The default stream, which is 0, can't capture.
+            if full or (stream and queue.ledger.streams.is_capturing(index, stream)):
+                if queue.ledger.check_boundary(self):
+                    return True
+                if queue.capture:
+                    timeout = None  # with one, the backend would ask the device, which would break the capture
+        try:
+            if full:
+                queue.ledger.guard_staging(self)
+            if (
+                timeout is None
+                and queue.wait_is_stream_order
+                and not full
+                and self in queue.holds  # otherwise it was waited for or failed before, and must raise again
+                and not _profiler._is_profiler_enabled
+            ):
+                self.inner.block_current_stream()
+                done = True
+            elif queue.asks_in_wait:
+                done = queue.wait_for(self.inner, timeout)
+            else:
+                done = self.inner.wait() if timeout is None else self.inner.wait(timeout)
+        except Exception as error:
+            queue.ledger.fail(self, error)
+            raise
+        if done and self.storages:
+            # The ordinary program: the oldest work of its queue, waited for on the stream that its memory was
+            # allocated on.
+            if full or self.alloc_stream != stream or (len(queue.holds) != 1 and queue.first() is not self):
+                queue.ledger.waited(self)
+            else:
+                queue.ledger.release(self)
+        return done
 
     def synchronize(self) -> None:
         """Order the current stream after the collective, as torch's does. Raises as :meth:`wait` does."""
@@ -63,19 +123,19 @@ class Work(Launched, _Base):
         """Order the current stream after the collective without blocking the host. Raises as :meth:`wait` does."""
         inner = self.inner
         # The base class's, which NCCL2 has, orders nothing once the future has been asked for (torch 2.15).
-        self._order(inner.synchronize if self.lane.kind.silent else inner.block_current_stream)
+        self._order(inner.synchronize if self.queue.silent else inner.block_current_stream)
 
     def _order(self, order: Callable[[], None]) -> None:
-        lane = self.lane
-        ledger = lane.ledger
-        if lane.index >= 0:
+        queue = self.queue
+        ledger = queue.ledger
+        if queue.index >= 0:
             if ledger.check_boundary(self):
                 return
             ledger.guard_staging(self)
         order()
-        if lane.kind.silent and not self.inner.is_success():
+        if queue.silent and not self.inner.is_success():
             ledger.fail(self, RuntimeError("it has failed, and nothing was ordered after it"))
-        elif lane.streamed:  # elsewhere the work may still be running on the host: the ledger looks again later
+        elif queue.streamed:  # elsewhere the work may still be running on the host: the ledger looks again later
             ledger.waited(self)
 
     def is_completed(self) -> bool:
@@ -84,16 +144,16 @@ class Work(Launched, _Base):
         Raises CaptureBoundaryError for a work that was captured into a CUDA graph, which is not a work that ever runs,
         and inside a capture, which asking would break.
         """
-        ledger = self.lane.ledger
-        if self.lane.index < 0:
+        ledger = self.queue.ledger
+        if self.queue.index < 0:
             done = self.inner.is_completed()
         else:
             ledger.refuse_query_in_capture(self)
-            with ledger.streams.lenient():
+            with ledger.streams.relaxed_capture_mode():
                 done = self.inner.is_completed()
         if done:
-            self.rare = True
-            ledger.over(self)
+            self.needs_full_wait = self.needs_full_wait or "it is complete, perhaps because it has failed"
+            ledger.completed(self)
         return done
 
     def get_future(self) -> Any:
@@ -102,16 +162,16 @@ class Work(Launched, _Base):
         Raises SafecommError where :meth:`result` does, and CaptureBoundaryError where :meth:`wait` does if the backend
         orders the current stream by it.
         """
-        lane = self.lane
-        if lane.kind.silent and lane.index >= 0:
-            lane.ledger.check_boundary(self)
+        queue = self.queue
+        if queue.silent and queue.index >= 0:
+            queue.ledger.check_boundary(self)
         self._show_results()
-        self.awaited = True  # the future stands for the handle from now on
+        self.has_future = True  # the future stands for the handle from now on
         return self.inner.get_future()
 
     def _asking(self) -> AbstractContextManager[Any]:
         """Return the context for what may ask the device, so that it ends no other thread's capture."""
-        return self.lane.ledger.streams.lenient() if self.lane.queries else _NOTHING
+        return self.queue.ledger.streams.relaxed_capture_mode() if self.queue.asks_in_wait else _NOTHING
 
     def get_future_result(self) -> Any:
         """Return torch's future of the collective's status."""
@@ -137,7 +197,7 @@ class Work(Launched, _Base):
         return self.inner.result()
 
     def _show_results(self) -> None:
-        if self.emptied:
+        if self.aliases_emptied:
             raise SafecommError(
                 f"the outputs of {self.op} launched at {self.site} are no longer with its handle: it was waited for. "
                 "Ask for result() or get_future() before wait(), or use the tensors that the calls were given."
@@ -184,10 +244,10 @@ class Work(Launched, _Base):
             return "<safecomm.Work that is being launched>"
         if not storages:
             return f"<safecomm.Work {self.op} from {self.site}: nothing is held>"
-        if self in self.lane.ledger.quarantine:
+        if self in self.queue.ledger.quarantine:
             state = "quarantined"
         else:
-            state = "in a CUDA graph capture" if self.lane.capture else "in flight"
+            state = "in a CUDA graph capture" if self.queue.capture else "in flight"
         return f"<safecomm.Work {self.op} from {self.site}: {self.nbytes} bytes held, {state}>"
 
 
@@ -199,9 +259,9 @@ class StagedWork(Work):
     staged = True
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        lane = self.lane
-        if lane.current(lane.index) != self.stream:
-            self.rare = True  # the stream of the launch is to be ordered as well
+        queue = self.queue
+        if queue.current(queue.index) != self.stream:
+            self.needs_full_wait = "the stream of the launch has to be ordered as well"
         return super().wait(timeout)
 
 
@@ -209,14 +269,6 @@ class RegionWork(Work):
     """A :class:`Work` of a coalescing region, of which c10d has aliases, and keeps them for longer than it needs."""
 
     __slots__ = ("aliases",)
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        done = super().wait(timeout)
-        if self.aliases and not self.storages:
-            self.emptied = True
-            leave_all_empty(self.aliases)
-            self.aliases = ()
-        return done
 
 
 class OnceWork(Work):
@@ -234,10 +286,10 @@ class OnceWork(Work):
         except TimeoutError:  # another thread is waiting
             raise
         except Exception as error:
-            self.lane.ledger.fail(self, error)
+            self.queue.ledger.fail(self, error)
             raise
         if self.storages:
-            self.lane.ledger.waited(self)
+            self.queue.ledger.waited(self)
         return True
 
     def finish(self, timeout: timedelta | None = None) -> None:
@@ -288,7 +340,7 @@ class MemberWork(Work):
         return _NOTHING  # it has no event
 
     def __repr__(self) -> str:
-        region = self._region if isinstance(self._region, Launched) else "a coalescing region"
+        region = self._region if isinstance(self._region, WorkHold) else "a coalescing region"
         return f"<safecomm.Work of a call in {region}>"
 
 

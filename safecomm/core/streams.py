@@ -1,9 +1,8 @@
-"""Where are we: the current stream, captures, events, and where memory is at home (``homes.py``).
+"""What a device answers: the current stream, captures, events, and which stream memory was allocated on.
 
-The ledger asks these questions and no others. ``CudaStreams`` answers them for real GPUs; the tests answer
-them with a simulated device, so that the ledger's own code is what is checked. Streams are raw handles
-(``cudaStream_t`` as an int), never objects: ``torch.cuda.Stream()`` hands out 32 pooled streams round robin,
-so two objects can be one stream.
+The core asks these questions and no others. ``CudaStreams`` answers them for real GPUs. The tests answer them with a
+simulated device, so that the core's own code is what is checked. Streams are raw handles (``cudaStream_t`` as an int),
+never objects: ``torch.cuda.Stream()`` hands out 32 pooled streams round robin, so two objects can be one stream.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from safecomm import _torch
-from safecomm.homes import Homes
+from safecomm.core.allocation import Allocations
 
 HOST = -1
 """The device index of memory that no stream orders: the CPU's."""
@@ -26,23 +25,23 @@ PAUSE = 10_000
 
 
 class Streams(Protocol):
-    """The questions that the ledger asks of a device."""
+    """The questions that the core asks of a device."""
 
     def current(self, index: int, /) -> int:
         """Return the current stream of device ``index``."""
 
-    def home(self, pointer: int, other: int | None = None, /) -> int | None:
+    def alloc_stream(self, pointer: int, other: int | None = None, /) -> int | None:
         """Return the stream that the memory at ``pointer`` was allocated on, and that at ``other`` if it is given.
 
-        None if nobody knows, or if these are two. An allocator gives freed memory out again in the order of this
-        stream and of no other.
+        None if the stream is unknown, or if the two streams differ. An allocator gives freed memory out again in the
+        order of this stream and of no other.
         """
 
-    def all_at_home(self, stream: int, pointers: list[int], /) -> bool:
+    def all_allocated_on(self, stream: int, pointers: list[int], /) -> bool:
         """Return whether the memory at all of ``pointers``, in ascending order, was surely allocated on ``stream``."""
 
-    def claim(self, start: int, end: int, home: Callable[[int], int | None], /) -> None:
-        """From now on ask ``home`` where the memory from address ``start`` to ``end`` was allocated."""
+    def claim(self, start: int, end: int, stream_of: Callable[[int], int | None], /) -> None:
+        """From now on ask ``stream_of`` for the allocation stream of the memory from address ``start`` to ``end``."""
 
     def unclaim(self, start: int, /) -> None:
         """Undo the claim that begins at ``start``."""
@@ -62,25 +61,25 @@ class Streams(Protocol):
     def is_capturing(self, index: int, stream: int, /) -> bool:
         """Return whether ``stream``, the current one of device ``index``, is capturing."""
 
-    def mark(self, index: int, stream: int, /) -> Any:
+    def record_event(self, index: int, stream: int, /) -> Any:
         """Return an event recorded on ``stream``."""
 
-    def reached(self, event: Any, /) -> bool:
-        """Return whether the device has passed ``event``. Illegal for events of a capture."""
+    def query_event(self, event: Any, /) -> bool:
+        """Return whether ``event`` is complete. Illegal for events of a capture."""
 
-    def recycle(self, index: int, event: Any, /) -> None:
-        """Take back an event that nobody uses any more."""
+    def recycle_event(self, index: int, event: Any, /) -> None:
+        """Take back an event that is no longer in use."""
 
-    def order(self, index: int, stream: int, event: Any, /) -> None:
+    def wait_event(self, index: int, stream: int, event: Any, /) -> None:
         """Let all later work on ``stream`` start after ``event``."""
 
     def pause(self, index: int, stream: int, /) -> None:
-        """Let ``stream`` do nothing for a few microseconds, so that what other streams have ready starts first."""
+        """Let ``stream`` do nothing for a few microseconds, so that kernels ready on other streams start first."""
 
     def using(self, index: int, stream: int, /) -> AbstractContextManager[Any]:
         """Return a context manager under which ``stream`` is the current one."""
 
-    def lenient(self) -> AbstractContextManager[Any]:
+    def relaxed_capture_mode(self) -> AbstractContextManager[Any]:
         """Return a context manager under which events may be queried while another thread captures."""
 
     def synchronize(self, index: int, /) -> None:
@@ -95,11 +94,11 @@ def capture_of(streams: Streams, stream: int) -> int:
     return streams.capture(stream) if stream else 0  # 0 is the legacy default stream, which can't capture
 
 
-def home_of(streams: Streams, storage: Any, nowhere: int) -> int | None:
-    """Return the stream that ``storage`` was allocated on; ``nowhere`` if it has no memory, None if nobody knows."""
+def alloc_stream_of(streams: Streams, storage: Any, no_memory: int) -> int | None:
+    """Return the stream that ``storage`` was allocated on; None if unknown, ``no_memory`` if it has no memory."""
     # A tensor subclass without memory of its own is held as an object, and has no address.
     pointer = storage.data_ptr() if type(storage) is torch.UntypedStorage else 0
-    return streams.home(pointer) if pointer else nowhere
+    return streams.alloc_stream(pointer) if pointer else no_memory
 
 
 def stream_object(index: int, stream: int) -> torch.cuda.Stream:
@@ -109,7 +108,7 @@ def stream_object(index: int, stream: int) -> torch.cuda.Stream:
     return torch.cuda.default_stream(index)
 
 
-class _Lenient:
+class _Relaxed:
     """Relaxes this thread's capture mode for a few queries, and puts it back."""
 
     __slots__ = ("_mode",)
@@ -121,7 +120,7 @@ class _Lenient:
         _torch.swap_capture_mode(self._mode)
 
 
-class CudaStreams(Homes):
+class CudaStreams(Allocations):
     """Streams of NVIDIA GPUs, as torch and its caching allocator use them."""
 
     def __init__(self) -> None:
@@ -139,19 +138,19 @@ class CudaStreams(Homes):
             known = self._streams[index, stream] = stream_object(index, stream)
         return known
 
-    def mark(self, index: int, stream: int) -> Any:
+    def record_event(self, index: int, stream: int) -> Any:
         pool = self._events.get(index)
         event = pool.pop() if pool else torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self._stream(index, stream))
         return event
 
-    def reached(self, event: Any) -> bool:
+    def query_event(self, event: Any) -> bool:
         return bool(event.query())
 
-    def recycle(self, index: int, event: Any) -> None:
+    def recycle_event(self, index: int, event: Any) -> None:
         self._events.setdefault(index, []).append(event)
 
-    def order(self, index: int, stream: int, event: Any) -> None:
+    def wait_event(self, index: int, stream: int, event: Any) -> None:
         self._stream(index, stream).wait_event(event)
 
     def pause(self, index: int, stream: int) -> None:
@@ -161,8 +160,8 @@ class CudaStreams(Homes):
     def using(self, index: int, stream: int) -> AbstractContextManager[Any]:
         return torch.cuda.stream(self._stream(index, stream))
 
-    def lenient(self) -> AbstractContextManager[Any]:
-        return _Lenient()
+    def relaxed_capture_mode(self) -> AbstractContextManager[Any]:
+        return _Relaxed()
 
     def synchronize(self, index: int) -> None:
         torch.cuda.synchronize(index)

@@ -1,0 +1,202 @@
+"""What the ledger holds, and waiting until it holds nothing: ``pending()``, ``drain()``, and the end of the process."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import logging
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from safecomm.core.holds import Hold, Pending, keys_of
+from safecomm.core.ledger import LEDGER, Ledger, WorkHold
+from safecomm.core.streams import HOST
+from safecomm.errors import CaptureBoundaryError, PendingWorkError
+
+log = logging.getLogger("safecomm")
+
+
+def pending() -> list[Pending]:
+    """Return what safecomm holds now, oldest first: a :class:`Pending` for each call whose memory can't be reused yet.
+
+    Asks no device and releases nothing, so a hold can already be complete; :func:`drain` looks. Bytes are those of the
+    storages held, whether or not the caller still refers to them too. Empty in a program that waits for its works.
+
+    Examples
+    --------
+    >>> pending()
+    []
+    """
+    return LEDGER.pending()
+
+
+def drain(*, wait: bool = False, timeout: timedelta | None = None, group: Any = None) -> int:
+    """Give back the memory of all works that are complete; with ``wait``, of all works, once they are complete.
+
+    Every call of a collective does the first by itself, for the oldest works of each group; this is for the end of a
+    phase, or before a measurement. Returns the bytes that are still held: 0 if all is back.
+
+    Parameters
+    ----------
+    wait
+        Block the host until all works are complete. What failed works hold is given back too, after the device has
+        become idle. Without it, the host never blocks.
+    timeout
+        Of ``wait``. None: there is no limit.
+    group
+        Wait for the works of this group, and count its bytes. None: of all groups.
+
+    Raises
+    ------
+    PendingWorkError
+        With ``wait``, if works are not complete in time. Their memory is still held.
+    CaptureBoundaryError
+        With ``wait``, inside a CUDA graph capture.
+
+    Examples
+    --------
+    >>> drain()
+    0
+    """
+    return drain_ledger(LEDGER, wait=wait, timeout=timeout, group=group)
+
+
+def drain_ledger(ledger: Ledger, *, wait: bool = False, timeout: timedelta | None = None, group: Any = None) -> int:
+    """Do for ``ledger`` what :func:`drain` does."""
+    if wait:
+        deadline = _deadline(timeout)
+        ledger.sweep()  # takes over what graphs that died have left
+        await_works(ledger, timeout, group)
+        _empty_quarantine(ledger, group, deadline)
+        _await_all(ledger, group, deadline)  # what a recorded use holds may have been held by one of those too
+    else:
+        ledger.sweep(thorough=True)
+    quarantined = [hold for hold in keys_of(ledger.quarantine) if hold.belongs_to(group)]
+    return sum(hold.nbytes for hold in _unfinished(ledger, group) + quarantined)
+
+
+def await_works(ledger: Ledger, timeout: timedelta | None, group: Any, *, unpollable: bool = True) -> None:
+    """Block the host until all works of ``group`` (None: of all groups) are complete, and release them.
+
+    Works that fail go to the quarantine. Without ``unpollable`` not for works of which the backend does not tell, which
+    may never end. Raises PendingWorkError if others are not complete in time.
+    """
+    if ledger.capturing():
+        raise CaptureBoundaryError(
+            "the host can't wait for works inside a CUDA graph capture, where they are only recorded. "
+            "Nothing was done, and the capture is unharmed."
+        )
+    deadline = _deadline(timeout)
+    for hold in ledger.holds(group) if unpollable else ():
+        if _is_unpollable(hold):
+            _await_unpollable(hold, deadline)
+    _await_all(ledger, group, deadline, unpollable=unpollable)
+
+
+def await_before_capture(ledger: Ledger, timeout: timedelta | None) -> None:
+    """Block the host until all works are complete, so that there is nothing to wait for in a capture."""
+    works = [hold for hold in _unfinished(ledger) if isinstance(hold, WorkHold)]
+    await_works(ledger, timeout, None)
+    for work in works:
+        work.host_waited = True
+
+
+def _deadline(timeout: timedelta | None) -> float | None:
+    return None if timeout is None else time.monotonic() + timeout.total_seconds()
+
+
+def _is_unpollable(hold: Hold) -> bool:
+    return isinstance(hold, WorkHold) and not hold.queue.pollable
+
+
+def _unfinished(ledger: Ledger, group: Any = None) -> list[Any]:
+    """Return the holds that the device will be done with: not those that wait for others who still use the memory."""
+    # What a capture holds ends with the capture, which may be another thread's.
+    return [hold for hold in ledger.holds(group) if not hold.queue.capture and not hold.waits_for_others()]
+
+
+def _await_all(ledger: Ledger, group: Any, deadline: float | None, *, unpollable: bool = True) -> None:
+    def gone(hold: Hold) -> bool:
+        ledger.sweep(thorough=True)
+        return hold.awaits_others or hold not in hold.queue.holds
+
+    # Again and again, because a work can become a handoff.
+    while holds := [hold for hold in _unfinished(ledger, group) if unpollable or not _is_unpollable(hold)]:
+        _await(holds, gone, deadline)
+
+
+def _await(holds: list[Any], done: Callable[[Any], bool], deadline: float | None) -> None:
+    """Block the host until all ``holds`` are ``done``; raise PendingWorkError at the deadline."""
+    pause = 1e-5
+    while left := [hold for hold in holds if not done(hold)]:
+        if deadline is not None and time.monotonic() > deadline:
+            raise _late(left)
+        time.sleep(pause)
+        pause = min(pause * 2, 1e-2)
+
+
+def _await_in_thread(wait: Callable[[], Any], hold: Hold, deadline: float | None) -> None:
+    """Block the host until ``wait``, called in a thread, has returned; raise PendingWorkError at the deadline."""
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    thread.join(None if deadline is None else max(deadline - time.monotonic(), 0))
+    if thread.is_alive():
+        raise _late([hold])
+
+
+def _await_unpollable(hold: Any, deadline: float | None) -> None:
+    # In a thread, because a wait that times out would close the connection (gloo, torch 2.13). The thread only waits;
+    # what is released, is released here.
+    def wait() -> None:
+        with contextlib.suppress(Exception):  # which the wait below raises again
+            hold.finish()
+
+    _await_in_thread(wait, hold, deadline)
+    with contextlib.suppress(Exception):  # it is in the quarantine by then
+        hold.wait()
+
+
+def _empty_quarantine(ledger: Ledger, group: Any, deadline: float | None) -> None:
+    for hold in keys_of(ledger.quarantine):
+        if not hold.belongs_to(group):
+            continue
+        if hold.queue.index != HOST:
+            # A kernel whose peer is gone can keep the device busy for ever.
+            def synchronize(index: int = hold.queue.index) -> None:
+                ledger.streams.synchronize(index)
+
+            if deadline is None:
+                synchronize()
+            else:
+                _await_in_thread(synchronize, hold, deadline)
+        elif not _is_unpollable(hold):  # the threads of a work that timed out go on
+            _await([hold], ledger.is_idle, deadline)
+        ledger.release(hold)
+
+
+def _late(holds: list[Any]) -> PendingWorkError:
+    shown = "; ".join(str(hold.describe()) for hold in holds[:8])
+    return PendingWorkError(
+        f"{len(holds)} works are not over in time: {shown}{'; ...' if len(holds) > 8 else ''}. "
+        "Their memory is still held. Wait for them, or abort their group."
+    )
+
+
+def _at_exit(ledger: Ledger) -> None:
+    """Release what is complete, and keep the rest out of the interpreter's reach for good."""
+    try:
+        ledger.sweep(thorough=True)
+    except Exception as error:  # the device may be gone
+        log.debug("sweep at exit: %r", error)
+    left = [*ledger.holds(), *ledger.quarantine]
+    if left:
+        # Tearing down modules would free it in some order while a kernel or a gloo thread may be using it. The process
+        # is about to give it all back anyway.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(left))
+
+
+atexit.register(_at_exit, LEDGER)

@@ -1,0 +1,268 @@
+"""What is held, and the queues that holds wait in.
+
+Three kinds of holds. A *work* (``work.py``) holds what a running asynchronous collective reads and writes. A *handoff*
+(``handoffs.py``) holds what was used on another stream than its allocation stream, until the device has passed an
+event there. A *recorded use* (``recorded_uses.py``) holds what ``record_stream`` was called for. While others use that
+memory too, the recorded use only waits; from then on it is a handoff. Which of them is released when is decided
+elsewhere: see the rules at the head of ``ledger.py``.
+
+Holds that end in the order in which they were made share a :class:`Queue`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+import types
+import warnings
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from safecomm import _torch
+from safecomm.core.call_site import line_of
+from safecomm.core.streams import HOST
+
+K = TypeVar("K")
+
+
+class _State(str):
+    """A state that had another name in version 0.1, which still compares equal, with a DeprecationWarning."""
+
+    __slots__ = ()
+
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is str and str.__eq__(other, "trailing"):
+            warnings.warn("the state 'trailing' is called 'handed off' now", DeprecationWarning, stacklevel=2)
+            return True
+        return bool(str.__eq__(self, other))
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return str, (str(self),)
+
+
+HANDED_OFF = _State("handed off")
+
+
+@dataclass(frozen=True)
+class Pending:
+    """One hold of the ledger, as :func:`safecomm.pending` shows it."""
+
+    op: str
+    """The call, such as ``"all_reduce"``."""
+    nbytes: int
+    """Bytes of the storages that are held."""
+    state: str
+    """``"in flight"``: a work that nobody has waited for; ``"recorded"``: ``record_stream`` was called for the memory,
+    and others still use it; ``"handed off"``: used on another stream than its allocation stream, which has not got
+    there; ``"quarantined"``: its work failed."""
+    group: str
+    """c10d's name of the group."""
+    device: str
+    """``"cpu"``, or such as ``"cuda:0"``."""
+    site: str
+    """File, line and function of the call."""
+    seconds: float
+    """Seconds since the call."""
+
+    def __str__(self) -> str:
+        held = f"{self.nbytes} bytes on {self.device}, {self.state} for {self.seconds:.3f} s"
+        return f"{self.op} of {held}, from {self.site}"
+
+
+class Hold:
+    """What is kept alive, for which call, and what ends it. A ``safecomm.Work`` is one.
+
+    A work is its own hold, because one object more for each asynchronous call would cost as much as all the rest.
+    """
+
+    op: str
+    queue: Queue
+    storages: tuple[Any, ...]
+    since: float
+    code: types.CodeType  # with instruction, the call site: cheap to take, and a line number when somebody asks
+    instruction: int
+    event: Any = None  # at the last use; of handoffs, and of recorded uses from when nobody else uses the memory
+    stream: int = 0  # of the event; of a staged or captured work: the stream of its launch
+    group: weakref.ref[Any] | None = None  # a handoff's group; a work's is its queue's
+    awaits_others: bool = False  # it is complete, and waits only for others who may still wait for it
+
+    def on_release(self) -> None:
+        """Undo what else than ``storages`` refers to the memory. For ``Rules.release()`` alone."""
+
+    def waits_for_others(self) -> bool:
+        """Return whether this only waits for others to let go of the memory: the device has nothing to do for it."""
+        return self.awaits_others
+
+    @property
+    def state(self) -> str:
+        """What :attr:`Pending.state` says."""
+        return HANDED_OFF
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the storages held, each counted once."""
+        storages = [s for s in self.storages if isinstance(s, torch.UntypedStorage)]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+    @property
+    def site(self) -> str:
+        """Where the call was made, as ``file:line in function``."""
+        return line_of(self.code, self.instruction)
+
+    def belongs_to(self, group: Any) -> bool:
+        """Return whether this is a hold of ``group``; of any, if that is None."""
+        return group is None or group is self.of_group()
+
+    def of_group(self) -> Any:
+        """Return the group whose call this is of; None if there is none, or if it is gone."""
+        reference = self.group or self.queue.group
+        return None if reference is None else reference()
+
+    def describe(self, state: str = "") -> Pending:
+        """Return this hold as :func:`safecomm.pending` shows it."""
+        return Pending(
+            op=self.op,
+            nbytes=self.nbytes,
+            state=state or self.state,
+            group=_torch.group_name(self.of_group()),
+            device="cpu" if self.queue.index == HOST else f"cuda:{self.queue.index}",
+            site=self.site,
+            seconds=time.perf_counter() - self.since,
+        )
+
+
+class Observer(Protocol):
+    """Who is told of each hold, such as a recording. Nobody, as a rule."""
+
+    def held(self, hold: Hold, /) -> None:
+        """Note that ``hold`` holds its storages from now on."""
+
+    def released(self, hold: Hold, /) -> None:
+        """Note that ``hold`` was released, perhaps again."""
+
+
+class Sweeper(Protocol):
+    """Who decides about the holds of a queue."""
+
+    def sweep_queue(self, queue: Any, capturing: int, *, thorough: bool) -> None:
+        """Release what rules 2 and 3 allow of ``queue``; ``capturing``: a current stream is part of this capture."""
+
+
+class Queue:
+    """Holds of one origin, in the order in which they were made: a group's works, or the handoffs of a stream."""
+
+    __slots__ = (
+        "budget", "capture", "defer_polling", "group", "holds", "index", "key", "nonempty", "stream", "sweeper", "table"
+    )  # fmt: skip
+
+    def __init__(
+        self, sweeper: Sweeper, nonempty: dict[Queue, None], table: dict[Any, Any], key: Any, index: int,
+        stream: int = 0, capture: int = 0, budget: int = 0,
+    ) -> None:  # fmt: skip
+        self.sweeper = sweeper
+        self.nonempty = nonempty  # the ledger's: the queues that have holds
+        self.table = table  # where this queue is found under its key
+        self.key = key
+        self.index = index  # device index, or HOST
+        self.stream = stream  # of the uses, or of the first launch
+        self.capture = capture  # the graph capture that all of it is part of; 0 for none
+        self.budget = budget  # bytes that rule 3 leaves alone
+        self.defer_polling = False  # its holds are works that can be polled later: somebody is going to wait for them
+        # Weak, because a group that is still referred to when the interpreter ends can take the process down (gloo,
+        # torch 2.13). None for handoffs.
+        self.group: weakref.ref[Any] | None = None
+        # Not a plain dict: finding its first key takes longer with every key deleted before it.
+        self.holds: OrderedDict[Any, None] = OrderedDict()
+
+    def oldest(self, count: int) -> tuple[Any, ...]:
+        """Return the ``count`` oldest holds, also while other threads put holds in and take them out."""
+        return first_of(self.holds, count)
+
+    def newest(self, count: int) -> tuple[Any, ...]:
+        """Return the ``count`` newest holds, the last first, as :meth:`oldest` does."""
+        return first_of(self.holds, count, reversed)
+
+    def first(self) -> Any:
+        """Return the oldest hold, also while other threads take holds out; None if there is none."""
+        while self.holds:
+            try:
+                return next(iter(self.holds))
+            except (RuntimeError, StopIteration):
+                continue
+        return None
+
+    def note_empty(self) -> None:
+        """See whether a hold that was taken out was the last."""
+        if not self.holds:
+            if self.capture:  # a capture comes only once
+                self.table.pop(self.key, None)
+            self.nonempty.pop(self, None)
+            if self.holds:  # another thread came in between
+                self.nonempty[self] = None
+
+    def too_far_behind(self, lag: int) -> bool:
+        """Return whether more than ``lag`` holds, and more than ``budget`` bytes, have piled up behind the host."""
+        return _pile_up(self.holds, lag, self.budget)
+
+
+def first_of(holds: OrderedDict[Any, None], count: int, order: Callable[[Any], Any] = iter) -> tuple[Any, ...]:
+    """Return the first ``count`` of ``holds``, also while other threads, or finalizers, change them."""
+    while True:
+        try:
+            return tuple(itertools.islice(order(holds), count))
+        except RuntimeError:
+            continue
+
+
+def _pile_up(holds: OrderedDict[Any, None], lag: int, budget: int) -> bool:
+    if len(holds) <= lag:
+        return False
+    # Told from the oldest, so that it takes constant time.
+    sample = first_of(holds, 8)
+    nbytes: int = sum(hold.nbytes for hold in sample)
+    return nbytes * len(holds) // max(len(sample), 1) > budget
+
+
+_EMPTY: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+
+
+def leave_empty(alias: torch.Tensor) -> None:
+    """Take its memory from ``alias``, which c10d may keep until the group's next collective."""
+    key = alias.dtype, alias.device
+    empty = _EMPTY.get(key)
+    if empty is None:
+        with _torch.inference_mode(False):
+            empty = torch.empty(0, dtype=alias.dtype, device=alias.device)
+        if type(empty) is torch.Tensor and _torch.has_plain_keys(empty):  # and not a mode's
+            _EMPTY[key] = empty
+    alias.data = empty
+
+
+def leave_all_empty(aliases: Iterable[torch.Tensor]) -> None:
+    """Take their memory from ``aliases``, of which most are of one type and device."""
+    like: torch.Tensor | None = None
+    for alias in aliases:
+        if like is None or alias.dtype is not like.dtype or alias.get_device() != like.get_device():
+            leave_empty(alias)
+            like = alias
+        else:
+            alias.data = like
+
+
+def keys_of(table: Mapping[K, Any]) -> list[K]:
+    """Return the keys of ``table``, which other threads and dying graphs and groups change at any time.
+
+    A list: making a tuple of a dictionary can run the garbage collector in the middle (before Python 3.12), and the
+    finalizer of a graph adds to what is being looked at.
+    """
+    return list(table)

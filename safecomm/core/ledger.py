@@ -1,0 +1,517 @@
+"""What is held, by which call, since when, until what: the three rules by which memory is released.
+
+A hold is released by one of three rules. Each of them leaves every stream in whose order the memory can be given out
+again after the last use of the memory (S1):
+
+1. *Waited for.* ``wait()`` ordered the very stream that the memory was allocated on: release at once (S2). Memory that
+   was allocated on another stream becomes a handoff. For handoffs and recorded uses: the allocation stream waited for
+   the stream of the use.
+2. *Complete.* The work, or the event, is complete: release at the next call of safecomm, of any group (S3). Works whose
+   handles somebody still has are polled only when they are ``PATIENCE`` old.
+3. *Too far behind.* More than ``LAG`` holds and ``BUDGET`` bytes have piled up behind the host, and nobody is going to
+   wait for the oldest: its allocation stream is ordered after it. Inside a graph capture nothing can be polled. There
+   this rule, as an edge of the graph, releases what only the ledger still refers to (S5).
+
+A work that fails goes to the quarantine, and leaves it only when the device is known to be idle (S4). Every release is
+made by ``Rules.release()`` (``rules.py``), on the thread that called safecomm, never in a destructor or a callback. The
+ledger's references are strong, so that a dropped handle frees nothing.
+
+An exception of a signal handler can come anywhere. So a hold stays in its queue until all is done for it, and the next
+sweep looks at it again if that was not the end. Of two threads that come to one work at the same time each orders what
+it needs, and the first one releases it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import operator
+import time
+import types
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from itertools import islice
+from typing import Any, TypeVar
+
+from safecomm.core.handoffs import Handoffs
+from safecomm.core.holds import Hold, Pending, Queue, keys_of, leave_all_empty
+from safecomm.core.recorded_uses import RecordedUses
+from safecomm.core.refcounts import QUEUED, getrefcount
+from safecomm.core.rules import Rules
+from safecomm.core.streams import HOST, CudaStreams, Streams, capture_of
+from safecomm.errors import CaptureBoundaryError
+
+log = logging.getLogger("safecomm")
+_now = time.perf_counter
+_NOTHING = contextlib.nullcontext()
+
+LAG = 4
+"""Holds of one queue that rule 3 leaves alone however large, to keep communication and compute overlapped."""
+
+UNORDERED = 8
+"""Running works of a queue that one call looks at, where it can't stop at the first."""
+
+CROWD = 64
+"""Works of a queue beyond which each call polls them, whoever has their handles."""
+
+NEWEST = 4
+"""Works of a queue of which one call sees whether their handles were dropped."""
+
+PATIENCE = 0.1
+"""Seconds for which a work is not polled while somebody has its handle, and so is about to wait.
+
+Polling takes longer than the rest of a call, and a program that overlaps has works in flight at each of them.
+"""
+
+BUDGET = 256 << 20
+"""Bytes of a group's dropped works that rule 3 leaves alone however many they are."""
+
+
+class WorkHold(Hold):
+    """An asynchronous collective as the ledger sees it. ``safecomm.Work`` is this, with its handle's methods."""
+
+    queue: WorkQueue
+    alloc_stream: int | None  # the one stream that all its storages were allocated on, if that is known
+    inner: Any  # the backend's Work
+    # Why wait() can't take the short way, "" if it can.
+    needs_full_wait: str = ""
+    staged: bool = False  # c10d has staging memory of the launch stream, which it gives back at the first wait anywhere
+    aliases: tuple[Any, ...] = ()  # what c10d was given in place of the caller's tensors; emptied at release
+    aliases_emptied: bool = False
+    host_waited: bool = False  # the host has waited for it before a capture
+    has_future: bool = False  # something else than the handle stands for the call, so nobody has forgotten it
+
+    def on_release(self) -> None:
+        if self.aliases:
+            self.aliases_emptied = True
+            leave_all_empty(self.aliases)
+            self.aliases = ()
+
+    @property
+    def state(self) -> str:
+        return "in flight"
+
+    def finish(self) -> None:
+        """Wait for the backend, and release nothing."""
+        self.inner.wait()
+
+
+W = TypeVar("W", bound=WorkHold)
+
+
+class WorkQueue(Queue):
+    """The works of one group on one device, in one capture or in none."""
+
+    __slots__ = (
+        "asks_in_wait", "current", "ledger", "ordered", "pollable", "silent", "streamed", "wait_is_stream_order",
+    )  # fmt: skip
+
+    def __init__(self, ledger: Ledger, table: dict[Any, Any], key: Any, index: int, stream: int, capture: int) -> None:
+        super().__init__(ledger, ledger.nonempty, table, key, index, stream, capture, ledger.budget)
+        self.ledger = ledger
+        self.current = ledger.streams.current
+        self.streamed = False  # waiting for a work orders a stream; with other backends than NCCL it blocks the host
+        self.ordered = False  # works end in the order in which they were made
+        self.pollable = True  # the backend tells when a work is complete
+        self.asks_in_wait = False  # launches and waits ask the device: they are made by launch() and wait_for()
+        self.silent = False  # the backend's synchronize() says nothing of a failure, and its future orders streams
+        self.wait_is_stream_order = False  # block_current_stream() does what the backend's first wait() for a work does
+
+    def hold(
+        self,
+        work: W,
+        op: str,
+        inner: Any,
+        storages: tuple[Any, ...],
+        alloc_stream: int | None,
+        frame: types.FrameType,
+    ) -> W:
+        """Make ``work`` the hold of ``inner``, which was just launched from ``frame``, and return it.
+
+        ``storages`` were allocated on ``alloc_stream``: None if that is not one and known, ``HOST`` on the CPU.
+        """
+        queue = self
+        index = self.index
+        if index >= 0 and (stream := self.current(index)) and self.ledger.streams.is_capturing(index, stream):
+            queue = self.of_capture(stream)
+            work.stream = stream
+            work.needs_full_wait = "it is of a capture"
+        work.op = op
+        work.inner = inner
+        work.alloc_stream = alloc_stream
+        work.code = frame.f_code
+        work.instruction = frame.f_lasti
+        work.since = _now()
+        work.queue = queue
+        work.storages = storages
+        queue.holds[work] = None
+        queue.nonempty[queue] = None
+        if (observer := self.ledger.observer) is not None:
+            observer.held(work)
+        return work
+
+    def of_capture(self, stream: int) -> WorkQueue:
+        """Return the queue for the same works in the capture that ``stream`` is part of."""
+        raise NotImplementedError
+
+    def relaxed(self) -> AbstractContextManager[Any]:
+        """Return the context for a launch that may ask the device, so that it ends no other thread's capture (S5).
+
+        For backends whose ``wait()`` asks: they ask for earlier works as they launch one too (torch 2.15). Not in a
+        capture of this thread: there nothing is asked, and what CUDA does not allow has to be an error.
+        """
+        if not self.asks_in_wait:
+            return _NOTHING
+        stream = self.current(self.index)
+        capturing = stream and self.ledger.streams.is_capturing(self.index, stream)
+        return _NOTHING if capturing else self.ledger.streams.relaxed_capture_mode()
+
+    def launch(self, function: Callable[..., Any], *given: Any) -> Any:
+        """Launch by ``function(*given)``, and end no other thread's capture by it; see :meth:`relaxed`."""
+        with self.relaxed():
+            return function(*given)
+
+    def wait_for(self, inner: Any, timeout: timedelta | None = None) -> bool:
+        """Wait for the backend's ``inner``, and end no other thread's capture by it (S5).
+
+        In the relaxed capture mode always, and not only where a capture is known to go on: a capture that another
+        thread begins is known of only when it has begun.
+        """
+        relaxed = self.ledger.streams.relaxed_capture_mode() if self.asks_in_wait else _NOTHING
+        with relaxed:
+            return inner.wait() if timeout is None else inner.wait(timeout)  # type: ignore[no-any-return]
+
+
+class Ledger(Rules):
+    """The holds of the process, and the rules of the module's docstring for works.
+
+    Parameters
+    ----------
+    streams
+        Answers for the device.
+    lag, budget, handoff_budget
+        Rule 3's: holds of a queue, bytes of a group's works, and bytes of a stream's handoffs that are left alone.
+    patience
+        Rule 2's, in seconds: see :data:`PATIENCE`.
+    """
+
+    def __init__(
+        self,
+        streams: Streams,
+        *,
+        lag: int = LAG,
+        budget: int = BUDGET,
+        handoff_budget: int | None = None,
+        patience: float = PATIENCE,
+    ) -> None:
+        super().__init__(streams, lag)
+        self.current = streams.current
+        self.budget = budget
+        self.handoffs = Handoffs(self, handoff_budget)
+        self.recorded_uses = RecordedUses(self, self.handoffs)
+        self.dropped_at: set[tuple[types.CodeType, int]] = set()  # the call sites of dropped handles
+        self.failures = 0
+        self._patience = patience
+
+    # --- rule 1: waited for ---------------------------------------------------------------------------------
+
+    def hand_off(self, op: str, group: Any, index: int, storages: tuple[Any, ...], frame: types.FrameType) -> None:
+        """Hold those of ``storages``, used on the current stream of ``index``, that were allocated on another (S1)."""
+        self.handoffs.add(op, group, index, storages, frame.f_code, frame.f_lasti, _now())
+
+    def check_boundary(self, work: WorkHold) -> bool:
+        """Raise CaptureBoundaryError if the current stream is not in the capture that ``work`` was launched in.
+
+        Returns whether there is nothing to wait for: the host has waited for the work before the capture.
+        """
+        queue = work.queue
+        stream = self.current(queue.index)
+        now = capture_of(self.streams, stream)
+        if work.staged and now == queue.capture and stream != work.stream:
+            now = self.streams.capture(work.stream)  # guard_staging will order that one as well
+        if now == queue.capture:
+            return False
+        if work.host_waited and now and not queue.capture:
+            return True
+        if now and queue.capture:
+            what = "was captured into another CUDA graph than the one that is being captured"
+            mend = "wait for it in the capture that it was launched in"
+        elif now:
+            what = "was launched before the CUDA graph capture that is going on"
+            mend = "wait for it before the capture begins, or call settle_before_capture()"
+        else:
+            what = "was captured into a CUDA graph"
+            mend = "wait for it inside the capture: outside, the stream that replays the graph is what orders it"
+        raise CaptureBoundaryError(
+            f"wait() for {work.op} launched at {work.site}: it {what}. To mend it, {mend}. "
+            "Nothing was done, and the capture is unharmed."
+        )
+
+    def refuse_query_in_capture(self, work: WorkHold) -> None:
+        """Raise CaptureBoundaryError where asking whether a work is complete would break a capture."""
+        if work.queue.capture or capture_of(self.streams, self.current(work.queue.index)):
+            raise CaptureBoundaryError(
+                f"is_completed() for {work.op} launched at {work.site}: a work can't be asked inside a CUDA graph "
+                "capture, nor one that was captured, which does not run. Nothing was done, and the capture is unharmed."
+            )
+
+    def waited(self, work: WorkHold) -> None:
+        """Release ``work``, which the current stream (or the host) has just waited for, and what that makes safe."""
+        queue = work.queue
+        holds = queue.holds
+        if queue.ordered and len(holds) > 1:
+            # All before it are complete with it, and waiting for them is free.
+            while work in holds and (earlier := queue.first()) is not work and earlier is not None:
+                if earlier.staged and self.captured_now(earlier, {earlier.stream}):
+                    break
+                if self._wait_here(earlier):
+                    self._release_waited(earlier)
+        self._release_waited(work)
+
+    def _release_waited(self, work: WorkHold) -> None:
+        """Release what the current stream (or the host) has waited for; what that can't cover becomes a handoff."""
+        index = work.queue.index
+        elsewhere = index >= 0 and work.alloc_stream != (stream := self.current(index))
+        if elsewhere and not self.alloc_streams(work) <= {stream}:
+            self._make_handoff(work)
+        self.release(work)
+
+    def _make_handoff(self, work: WorkHold) -> None:
+        group = work.of_group()
+        self.handoffs.add(work.op, group, work.queue.index, work.storages, work.code, work.instruction, work.since)
+
+    def _wait_here(self, work: WorkHold) -> bool:
+        """Order the current stream after a work; on failure quarantine it and return False.
+
+        This is also what makes c10d let go: both classes of NCCL keep references of their own until a work is first
+        waited for or, if nobody does, until the next collective of the same group (torch 2.8 and later).
+        """
+        try:
+            self.guard_staging(work)
+            work.queue.wait_for(work.inner)
+        except BaseException as error:
+            self.fail(work, error)
+            if not isinstance(error, Exception):
+                raise
+            return False
+        return True
+
+    def guard_staging(self, work: WorkHold) -> None:
+        """Order the stream of the launch after a work, if c10d would otherwise give its staging back to it too early.
+
+        The list forms copy through memory that c10d allocates on the stream of the launch and gives back at the first
+        wait, on whatever stream that is.
+        """
+        index = work.queue.index
+        if work.staged and work.storages and index != HOST and self.current(index) != work.stream:
+            with self.streams.using(index, work.stream):
+                work.queue.wait_for(work.inner)
+
+    def fail(self, hold: Hold, error: BaseException) -> None:
+        """Quarantine a hold whose work failed: a kernel may still be touching its memory (S4)."""
+        if hold not in hold.queue.holds:
+            return
+        self.failures += 1
+        if self.is_idle(hold):
+            self.release(hold)
+            return
+        self.quarantine[hold] = None
+        hold.queue.holds.pop(hold, None)
+        hold.queue.note_empty()
+        log.warning("%s failed (%s); its memory is kept until drain(wait=True)", hold.describe("quarantined"), error)
+
+    def is_idle(self, hold: Any) -> bool:
+        """Return whether it is known that nothing touches the memory of a failed work any more."""
+        # On the host, complete means that no thread of the backend does, whether the work failed or not.
+        queue = hold.queue
+        return hold.awaits_others or (queue.index == HOST and queue.pollable and bool(hold.inner.is_completed()))
+
+    # --- rules 2 and 3: complete, or too far behind -----------------------------------------------------------
+
+    def completed(self, work: WorkHold) -> None:
+        """Release ``work``, which has just been seen to be complete, if that can be relied on."""
+        if work.queue.pollable and not self._capturing([work.queue]) and not self._captured_now(work):
+            self._order_and_release(work)
+
+    def sweep(self, *, thorough: bool = False) -> None:
+        """Release what rules 2 and 3 allow, without blocking. Every wrapped call begins with it if anything is held.
+
+        It looks at the oldest hold of each queue, and on while they are released; ``thorough``: at every hold.
+        """
+        if not thorough and self.can_skip_sweep():
+            return
+        leftovers = self.handoffs.leftover_queue
+        if leftovers in self.nonempty and not self._capturing(keys_of(self.nonempty)):
+            self.handoffs.convert_leftovers()
+        # Not the queues that another thread adds from here on: a current stream of their device may be capturing.
+        queues = keys_of(self.nonempty)
+        capturing = self._capturing(queues)
+        for hold in keys_of(self.quarantine):
+            if self.is_idle(hold):
+                self.release(hold)
+        with self.streams.relaxed_capture_mode():
+            for queue in queues:
+                if queue.holds:
+                    queue.sweeper.sweep_queue(queue, capturing, thorough=thorough)
+                elif queue is not leftovers:
+                    queue.note_empty()  # an exception has kept it from that
+
+    def can_skip_sweep(self) -> bool:
+        """Return whether all that a sweep would look at are young works, for which somebody is going to wait.
+
+        The oldest of each queue is looked at, and the :data:`NEWEST` ones: a handle that is dropped at once is theirs.
+        Every call asks while anything is in flight, and most go on without a sweep.
+        """
+        if self.quarantine or self.handoffs.leftovers or self.handoffs.unfinished:
+            return False
+        young = _now() - self._patience
+        try:
+            for queue in self.nonempty:
+                holds = queue.holds
+                if not queue.defer_polling or len(holds) > CROWD:
+                    return False
+                hold = next(iter(holds))
+                if hold.since <= young or getrefcount(hold) <= QUEUED:
+                    return False
+                if len(holds) > 1:
+                    for hold in islice(reversed(holds), NEWEST):
+                        if getrefcount(hold) <= QUEUED:
+                            return False
+        except (RuntimeError, StopIteration):  # another thread, or a finalizer, has changed one in between
+            return False
+        return True
+
+    def _capturing(self, queues: list[Any]) -> int:
+        """Return the capture that a current stream of the device of any of ``queues`` is part of; 0 if none is."""
+        indices = {queue.index for queue in queues}
+        indices.update(hold.queue.index for hold in keys_of(self.quarantine))
+        indices.update(leftover[0] for leftover in list(self.handoffs.leftovers.values()))
+        for index in indices - {HOST}:
+            if capture := capture_of(self.streams, self.current(index)):
+                return capture
+        return 0
+
+    def capturing(self) -> int:
+        """Return the capture that a current stream of a device of anything held is part of; 0 if none is."""
+        return self._capturing(keys_of(self.nonempty))
+
+    def sweep_queue(self, queue: WorkQueue, capturing: int, *, thorough: bool) -> None:
+        if queue.capture:
+            if queue.capture != capturing and self.streams.capture(queue.stream) != queue.capture:
+                # The capture is over. Its works can't be waited for any more, and its memory is the graph's.
+                self.release_all(queue.holds)
+        elif not queue.pollable:
+            work = queue.first()
+            if work is not None and not work.storages:
+                self.release(work)  # an exception has come as it was taken out
+            elif work is not None and getrefcount(work) <= QUEUED:
+                self._report(work)
+        elif not capturing:  # polling a work inside a capture would break the capture
+            # In order the first that runs is the end. Else one that never ends must not keep the others: a running one
+            # goes to the back, and the next call looks on.
+            running, most = 0, 1 if queue.ordered else len(queue.holds) if thorough else UNORDERED
+            while running < min(most, len(queue.holds)) and (work := queue.first()) is not None:
+                dropped = getrefcount(work) <= QUEUED
+                if not self._poll(queue, work, dropped):
+                    running += 1
+                    if not queue.ordered:
+                        with contextlib.suppress(KeyError):
+                            queue.holds.move_to_end(work)
+
+    def _poll(self, queue: WorkQueue, work: WorkHold, dropped: bool) -> bool:
+        """Release ``work`` if rule 2 or 3 allows; return whether they do."""
+        dropped = dropped and not work.has_future
+        complete = work.inner.is_completed()
+        # Rule 3 wants that nobody will wait, and that the host need not block to order a stream.
+        ahead = queue.streamed and dropped and queue.too_far_behind(self.lag) and None not in self.alloc_streams(work)
+        if not (complete or ahead):
+            return False
+        if self._captured_now(work):
+            if complete:
+                work.needs_full_wait = work.needs_full_wait or "it is complete, perhaps because it has failed"
+            return False
+        self._order_and_release(work, dropped=dropped)
+        return True
+
+    def _captured_now(self, work: WorkHold) -> bool:
+        return self.captured_now(work, self.alloc_streams(work) | ({work.stream} if work.staged else set()))
+
+    def _order_and_release(self, work: WorkHold, *, dropped: bool = False) -> None:
+        """Order the streams that the memory of a work can be given out again on after the work, and release it."""
+        if work not in work.queue.holds:
+            return  # another thread has released it
+        if dropped:
+            self._report(work)
+        # Also for a work that is complete: it can have failed, c10d's own references must go, and one that ends on the
+        # host (gloo) may still be copying to the device.
+        if work.queue.index == HOST or self._order(work):
+            self.release(work)
+
+    def _order(self, work: WorkHold) -> bool:
+        """Order each stream that the memory can be given out again on after a work; False if it is quarantined."""
+        index = work.queue.index
+        current = self.current(index)
+        streams = self.alloc_streams(work) or {current}
+        unknown = None in streams
+        for stream in (streams - {None}) | {current} if unknown else streams:
+            # Making another stream the current one takes longer than all the rest.
+            there: Any = _NOTHING if stream == current else self.streams.using(index, stream)  # type: ignore[arg-type]
+            with there:
+                if not self._wait_here(work):
+                    return False
+        if unknown:  # what no stream is known to order is held until the current one has got there
+            self._make_handoff(work)
+        return True
+
+    def _report(self, work: WorkHold) -> None:
+        where = (work.code, work.instruction)
+        if where in self.dropped_at:
+            return
+        self.dropped_at.add(where)
+        if work.queue.pollable:
+            fate = "its memory was held until it was over, but nothing has ordered your streams after it"
+        else:
+            fate = "its memory is held until drain(wait=True) or the end of its group, as gloo does not tell before"
+        log.warning(
+            "the handle of %s launched at %s was dropped without wait(): %s (reported once for this line)",
+            work.op,
+            work.site,
+            fate,
+        )
+
+    # --- captures -------------------------------------------------------------------------------------------
+
+    def join_unwaited(self, capture: int, stream: int) -> list[str]:
+        """Order ``stream`` after all works of ``capture`` that nobody has waited for there; describe each."""
+        left = []
+        for queue in keys_of(self.nonempty):
+            if queue.capture == capture and isinstance(queue, WorkQueue):
+                for work in keys_of(queue.holds):
+                    left.append(f"{work.op} launched at {work.site}")
+                    with self.streams.using(queue.index, stream):
+                        if work in queue.holds and self._wait_here(work):
+                            self.release(work)
+        return left
+
+    def end_capture(self, capture: int) -> None:
+        """Release what is held for ``capture``, which is over."""
+        for queue in keys_of(self.nonempty):
+            if queue.capture == capture:
+                self.release_all(queue.holds)
+
+    # --- all of it ------------------------------------------------------------------------------------------
+
+    def holds(self, group: Any = None) -> list[Any]:
+        """Return the holds of ``group`` (None: of all groups), without the quarantine."""
+        return [hold for queue in keys_of(self.nonempty) for hold in keys_of(queue.holds) if hold.belongs_to(group)]
+
+    def pending(self) -> list[Pending]:
+        """Return what is held, oldest first, quarantined holds last."""
+        holds = sorted(self.holds(), key=operator.attrgetter("since"))
+        failed = [hold.describe("quarantined") for hold in keys_of(self.quarantine)]
+        return [hold.describe() for hold in holds] + failed
+
+
+LEDGER = Ledger(CudaStreams())
+"""The process's ledger."""

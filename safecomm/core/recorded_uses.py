@@ -1,0 +1,326 @@
+"""Recorded uses: memory that ``record_stream`` was called for, while it is converted.
+
+A recorded use holds the memory while others use it too. When nobody else does, it records an event on the stream of
+the use, and is a handoff from then on. The rules are at the head of ``ledger.py``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import types
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from safecomm import _torch
+from safecomm.core.handoffs import Handoffs
+from safecomm.core.holds import Hold, Queue, _pile_up, first_of, keys_of
+from safecomm.core.refcounts import COUNTED, HELD_ONCE, getrefcount
+from safecomm.core.rules import Rules
+from safecomm.core.streams import alloc_stream_of, capture_of
+
+SCAN = 64
+"""Holds of a queue that one call looks at in a capture, and where a stream is about to wait."""
+
+FEW = 4
+"""Elsewhere a sweep looks at the ``FEW`` newest, and scans the rest round-robin until ``2 * FEW`` were still used.
+
+What was recorded last is mostly freed first, because backward frees in the opposite order. A program that records
+every activation has hundreds, at which no call can look. Only looks in vain are counted: ``record_stream`` sweeps as
+often as uses are recorded, or a quarter as often, and unused ones must not become more than one sweep finds.
+"""
+
+
+class RecordedUse(Hold):
+    """Memory that ``record_stream`` was called for."""
+
+    queue: RecordedUseQueue
+    release_by: str  # "auto", or the one way to give it back: "order" or "defer"
+    unordered: bool  # the allocation stream does not matter: it is deferred
+
+    def on_release(self) -> None:
+        if self.storages:
+            by_storage = self.queue.sweeper.by_storage
+            cdata = _torch.cdata_of(self.storages[0])
+            uses = by_storage.get(cdata, {})
+            if uses.get((self.stream, self.queue.capture)) is self:
+                # Without a call in between, where an exception of a signal handler could come: what is counted as a
+                # recorded use of the storage has to refer to it, or somebody's use is taken for a recorded one.
+                self.storages = ()
+                del uses[self.stream, self.queue.capture]
+                if not uses:
+                    del by_storage[cdata]
+        self.queue.unused.pop(self, None)
+
+    def waits_for_others(self) -> bool:
+        return self.queue.sweeper.in_use(self)
+
+    @property
+    def state(self) -> str:
+        return "recorded" if self.event is None else super().state
+
+
+class RecordedUseQueue(Queue):
+    """The recorded uses of one stream."""
+
+    __slots__ = ("scan", "unscanned_bytes", "unused")
+
+    sweeper: RecordedUses
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        # Those that nobody else uses any more, in the order of their events.
+        self.unused: OrderedDict[RecordedUse, None] = OrderedDict()
+        self.scan: list[RecordedUse] = []  # the rest of those that next() gives
+        self.unscanned_bytes = 0  # of those that came since some were last looked at
+
+    def next(self) -> RecordedUse | None:
+        """Return one hold, call after call all that there are; it may have been released since."""
+        while self.holds:
+            try:
+                return self.scan.pop()
+            except IndexError:
+                self.scan = list(self.holds)
+        self.scan = []
+        return None
+
+    def too_far_behind(self, lag: int) -> bool:
+        return _pile_up(self.unused, lag, self.budget)
+
+
+class RecordedUses:
+    """The recorded uses of the process, each in the queue of the stream that ``record_stream`` was called with.
+
+    Parameters
+    ----------
+    rules
+        The rules that are shared with works.
+    handoffs
+        What recorded uses become.
+    """
+
+    def __init__(self, rules: Rules, handoffs: Handoffs) -> None:
+        self.by_storage: dict[int, dict[tuple[int, int], RecordedUse]] = {}  # then by stream and capture
+        self.sweep_due = False  # so many bytes have come since a sweep that rule 3 might apply to them
+        self._rules = rules
+        self._streams = rules.streams
+        self._handoffs = handoffs
+
+    def add(
+        self,
+        storage: torch.UntypedStorage,
+        index: int,
+        stream: int,
+        frame: types.FrameType,
+        release_by: str = "auto",
+        *,
+        unordered: bool = False,
+    ) -> bool:
+        """Hold ``storage``, used on ``stream`` until nobody refers to it, as ``record_stream`` asks for.
+
+        Returns whether it is held. If not, ``record_stream`` is the allocator's: also where nobody can tell when others
+        let go of the storage.
+
+        Parameters
+        ----------
+        storage, index, stream, frame
+            What ``record_stream`` was called for, the device index, the stream, and where.
+        release_by
+            How the memory comes back. ``"order"``: the allocation stream is ordered after ``stream``, as soon as nobody
+            else refers to the storage. ``"defer"``: once the device has passed that point of ``stream``. ``"auto"``:
+            whatever comes first, but the former only when too much has piled up, or in a capture.
+        unordered
+            Also hold memory whose allocation stream is unknown or of another device. It can only be deferred then.
+        """
+        if not COUNTED:
+            return False
+        allocated_on = None if unordered else alloc_stream_of(self._streams, storage, stream)
+        if allocated_on == stream:
+            return True
+        if allocated_on is None:
+            if not unordered:
+                return False
+            release_by = "defer"
+        capture = capture_of(self._streams, stream)
+        with self._rules.lock:
+            uses = self.by_storage.setdefault(_torch.cdata_of(storage), {})
+            hold = uses.get((stream, capture))
+            if hold is not None and hold.event is None:
+                return True
+            key = ("recorded", stream, index, capture)
+            queue = self._handoffs.queue(key, index, stream, capture, RecordedUseQueue, self)
+            hold = RecordedUse()
+            hold.op = "record_stream"
+            hold.code = frame.f_code
+            hold.instruction = frame.f_lasti
+            hold.since = time.perf_counter()
+            hold.stream = stream
+            hold.release_by = release_by
+            hold.unordered = allocated_on is None
+            hold.queue = queue
+            hold.storages = (storage,)
+            queue.holds[hold] = None
+            queue.nonempty[queue] = None
+            uses[stream, capture] = hold  # last, because from then on the storage counts as held
+            queue.unscanned_bytes += storage.nbytes()
+            if (observer := self._rules.observer) is not None:
+                observer.held(hold)
+            self.sweep_due |= 8 * queue.unscanned_bytes > queue.budget
+        return True
+
+    def in_use(self, hold: RecordedUse) -> bool:
+        """Return whether others still use the memory of ``hold``."""
+        with self._rules.lock:
+            return hold.event is None and not self._only_recorded(hold)
+
+    def _only_recorded(self, hold: RecordedUse) -> bool:
+        """Return whether nobody but recorded uses refers to the storage of ``hold``, neither in C++ nor in Python."""
+        if not hold.storages:
+            return False  # another thread has released it
+        (storage,) = hold.storages
+        cdata = _torch.cdata_of(storage)
+        others = max(len(self.by_storage.get(cdata, ())) - 1, 0)
+        shared = others + len(_torch.KEPT.get(cdata, ()))
+        return getrefcount(storage) - shared <= HELD_ONCE and _torch.only_holder(storage)
+
+    # --- rule 1: ordered ------------------------------------------------------------------------------------
+
+    def only_used_on(self, index: int, stream: int, other: int) -> list[Hold]:
+        """Return what was allocated on ``stream``, and nothing but ``other`` uses any more: handoffs as well.
+
+        To be asked before ``stream`` is ordered after ``other``, and given to ``Rules.release_all()`` after it: in
+        between, other threads can use more there.
+        """
+        capture = capture_of(self._streams, stream)
+        if capture_of(self._streams, other) != capture:
+            return []  # the wait takes one of them into the other's capture, and orders nothing that ran before
+        found: list[Hold] = []
+        for key in ((other, index, capture), ("recorded", other, index, capture)):
+            queue = self._handoffs.queues.get(key)
+            holds = queue.oldest(SCAN) if queue is not None else ()
+            mine = [hold for hold in holds if self._rules.alloc_streams(hold) <= {stream}]
+            found += [hold for hold in mine if not hold.waits_for_others()]
+        return found
+
+    # --- rules 2 and 3: complete, or too far behind -----------------------------------------------------------
+
+    def sweep_queue(self, queue: RecordedUseQueue, capturing: int, *, thorough: bool) -> None:
+        capture = capture_of(self._streams, queue.stream)
+        if queue.capture and capture != queue.capture:
+            self._rules.release_all(queue.holds)  # the capture is over: what it has recorded runs when the graph does
+        elif capture == queue.capture == capturing:
+            if capture:
+                for hold in queue.oldest(SCAN):
+                    if not self._see(queue, hold):
+                        with contextlib.suppress(KeyError):
+                            queue.holds.move_to_end(hold)
+                return
+            queue.unscanned_bytes, self.sweep_due = 0, False
+            for hold in keys_of(queue.holds) if thorough else queue.newest(FEW):
+                self._see(queue, hold)
+            if not thorough:
+                self._see_others(queue)
+            self._sweep_unused(queue)
+
+    def _see_others(self, queue: RecordedUseQueue) -> None:
+        """Look at holds in turn, until too many are still used."""
+        in_vain = 0
+        for _ in range(min(SCAN, len(queue.holds) + len(queue.scan))):
+            if in_vain == 2 * FEW or (hold := queue.next()) is None:
+                return
+            if hold.event is None or not hold.storages:
+                self._see(queue, hold)
+                in_vain += hold.event is None
+
+    def _see(self, queue: RecordedUseQueue, hold: RecordedUse) -> bool:
+        """Note if nobody else uses the memory of ``hold``, and in a capture release it; return whether it is gone."""
+        with self._rules.lock:
+            if not hold.storages:
+                self._rules.release(hold)  # another thread has, or was about to when an exception came
+                return True
+            if hold.event is None:
+                if not self._only_recorded(hold):
+                    return False
+                stream = alloc_stream_of(self._streams, hold.storages[0], queue.stream)
+                if queue.capture if stream is None else capture_of(self._streams, stream) != queue.capture:
+                    return False  # allocated outside of this capture, or inside of one that is going on elsewhere
+                try:
+                    hold.event = self._streams.record_event(queue.index, queue.stream)
+                    if not queue.capture:
+                        queue.unused[hold] = None
+                        with contextlib.suppress(KeyError):
+                            queue.holds.move_to_end(hold, last=False)  # out of the way of those that are still used
+                except BaseException:  # an interrupt: nobody would look at it again
+                    queue.unused.pop(hold, None)
+                    hold.event = None
+                    raise
+            at_once = queue.capture or hold.release_by == "order"
+            if not at_once or self._rules.captured_now(hold):
+                return False
+            self._handoffs.order_and_release(hold)
+            return True
+
+    def _sweep_unused(self, queue: RecordedUseQueue) -> None:
+        """Give back what nobody else uses any more, in the order in which the device gets there, and by rule 3."""
+        unused = queue.unused
+        while unused:
+            with self._rules.lock:
+                hold = next(iter(first_of(unused, 1)), None)
+                if hold is None or not self._streams.query_event(hold.event):
+                    break
+                self._handoffs.order_and_release(hold, complete=True)
+                unused.pop(hold, None)  # if another thread has taken it
+        if queue.too_far_behind(self._rules.lag):
+            for hold in keys_of(unused):
+                with self._rules.lock:
+                    if hold in unused and hold.release_by == "auto" and not self._rules.captured_now(hold):
+                        if not self._handoffs.too_far_behind(queue, hold):
+                            return
+                        self._handoffs.order_and_release(hold)
+
+    # --- memory that frees itself, and the end ----------------------------------------------------------------
+
+    def freeing(self, storage: torch.UntypedStorage, *, order: bool = True) -> list[tuple[int, int]]:
+        """Make it safe that ``storage`` is about to free its memory by itself, which no reference can keep.
+
+        Orders the allocation stream after those that ``record_stream`` was called with. Returns those with which that
+        can't be done, or with ``order=False`` all of them, as pairs of device index and stream: they are the
+        allocator's to keep in order. Once the memory is gone, :meth:`freed` is to be called.
+        """
+        left = []
+        with self._rules.lock:
+            for (stream, _), hold in tuple(self.by_storage.get(_torch.cdata_of(storage), {}).items()):
+                queue = hold.queue
+                allocated_on = None if hold.unordered else alloc_stream_of(self._streams, storage, stream)
+                captures = {capture_of(self._streams, stream), capture_of(self._streams, allocated_on or 0)}
+                if order and captures == {queue.capture} and allocated_on is not None:
+                    event = self._streams.record_event(queue.index, stream)
+                    self._streams.wait_event(queue.index, allocated_on, event)
+                    if not queue.capture:
+                        self._streams.recycle_event(queue.index, event)
+                else:
+                    left.append((queue.index, stream))
+        return left
+
+    def freed(self, storage: torch.UntypedStorage) -> None:
+        """Forget what ``storage`` was recorded for: that memory is gone, after :meth:`freeing`."""
+        with self._rules.lock:
+            self._rules.release_all(self.by_storage.get(_torch.cdata_of(storage), {}).values())
+
+    def hand_over(self, give: Callable[[torch.UntypedStorage, int, int], Any]) -> None:
+        """Release recorded uses after ``give`` was called with what each holds, the device index, and the stream.
+
+        But for those of captures, and of memory that an arena keeps, for which the allocator would do nothing. Those go
+        on as they are, at the next calls of safecomm.
+        """
+        for queue in keys_of(self._rules.nonempty):
+            if isinstance(queue, RecordedUseQueue) and not queue.capture:
+                for hold in keys_of(queue.holds):
+                    with self._rules.lock:
+                        for storage in hold.storages:
+                            if _torch.cdata_of(storage) not in _torch.KEPT:
+                                give(storage, queue.index, queue.stream)
+                                self._rules.release(hold)
