@@ -2,6 +2,7 @@
 # make test        lint, types, and the tests that need no GPU, with a fifth of the random programs
 # make test-all    the same with all of them, and what takes long; SAFECOMM_TESTS_SEED=7 for other programs
 # make compat      what depends on torch, on each version of it that is tested; COMPAT="2.4.1 newest" for some
+# make coverage    which branches of the core the tests take on a CPU: a table, and pages in build/coverage/html
 # make gpu-test    the tests that need GPUs; results in build/gpu-test.json
 # make bench       the benchmarks, on GPUs; results in build/bench.json
 # make dist        build the wheel, install it into an empty environment, and try it there
@@ -28,7 +29,7 @@ READY := .venv/.ready
 READY_FOR_TESTS := .venv/.ready-for-tests
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 
-.PHONY: demo test test-all compat gpu-test bench dist docs clean venv
+.PHONY: demo test test-all coverage compat gpu-test bench dist docs clean venv
 
 demo: $(READY)
 	@mkdir -p build
@@ -42,6 +43,18 @@ test: $(READY_FOR_TESTS)
 
 test-all: export SAFECOMM_TESTS = all
 test-all: test
+
+# The tests of the ledger, and of what holds memory by it. Twice their usual time.
+COVERING := ledger mixed_programs work captures record_stream homes refcounts sites collectives functional errors_and_ends
+COVERING_FILES = $(foreach name,$(COVERING),$(wildcard tests/test_$(name)*.py))
+
+coverage: $(READY_FOR_TESTS)
+	rm -rf build/coverage
+	mkdir -p build/coverage
+	$(BIN)/python -m coverage run -m pytest -n 2 --dist loadfile $(COVERING_FILES)
+	$(BIN)/python -m coverage combine --quiet
+	$(BIN)/python -m coverage html --quiet --directory build/coverage/html
+	$(BIN)/python -m coverage report --show-missing
 
 # Each version has an environment of its own, outside of the tree: some 5 GB, made, used and deleted one after another.
 compat: $(READY_FOR_TESTS)
