@@ -126,7 +126,7 @@ def test_the_corruption_is_one_by_the_rules_that_the_tests_have():
 
 
 def test_without_the_ledger_nothing_is_well(monkeypatch):
-    monkeypatch.setattr(shown.Ledger, "trail", lambda *_: None)
+    monkeypatch.setattr(shown.Ledger, "hand_off", lambda *_: None)
     assert not shown.corruption().ok
     monkeypatch.setattr(shown.Ledger, "check_boundary", lambda *_: False)
     monkeypatch.setattr(SimulatedDevice, "_fault", lambda self, what: self.faults.append(what))

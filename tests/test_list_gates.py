@@ -408,7 +408,7 @@ def test_a_check_finds_list_gates_that(change):
             for check in CHECKS:
                 check(made)
         except (Exception, pytest.fail.Exception):
-            LEDGER._release_all(LEDGER._entries())  # what a mutant has held where it can't be waited for
+            LEDGER.release_all(LEDGER.holds())  # what a mutant has held where it can't be waited for
             return
     pytest.fail("no check finds it")
 

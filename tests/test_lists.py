@@ -570,19 +570,19 @@ def staged(monkeypatch, gathers, *, home=True, recorded=None, failure=None):
         assert stream == 5
         return home
 
-    def trail(op, group, index, storages, frame):
+    def hand_off(op, group, index, storages, frame):
         assert {one.data_ptr() for one in storages} == {one.data_ptr() for one in [*pieces, tensor]}
         assert (op, group, index) == ("a call", "a group", 0)
         if failure is None:
             assert pieces[1].tolist() == ([3.0, 4.0, 5.0] if gathers else [1.0] * 3), "before the copies"
             assert tensor.tolist() == ([0.0] * 3 if gathers else [2.0] * 3)
-        done.append("trail")
+        done.append("handoff")
 
     monkeypatch.setattr(lists, "_launch_all_gather" if gathers else "_launch_reduce_scatter", launch)
     monkeypatch.setitem(IN_USE, 0, types.SimpleNamespace(if_room=room))
     monkeypatch.setattr(lists, "_current", lambda index: 5)
-    monkeypatch.setattr(lists, "_all_at_home", at_home)
-    monkeypatch.setattr(LEDGER, "trail", trail)
+    monkeypatch.setattr(lists, "_all_allocated_on", at_home)
+    monkeypatch.setattr(LEDGER, "hand_off", hand_off)
     if recorded is not None:
         monkeypatch.setitem(captures.RECORDING, 7, object())
         for name in ("check_group", "note"):
@@ -599,11 +599,11 @@ def staged(monkeypatch, gathers, *, home=True, recorded=None, failure=None):
 
 
 @pytest.mark.parametrize("gathers", [True, False])
-def test_pieces_of_other_streams_leave_a_trail_after_the_copies(monkeypatch, gathers):
+def test_pieces_of_other_streams_are_handed_off_after_the_copies(monkeypatch, gathers):
     assert staged(monkeypatch, gathers)[0] == ["slot", "count", "launch", "wait"]
-    assert staged(monkeypatch, gathers, home=False)[0] == ["slot", "count", "launch", "wait", "trail"]
+    assert staged(monkeypatch, gathers, home=False)[0] == ["slot", "count", "launch", "wait", "handoff"]
     failure = stock.DistBackendError("the launch has failed")
-    assert staged(monkeypatch, gathers, home=False, failure=failure)[0] == ["slot", "count", "launch", "trail"]
+    assert staged(monkeypatch, gathers, home=False, failure=failure)[0] == ["slot", "count", "launch", "handoff"]
 
 
 @pytest.mark.parametrize("gathers", [True, False])

@@ -15,14 +15,14 @@ from watching import Log
 
 
 def test_they_are_used_in_this_python():
-    from safecomm import refcounts
+    from safecomm.core import refcounts
 
     assert refcounts.COUNTED
     assert refcounts.WHY_NOT == ""
 
 
 def test_what_is_counted_is_what_there_is():
-    from safecomm import refcounts
+    from safecomm.core import refcounts
 
     (thing,) = only = [object()]
     assert refcounts.getrefcount(thing) == refcounts.HELD_ONCE
@@ -37,7 +37,8 @@ def not_counted(_, python):
     lines = log.messages
     log.__enter__()
     import safecomm
-    from safecomm import record_stream, refcounts
+    from safecomm import record_stream
+    from safecomm.core import refcounts
     from safecomm.core.captures import CapturedGraph
     from safecomm.core.ledger import LEDGER
     from safecomm.core.streams import HOST

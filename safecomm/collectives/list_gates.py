@@ -254,9 +254,8 @@ def _run_by_root(
     if root is None and group_root is None:
         root = 0
     options = options_of(route, group, root, group_root, None, asynchronous)
-    if options is None or (options.rootRank == route.rank) is not bool(
-        parts
-    ):  # the root has the list, and no other has
+    # The root has the list, and no other rank has.
+    if options is None or (options.rootRank == route.rank) is not bool(parts):
         return GENERAL
     given = _given(route, tensors, asynchronous)
     lists, one = [given[:-1]] if parts else [], given[-1:]

@@ -133,7 +133,7 @@ def arena_stress_with_a_slow_peer():
     works = []
     programs = steps = 0
     sizes = [MIB // 4, MIB // 2, MIB, 2 * MIB, 3 * MIB]
-    homes = {stream.cuda_stream: torch.zeros(1, dtype=torch.int64, device="cuda") for stream in every}
+    counters = {stream.cuda_stream: torch.zeros(1, dtype=torch.int64, device="cuda") for stream in every}
     torch.cuda.synchronize()
     end = time.monotonic() + 60
     with safecomm.use_arena(48 * MIB) as arena:
@@ -159,7 +159,7 @@ def arena_stress_with_a_slow_peer():
                     if len(marks) > 4:
                         kept, stream, mark = marks.pop(draw.randrange(len(marks)))
                         with torch.cuda.stream(stream):
-                            homes[stream.cuda_stream] += (kept != mark).sum()
+                            counters[stream.cuda_stream] += (kept != mark).sum()
                         del kept
                     continue
                 launching.wait_stream(home)
@@ -183,12 +183,12 @@ def arena_stress_with_a_slow_peer():
             while marks:
                 kept, stream, mark = marks.pop()
                 with torch.cuda.stream(stream):
-                    homes[stream.cuda_stream] += (kept != mark).sum()
+                    counters[stream.cuda_stream] += (kept != mark).sum()
                 del kept
             if programs % 20 == 0:
                 torch.cuda.synchronize()
         torch.cuda.synchronize()
-        for count in homes.values():
+        for count in counters.values():
             bad += count
         settle()
         stats = arena.stats()

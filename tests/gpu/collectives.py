@@ -10,7 +10,7 @@ from harness import LIBRARIES, MIB, case, held, rank, require, settle, slow
 
 import safecomm
 from safecomm.collectives.routes import ROUTES
-from safecomm.core import allocation as homes
+from safecomm.core import allocation
 from safecomm.core.ledger import LEDGER, PATIENCE
 
 # --- S1: corruption -------------------------------------------------------------------------------------------------
@@ -163,9 +163,9 @@ def s1_a_wait_that_only_blocks_the_stream_blocks_it():
 def s1_small_segments_that_were_met_stay_mapped():
     """Where small tensors were allocated is known without the driver, because their segment can't go."""
     streams = LEDGER.streams
-    asked, ask = [], homes.pointer_attribute
+    asked, ask = [], allocation.pointer_attribute
     side = torch.cuda.Stream()
-    homes.pointer_attribute = lambda *question: asked.append(1) or ask(*question)
+    allocation.pointer_attribute = lambda *question: asked.append(1) or ask(*question)
     try:
         streams._segments.clear()  # as if this were the first that it meets
         small = [torch.ones(256, device="cuda") for _ in range(4)]
@@ -182,14 +182,14 @@ def s1_small_segments_that_were_met_stay_mapped():
         with torch.cuda.stream(side):
             others = [torch.ones(256, device="cuda") for _ in range(10_000)]
             torch.cuda.synchronize()
-            stray = sum(one.data_ptr() >> homes.GRANULE == address >> homes.GRANULE for one in others)
+            stray = sum(one.data_ptr() >> allocation.GRANULE == address >> allocation.GRANULE for one in others)
             wrong = sum(streams.alloc_stream(one.data_ptr()) != side.cuda_stream for one in others[::100])
     finally:
-        homes.pointer_attribute = ask
+        allocation.pointer_attribute = ask
     segments = [(s["address"], s["address"] + s["total_size"], s["stream"]) for s in torch.cuda.memory_snapshot()]
-    pins = [pin.data_ptr() for pin in streams._pins.values()]
+    pins = [pin.data_ptr() for pin in streams._anchors.values()]
     kept = [any(a <= pin < b and streams.alloc_stream(pin) == stream for a, b, stream in segments) for pin in pins]
-    pinned = address >> homes.GRANULE in streams._pinned  # not where the allocator had room for it elsewhere
+    pinned = address >> allocation.GRANULE in streams._anchored  # not where the allocator had room for it elsewhere
     require((unasked or not pinned) and stray * pinned == 0 and wrong == 0, pinned, unasked, stray, wrong)
     require(pins and all(kept), kept)
     return {"pinned": pinned, "pins": len(pins)}
@@ -487,7 +487,7 @@ def s2_forum_program():
 @case(60)
 def s2_no_events_in_the_ordinary_program():
     """Allocated, launched and waited for on one stream: no event is recorded or queried, nothing is left."""
-    counts = {"mark": 0, "reached": 0, "order": 0}
+    counts = {"record_event": 0, "query_event": 0, "wait_event": 0}
     streams = LEDGER.streams
     originals = {name: getattr(streams, name) for name in counts}
 
