@@ -137,3 +137,15 @@ def test_the_allocator_is_asked_without_its_history_where_that_can_be_left_out(s
     assert found.allocated((0, 3)) == [(FIRST, FIRST + 512)]
     assert record_stream._blocks_awaiting_free() == "512 bytes"
     assert asked == [given] * 3
+
+
+def test_a_claim_in_an_expandable_segment_is_met_through_any_part_of_it_s1(asked, monkeypatch):
+    """S1: the driver has one id for a part of which a claim takes a piece, and the allocator says no part's end."""
+    segment = {"address": FOURTH, "total_size": 1 << GRANULE, "stream": 9, "device": 0}
+    segment |= {"is_expandable": True, "blocks": []}
+    monkeypatch.setattr(allocation._torch, "segments", lambda: [segment])
+    asked._segments.clear()
+    beside = FOURTH + (1 << GRANULE) - 512
+    assert asked.alloc_stream(beside) == 9
+    assert asked.alloc_stream(FOURTH) == 5, "it is of the claim, whoever was asked about first"
+    assert asked.alloc_stream(FOURTH + 512) == 6

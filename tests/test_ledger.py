@@ -43,7 +43,7 @@ from safecomm import _torch
 from safecomm.collectives.routes import Routes
 from safecomm.core import refcounts
 from safecomm.core.captures import CapturedGraph
-from safecomm.core.drain import drain_ledger
+from safecomm.core.drain import await_before_capture, drain_ledger
 from safecomm.core.handoffs import Handoff, Handoffs
 from safecomm.core.holds import Hold
 from safecomm.core.ledger import CROWD, Ledger, WorkHold
@@ -1294,3 +1294,32 @@ def test_the_works_of_an_aborted_communicator_are_quarantined_on_nccl2_s4(device
     device.settle()
     device.finish()
     assert drain_ledger(ledger, wait=True) == 0
+
+
+def test_a_failed_work_is_an_error_in_the_capture_that_it_was_settled_for_s4(device, group) -> None:
+    """S4: what has failed before a capture is not taken for waited for inside of it."""
+    ledger = Ledger(device)
+    failed, well = (call(ledger, group, [device.allocate(1, 64)], fate=fate) for fate in ("fails", ""))
+    device.finish()
+    await_before_capture(ledger, None)
+    assert [one.state for one in ledger.pending()] == ["quarantined"]
+    device.begin_capture(1)
+    assert well.work.wait(), "there is nothing to wait for"
+    with pytest.raises(CaptureBoundaryError):
+        failed.work.wait()
+    device.end_capture()
+    assert device.faults == []
+    assert drain_ledger(ledger, wait=True) == 0
+
+
+def test_a_recorded_use_on_another_device_is_one_of_its_own_s1(device, monkeypatch) -> None:
+    """S1: each device has a default stream of the handle 0, and ordering one of them orders no other."""
+    ledger, tensor = Ledger(device), device.allocate(2, 64)
+    storage = tensor.untyped_storage()
+    for index in (0, 1):
+        assert ledger.recorded_uses.add(storage, index, 0, sys._getframe(), unordered=True)
+    assert len(ledger.holds()) == 2
+    memory = _torch.StorageWeakRef(storage)
+    del tensor, storage
+    assert ledger.recorded_uses.only_used_on(INDEX, 2, 0) == [], "stream 2 of device 0 is not the one of device 1"
+    assert not memory.expired()

@@ -128,11 +128,14 @@ class Allocations:
             self._segments.clear()  # segments come and go, and their ids never come back
         segment = _search(pointer)
         found = _described(segment)
-        _, start, end, pool = found
-        for first, (last, _) in tuple(self._claims.items()):
-            if first <= pointer < last or (first < end and start < last):
-                found = (_CLAIMED, 0, 0, pool)
-        self._segments[identity] = found
+        # All of an expandable segment: one id may be of a part of it that a claim begins or ends in.
+        start = pointer if segment is None else segment["address"]
+        end = pointer + 1 if segment is None else start + segment["total_size"]
+        with self._claiming:  # a claim that comes now forgets what is known
+            for first, (last, _) in tuple(self._claims.items()):
+                if first < end and start < last:
+                    found = (_CLAIMED, 0, 0, found[3])
+            self._segments[identity] = found
         if segment is not None and found[0] != _CLAIMED:
             self._anchor(segment)
         return found

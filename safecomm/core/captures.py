@@ -405,7 +405,8 @@ def _end_capture(captured: CapturedGraph) -> None:
                 captured.seal()
                 raise
     finally:
-        LEDGER.end_capture(captured.capture)
+        if LEDGER.streams.capture(captured.stream) != captured.capture:  # else it goes on, as above
+            LEDGER.end_capture(captured.capture)
     if not unjoined:
         return
     captured._end()

@@ -102,7 +102,7 @@ def await_before_capture(ledger: Ledger, timeout: timedelta | None) -> None:
     works = [hold for hold in _unfinished(ledger) if isinstance(hold, WorkHold)]
     await_works(ledger, timeout, None)
     for work in works:
-        work.host_waited = True
+        work.host_waited = work not in ledger.quarantine  # whoever waits for a failed one, is to see the error
 
 
 def _deadline(timeout: timedelta | None) -> float | None:

@@ -156,10 +156,13 @@ class Handoffs:
                 self._rules.release_all(queue.holds)  # the capture is over, and its memory is the graph's
         elif not capturing:  # polling an event inside a capture would break the capture
             while (hold := queue.first()) is not None:
-                complete = self._streams.query_event(hold.event)
-                if not complete and (not self.too_far_behind(queue, hold) or self._rules.captured_now(hold)):
-                    return
-                self.order_and_release(hold, complete=complete, pause=True)
+                with self._rules.lock:
+                    if hold not in queue.holds:
+                        continue  # another thread has released it, and may have recorded its event in a capture
+                    complete = self._streams.query_event(hold.event)
+                    if not complete and (not self.too_far_behind(queue, hold) or self._rules.captured_now(hold)):
+                        return
+                    self.order_and_release(hold, complete=complete, pause=True)
 
     def _can_be_ordered(self, hold: Handoff) -> bool:
         """Return whether only the ledger keeps what a captured handoff holds, and an edge of the graph can order it."""

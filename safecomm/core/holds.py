@@ -94,10 +94,11 @@ class Hold:
     event: Any = None  # at the last use; of handoffs, and of recorded uses from when nobody else uses the memory
     stream: int = 0  # of the event; of a staged or captured work: the stream of its launch
     group: weakref.ref[Any] | None = None  # a handoff's group; a work's is its queue's
+    keeps_more: bool = False  # not only ``storages`` refers to the memory: see on_release()
     awaits_others: bool = False  # it is complete, and waits only for others who may still wait for it
 
     def on_release(self) -> None:
-        """Undo what else than ``storages`` refers to the memory. For ``Rules.release()`` alone."""
+        """Undo what else than ``storages`` refers to the memory, if it :attr:`keeps_more`. For ``Rules.release()``."""
 
     def waits_for_others(self) -> bool:
         """Return whether this only waits for others to let go of the memory: the device has nothing to do for it."""

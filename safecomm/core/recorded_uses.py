@@ -37,6 +37,7 @@ often as uses are recorded, or a quarter as often, and unused ones must not beco
 class RecordedUse(Hold):
     """Memory that ``record_stream`` was called for."""
 
+    keeps_more = True
     queue: RecordedUseQueue
     release_by: str  # "auto", or the one way to give it back: "order" or "defer"
     unordered: bool  # the allocation stream does not matter: it is deferred
@@ -46,11 +47,12 @@ class RecordedUse(Hold):
             by_storage = self.queue.sweeper.by_storage
             cdata = _torch.cdata_of(self.storages[0])
             uses = by_storage.get(cdata, {})
-            if uses.get((self.stream, self.queue.capture)) is self:
+            key = self.queue.index, self.stream, self.queue.capture
+            if uses.get(key) is self:
                 # Without a call in between, where an exception of a signal handler could come: what is counted as a
                 # recorded use of the storage has to refer to it, or somebody's use is taken for a recorded one.
                 self.storages = ()
-                del uses[self.stream, self.queue.capture]
+                del uses[key]
                 if not uses:
                     del by_storage[cdata]
         self.queue.unused.pop(self, None)
@@ -103,7 +105,8 @@ class RecordedUses:
     """
 
     def __init__(self, rules: Rules, handoffs: Handoffs) -> None:
-        self.by_storage: dict[int, dict[tuple[int, int], RecordedUse]] = {}  # then by stream and capture
+        # Then by device index, stream and capture: each device has a default stream of the handle 0.
+        self.by_storage: dict[int, dict[tuple[int, int, int], RecordedUse]] = {}
         self.sweep_due = False  # so many bytes have come since a sweep that rule 3 might apply to them
         self._rules = rules
         self._streams = rules.streams
@@ -147,7 +150,7 @@ class RecordedUses:
         capture = capture_of(self._streams, stream)
         with self._rules.lock:
             uses = self.by_storage.setdefault(_torch.cdata_of(storage), {})
-            hold = uses.get((stream, capture))
+            hold = uses.get((index, stream, capture))
             if hold is not None and hold.event is None:
                 return True
             key = ("recorded", stream, index, capture)
@@ -164,7 +167,7 @@ class RecordedUses:
             hold.storages = (storage,)
             queue.holds[hold] = None
             queue.nonempty[queue] = None
-            uses[stream, capture] = hold  # last, because from then on the storage counts as held
+            uses[index, stream, capture] = hold  # last, because from then on the storage counts as held
             queue.unscanned_bytes += storage.nbytes()
             if (observer := self._rules.observer) is not None:
                 observer.held(hold)
@@ -200,9 +203,12 @@ class RecordedUses:
         found: list[Hold] = []
         for key in ((other, index, capture), ("recorded", other, index, capture)):
             queue = self._handoffs.queues.get(key)
-            holds = queue.oldest(SCAN) if queue is not None else ()
-            mine = [hold for hold in holds if self._rules.alloc_streams(hold) <= {stream}]
-            found += [hold for hold in mine if not hold.waits_for_others()]
+            for hold in queue.oldest(SCAN) if queue is not None else ():
+                here = self._rules.alloc_streams(hold) <= {stream} and not (
+                    isinstance(hold, RecordedUse) and hold.unordered  # its allocation stream is another device's
+                )
+                if here and not hold.waits_for_others():
+                    found += [hold]
         return found
 
     # --- rules 2 and 3: complete, or too far behind -----------------------------------------------------------
@@ -292,7 +298,7 @@ class RecordedUses:
         """
         left = []
         with self._rules.lock:
-            for (stream, _), hold in tuple(self.by_storage.get(_torch.cdata_of(storage), {}).items()):
+            for (_, stream, _), hold in tuple(self.by_storage.get(_torch.cdata_of(storage), {}).items()):
                 queue = hold.queue
                 allocated_on = None if hold.unordered else alloc_stream_of(self._streams, storage, stream)
                 captures = {capture_of(self._streams, stream), capture_of(self._streams, allocated_on or 0)}

@@ -44,7 +44,8 @@ class Rules:
         :attr:`lock`.
         """
         queue = hold.queue
-        hold.on_release()
+        if hold.keeps_more:
+            hold.on_release()
         hold.storages = ()
         if (observer := self.observer) is not None:
             observer.released(hold)

@@ -165,7 +165,7 @@ class Work(WorkHold, _Base):
         queue = self.queue
         if queue.silent and queue.index >= 0:
             queue.ledger.check_boundary(self)
-        self._show_results()
+        self._keep_results()
         self.has_future = True  # the future stands for the handle from now on
         return self.inner.get_future()
 
@@ -193,10 +193,10 @@ class Work(WorkHold, _Base):
         keep its outputs until the group's next collective, so the wait takes them from it. Asked before the wait, they
         stay with the handle, as in torch.
         """
-        self._show_results()
+        self._keep_results()
         return self.inner.result()
 
-    def _show_results(self) -> None:
+    def _keep_results(self) -> None:
         if self.aliases_emptied:
             raise SafecommError(
                 f"the outputs of {self.op} launched at {self.site} are no longer with its handle: it was waited for. "
@@ -269,6 +269,8 @@ class RegionWork(Work):
     """A :class:`Work` of a coalescing region, of which c10d has aliases, and keeps them for longer than it needs."""
 
     __slots__ = ("aliases",)
+
+    keeps_more = True
 
 
 class OnceWork(Work):
