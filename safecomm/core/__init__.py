@@ -1,8 +1,27 @@
 """What is held, by which call, and until when: all that decides about memory, and nothing else.
 
 The core imports torch's private names (``safecomm._torch``) and the errors, and nothing else of the package. It knows
-nothing of collectives, arenas or patches: those come here to have memory held. To read it in one sitting, read from
-``holds`` upwards, and ``captures`` last.
+nothing of collectives, arenas or patches: those come here to have memory held. To read it in one sitting, read the head
+of ``ledger`` first, which has the three rules, then ``holds``, ``rules``, ``handoffs``, ``recorded_uses``, the rest of
+``ledger``, ``work``, ``drain``, and ``captures`` last. The files below ``holds`` answer questions of theirs.
+
+The promises that the comments name, in a line each (``docs/contract.md`` has all ten):
+
+- S1: memory is never given out again while something may touch it.
+- S2: after a wait on the allocation stream the memory is free at once.
+- S3: what nobody waits for is released at a later call, once it is complete.
+- S4: what has failed is kept until nothing can touch it, and nothing is freed in a destructor or a callback.
+- S5: inside a CUDA graph capture nothing is polled, and no capture is broken by safecomm.
+- S6: what a graph's collectives use is the graph's until it is reset or dies.
+
+What keeps them when an exception of a signal handler comes, or another thread does:
+
+- Python runs handlers and gives way to threads at calls, at the start of functions and where loops go back. Where two
+  statements have to happen together, no call stands between them, and a comment says so.
+- A hold stays in its queue until all is done for it, so that the next sweep finds it. Releasing twice does nothing.
+- Works need no lock: each thread orders what it needs, and one of them takes the hold out. Events do, because one that
+  was recycled is recorded again elsewhere: whoever polls or waits for an event of a hold, or looks at recorded uses,
+  has ``Rules.lock`` and finds the hold still in its queue.
 """
 
 # The direction of dependency, top to bottom; nothing imports upwards (``tests/test_structure.py`` keeps it):

@@ -38,7 +38,8 @@ def drain(*, wait: bool = False, timeout: timedelta | None = None, group: Any = 
     """Give back the memory of all works that are complete; with ``wait``, of all works, once they are complete.
 
     Every call of a collective does the first by itself, for the oldest works of each group; this is for the end of a
-    phase, or before a measurement. Returns the bytes that are still held: 0 if all is back.
+    phase, or before a measurement. Returns the bytes that are still held, but for what captures and others who use the
+    memory too keep: 0 if all is back.
 
     Parameters
     ----------

@@ -1,7 +1,9 @@
 """Handoffs: memory that was used on another stream than its allocation stream.
 
 A handoff holds such memory from the use until the device has passed an event behind it, or until the allocation stream
-was ordered after that event. It knows nothing of groups. The rules are at the head of ``ledger.py``.
+was ordered after that event. The event is recorded when the use was launched or waited for: what the program itself
+runs there later is the program's to order, as with any tensor. It knows nothing of groups. The rules are at the head of
+``ledger.py``.
 """
 
 from __future__ import annotations

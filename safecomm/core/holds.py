@@ -1,10 +1,10 @@
 """What is held, and the queues that holds wait in.
 
-Three kinds of holds. A *work* (``work.py``) holds what a running asynchronous collective reads and writes. A *handoff*
-(``handoffs.py``) holds what was used on another stream than its allocation stream, until the device has passed an
-event there. A *recorded use* (``recorded_uses.py``) holds what ``record_stream`` was called for. While others use that
-memory too, the recorded use only waits; from then on it is a handoff. Which of them is released when is decided
-elsewhere: see the rules at the head of ``ledger.py``.
+Three kinds of holds wait in queues. A *work* (``work.py``) holds what a running asynchronous collective reads and
+writes. A *handoff* (``handoffs.py``) holds what was used on another stream than its allocation stream, until the device
+has passed an event that was recorded there behind the use. A *recorded use* (``recorded_uses.py``) holds what
+``record_stream`` was called for. While others use that memory too, the recorded use only waits; from then on it is a
+handoff. Which of them is released when is decided elsewhere: see the rules at the head of ``ledger.py``.
 
 Holds that end in the order in which they were made share a :class:`Queue`.
 """
@@ -95,7 +95,8 @@ class Hold:
     stream: int = 0  # of the event; of a staged or captured work: the stream of its launch
     group: weakref.ref[Any] | None = None  # a handoff's group; a work's is its queue's
     keeps_more: bool = False  # not only ``storages`` refers to the memory: see on_release()
-    awaits_others: bool = False  # it is complete, and waits only for others who may still wait for it
+    # It is complete, and only waits until the program can't wait for it any more: a result of a functional collective.
+    awaits_others: bool = False
 
     def on_release(self) -> None:
         """Undo what else than ``storages`` refers to the memory, if it :attr:`keeps_more`. For ``Rules.release()``."""

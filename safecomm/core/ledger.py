@@ -1,24 +1,23 @@
 """What is held, by which call, since when, until what: the three rules by which memory is released.
 
-A hold is released by one of three rules. Each of them leaves every stream in whose order the memory can be given out
-again after the last use of the memory (S1):
+A hold is released by one of three rules. The allocator gives memory out again in the order of its allocation stream. So
+before a release each rule makes sure that this stream is ordered after the last use of the memory, or that this use is
+complete (S1):
 
 1. *Waited for.* ``wait()`` ordered the very stream that the memory was allocated on: release at once (S2). Memory that
    was allocated on another stream becomes a handoff. For handoffs and recorded uses: the allocation stream waited for
    the stream of the use.
-2. *Complete.* The work, or the event, is complete: release at the next call of safecomm, of any group (S3). Works whose
-   handles somebody still has are polled only when they are ``PATIENCE`` old.
-3. *Too far behind.* More than ``LAG`` holds and ``BUDGET`` bytes have piled up behind the host, and nobody is going to
-   wait for the oldest: its allocation stream is ordered after it. Inside a graph capture nothing can be polled. There
-   this rule, as an edge of the graph, releases what only the ledger still refers to (S5).
+2. *Complete.* The work, or the event, is complete: release at the next call of safecomm, of any group (S3). While all
+   that is held are works whose handles somebody has, and which are younger than ``PATIENCE``, nothing is polled.
+3. *Too far behind.* More than ``LAG`` holds and ``BUDGET`` bytes, told from the oldest, have piled up behind the host,
+   and nobody is going to wait for the oldest: its allocation stream is ordered after it. Inside a graph capture nothing
+   can be polled. There handoffs and recorded uses that only the ledger still refers to are released by this rule at
+   once, as an edge of the graph (S5); works wait for their wait, or for the end of the capture.
 
-A work that fails goes to the quarantine, and leaves it only when the device is known to be idle (S4). Every release is
-made by ``Rules.release()`` (``rules.py``), on the thread that called safecomm, never in a destructor or a callback. The
-ledger's references are strong, so that a dropped handle frees nothing.
-
-An exception of a signal handler can come anywhere. So a hold stays in its queue until all is done for it, and the next
-sweep looks at it again if that was not the end. Of two threads that come to one work at the same time each orders what
-it needs, and the first one releases it.
+A work that fails goes to the quarantine, and leaves it when the device is known to be idle, or when a later wait for it
+succeeds: its first one had only timed out (S4). Every release is made by ``Rules.release()`` (``rules.py``), on the
+thread that called safecomm, never in a destructor or a callback. The ledger's references are strong, so that a dropped
+handle frees nothing. What signal handlers and threads can do in between is said at the head of the package.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ class WorkHold(Hold):
     aliases: tuple[Any, ...] = ()  # what c10d was given in place of the caller's tensors; emptied at release
     aliases_emptied: bool = False
     host_waited: bool = False  # the host has waited for it before a capture
-    has_future: bool = False  # something else than the handle stands for the call, so nobody has forgotten it
+    has_future: bool = False  # a future stands for the call as well, so a dropped handle is no sign that nobody waits
 
     def on_release(self) -> None:
         if self.aliases:
@@ -111,6 +110,7 @@ class WorkQueue(Queue):
         super().__init__(ledger, ledger.nonempty, table, key, index, stream, capture, ledger.budget)
         self.ledger = ledger
         self.current = ledger.streams.current
+        # Set by who makes the queue (``collectives/routes.py``), and never after its first hold.
         self.streamed = False  # waiting for a work orders a stream; with other backends than NCCL it blocks the host
         self.ordered = False  # works end in the order in which they were made
         self.pollable = True  # the backend tells when a work is complete
@@ -337,7 +337,8 @@ class Ledger(Rules):
     def sweep(self, *, thorough: bool = False) -> None:
         """Release what rules 2 and 3 allow, without blocking. Every wrapped call begins with it if anything is held.
 
-        It looks at the oldest hold of each queue, and on while they are released; ``thorough``: at every hold.
+        It looks at the oldest hold of each queue, and on while they are released. ``thorough``: also at all holds of
+        queues whose holds end in no order.
         """
         if not thorough and self.can_skip_sweep():
             return

@@ -124,8 +124,8 @@ class RecordedUses:
     ) -> bool:
         """Hold ``storage``, used on ``stream`` until nobody refers to it, as ``record_stream`` asks for.
 
-        Returns whether it is held. If not, ``record_stream`` is the allocator's: also where nobody can tell when others
-        let go of the storage.
+        Returns whether the memory is safe: held, or used on its allocation stream. If not, ``record_stream`` is the
+        allocator's, also where nobody can tell when others let go of the storage.
 
         Parameters
         ----------

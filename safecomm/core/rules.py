@@ -32,8 +32,8 @@ class Rules:
         self.nonempty: dict[Queue, None] = {}  # the queues that have holds: none in a program that waits for its works
         self.quarantine: dict[Hold, None] = {}  # what has failed
         self.observer: Observer | None = None
-        # Around whatever looks at events or at recorded uses, which takes several steps: an event must not be used
-        # after another thread has recycled it. No collective takes the lock while there are only works.
+        # Around whatever polls an event of a hold or looks at recorded uses, which takes several steps: another thread
+        # must not recycle the event in between. No collective takes the lock while there are only works.
         self.lock = threading.RLock()
 
     def release(self, hold: Hold) -> None:
