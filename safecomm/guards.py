@@ -37,7 +37,7 @@ class Guards:
     __slots__ = ("_known", "index", "one", "two", "two_before")
 
     def __init__(self, index: int) -> None:
-        self.index = index  # of the device that the tensors have to be on
+        self.index: int = index  # of the device that the tensors have to be on
         # The latest guard of one tensor, and of two. Of two there are two kinds at hand: sequence parallelism gathers
         # one and scatters another in turns.
         self.one: Callable[..., bool] = _torch.unlike

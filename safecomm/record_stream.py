@@ -30,7 +30,7 @@ from safecomm.core.refcounts import COUNTED, WHY_NOT
 from safecomm.core.streams import HOST, capture_of, stream_object
 from safecomm.errors import RecordStreamError
 
-log = logging.getLogger("safecomm")
+log: logging.Logger = logging.getLogger("safecomm")
 
 MODES = ("convert", "raise", "warn", "count")
 RELEASES = ("auto", "order", "defer")
@@ -100,7 +100,7 @@ class avoid_record_streams(Block):  # noqa: N801
         self.strict = strict
         self.calls = 0
         self.sites: Counter[str] = Counter()
-        self.unusable = 0
+        self.unusable: int = 0
         self._unusable_before = 0
         self._entered: list[object] = []
         self._noted: weakref.ref[Any] | None = None

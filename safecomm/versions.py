@@ -13,7 +13,7 @@ import torch
 import torch.distributed
 from torch.torch_version import TorchVersion
 
-log = logging.getLogger("safecomm")
+log: logging.Logger = logging.getLogger("safecomm")
 
 
 class Tested(NamedTuple):

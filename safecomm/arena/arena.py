@@ -34,7 +34,7 @@ from safecomm.errors import ArenaError, ArenaFullError
 if TYPE_CHECKING:
     from safecomm.arena.plan import Plan
 
-log = logging.getLogger("safecomm")
+log: logging.Logger = logging.getLogger("safecomm")
 
 POLICIES = ("fallback", "raise")
 

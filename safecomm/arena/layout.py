@@ -72,8 +72,8 @@ class Layout:
         self._size_classes: dict[Any, SizeClass] = {}  # by kind of request
         self._retired: dict[Any, Slot] = {}  # slots that were freed, to be live again with the storage that they have
         self.exact = False  # the block has no more room than a plan needs, in which each step begins with all of it
-        self.lock = threading.RLock()
-        self.changing = False
+        self.lock: Any = threading.RLock()
+        self.changing: bool = False
 
     # --- a slot for a request -------------------------------------------------------------------------------
 

@@ -188,7 +188,7 @@ class Recorder:
 
     def __init__(self, device: Any) -> None:
         self.device, self.index = device_of(device)
-        self.plan = Plan()
+        self.plan: Plan = Plan()
         self._live: list[tuple[Any, Request]] = []
         self._kinds: dict[Any, int] = {}
         self._streams: dict[int, int] = {}

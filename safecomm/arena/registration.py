@@ -59,7 +59,7 @@ class Registration:
         try:
             self._pool: Any = torch.cuda.MemPool(backend.mem_allocator)
             with torch.cuda.device(device), torch.cuda.use_mem_pool(self._pool):
-                self.block = torch.empty(nbytes, dtype=torch.uint8, device=device)
+                self.block: Any = torch.empty(nbytes, dtype=torch.uint8, device=device)
         except Exception as error:
             failure = error
         # This call is the fence before, and makes the communicator where there is none yet.

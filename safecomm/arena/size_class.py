@@ -41,16 +41,18 @@ class Slot:
     __slots__ = ("after", "asked", "cdata", "end", "pointer", "site", "size_class", "start", "storage", "template")
 
     def __init__(self, start: int, end: int, size_class: SizeClass) -> None:
-        self.start = start
-        self.end = end
-        self.size_class = size_class
-        self.asked = 0  # bytes that its tensors have
-        self.after = NO_STREAMS  # the streams that the next use must be ordered after, until it is pushed
-        self.site = ""  # the call site of the last request, if the arena logs requests
+        self.start: int = start
+        self.end: int = end
+        self.size_class: SizeClass = size_class
+        self.asked: int = 0  # bytes that its tensors have
+        self.after: frozenset[int] = (
+            NO_STREAMS  # the streams that the next use must be ordered after, until it is pushed
+        )
+        self.site: str = ""  # the call site of the last request, if the arena logs requests
         self.storage: Any = None  # where references are not counted: a weak reference to it
         self.template: Any = None  # a tensor over the storage; each request gets a copy of this tensor
-        self.cdata = 0
-        self.pointer = 0
+        self.cdata: int = 0
+        self.pointer: int = 0
 
 
 def idle(slot: Slot, but_for_graph: bool) -> bool:
@@ -99,11 +101,11 @@ class SizeClass:
     __slots__ = ("alloc_stream", "bucket", "capture", "first", "identity", "key", "ready", "slots")
 
     def __init__(self, identity: Any, alloc_stream: int, bucket: str, capture: int) -> None:
-        self.key = identity, alloc_stream, bucket, capture
-        self.identity = identity
-        self.alloc_stream = alloc_stream
-        self.bucket = bucket
-        self.capture = capture
+        self.key: tuple[Any, int, str, int] = identity, alloc_stream, bucket, capture
+        self.identity: Any = identity
+        self.alloc_stream: int = alloc_stream
+        self.bucket: str = bucket
+        self.capture: int = capture
         self.slots: list[Slot] = []  # handed out, the last at the end; some may be idle again
         self.ready: list[Slot] = []  # found to be idle by a search, the lowest at the end
         # The slot that was handed out first since the last search of all slots. When it is idle again, the program has

@@ -18,7 +18,7 @@ from safecomm.arena.plan import Plan, Recorder
 from safecomm.block import Block
 from safecomm.errors import SafecommError
 
-log = logging.getLogger("safecomm")
+log: logging.Logger = logging.getLogger("safecomm")
 
 IN_USE: dict[int, Any] = {}
 """The arena in use on each device, by the device's index. One for all threads, because backward runs in others."""

@@ -56,7 +56,7 @@ class Run:
 
     def __init__(self, row: Row | None, op: Any, shared: Any) -> None:
         self.row = row
-        self.kind = "" if row is None else row.kind
+        self.kind: str = "" if row is None else row.kind
         self.op = op
         self.shared = shared  # what the calls have in common; None if each goes on its own
         self.outputs: list[torch.Tensor] = []
@@ -92,9 +92,11 @@ class Buckets:
         self.block = block  # dead when the with statement is over, however it ended; None if it is not known
         self.world: int = group.size()
         self.runs: list[Run] = []  # what is put off
-        self.run = Run(None, None, None)  # the last of them, if there are any
+        self.run: Run = Run(None, None, None)  # the last of them, if there are any
         self.index = self.stream = HOST  # device and stream of the calls that are put off
-        self.lock = threading.Lock()  # around the calls and whether the block is over: others may be calling
+        self.lock: threading.Lock = (
+            threading.Lock()
+        )  # around the calls and whether the block is over: others may be calling
         self.over = False  # or has failed
         self.failure: BaseException | None = None
 

@@ -21,7 +21,7 @@ from safecomm import _torch
 from safecomm.core import captures
 from safecomm.errors import LiveGraphError
 
-log = logging.getLogger("safecomm")
+log: logging.Logger = logging.getLogger("safecomm")
 
 _begun: list[_Destruction] = []
 """Those that have not returned yet, or whose caller did not wait for that."""

@@ -46,7 +46,7 @@ from safecomm.core import captures
 from safecomm.core.ledger import LEDGER
 from safecomm.guards import PLAIN
 
-log = logging.getLogger("safecomm")
+log: logging.Logger = logging.getLogger("safecomm")
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -59,7 +59,7 @@ class _Inside(threading.local):
     batch = False  # batch_isend_irecv, which holds what its parts are given
 
 
-inside = _Inside()
+inside: _Inside = _Inside()
 
 
 def forwarded(row: Row, *, asks: bool = True) -> Any:

@@ -19,7 +19,7 @@ from safecomm.core.drain import await_works
 from safecomm.core.ledger import LEDGER
 from safecomm.errors import PendingWorkError
 
-log = logging.getLogger("safecomm")
+log: logging.Logger = logging.getLogger("safecomm")
 
 GRACE = timedelta(seconds=30)
 """How long ``destroy_process_group`` waits for works that are not over, and for torch's own where there are graphs.

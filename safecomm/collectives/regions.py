@@ -23,8 +23,8 @@ class Region(list[Any]):
         self.aliases: list[torch.Tensor] = []
         self.works: list[MemberWork] = []
         self.plain: list[Any] = []  # the calls that were collected here, of plain tensors on a direct route
-        self.staged = False
-        self.ordered = True
+        self.staged: bool = False
+        self.ordered: bool = True
 
     def alias(self, tensor: Any) -> Any:
         """Return what c10d is to launch in place of ``tensor``: another tensor of the same memory.

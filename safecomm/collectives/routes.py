@@ -54,13 +54,13 @@ class Route(WorkQueue):
 
     def __init__(self, routes: Routes, key: Key, stream: int) -> None:
         super().__init__(routes.ledger, routes.all, key, key.device, stream, key.capture)
-        self.routes = routes
-        self.kind = backends.UNKNOWN  # what the backend is
+        self.routes: Routes = routes
+        self.kind: backends.Kind = backends.UNKNOWN  # what the backend is
         self.backend: Any = None  # of a fast route: the C++ side of the group's backend
-        self.world = 0  # ranks of the group
-        self.rank = 0  # of this process among them
-        self.single_call_equivalent = False  # a region of one call does what that call does
-        self.guards = Guards(key.device)  # of the tensors of direct calls
+        self.world: int = 0  # ranks of the group
+        self.rank: int = 0  # of this process among them
+        self.single_call_equivalent: bool = False  # a region of one call does what that call does
+        self.guards: Guards = Guards(key.device)  # of the tensors of direct calls
         self.root_options: dict[Any, Any] = {}  # options of direct calls that have a root, by what they are given
         self._unordered: Route | None = None
 

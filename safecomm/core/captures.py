@@ -28,7 +28,7 @@ from safecomm.core.holds import Hold
 from safecomm.core.ledger import LEDGER, Ledger
 from safecomm.errors import CaptureBoundaryError, LiveGraphError, StaleGraphError
 
-log = logging.getLogger("safecomm")
+log: logging.Logger = logging.getLogger("safecomm")
 
 RECORDING: dict[int, CapturedGraph] = {}
 """The captures that are going on, by their id."""
@@ -93,7 +93,7 @@ class CapturedGraph:
         self.index = index
         self.stream = stream
         self.capture = capture
-        self.site = place(frame)
+        self.site: str = place(frame)
         self._code, self._instruction = frame.f_code, frame.f_lasti
         self._graph = weakref.ref(graph)
         self._pool = tuple(pool)

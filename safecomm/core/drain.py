@@ -17,7 +17,7 @@ from safecomm.core.ledger import LEDGER, Ledger, WorkHold
 from safecomm.core.streams import HOST
 from safecomm.errors import CaptureBoundaryError, PendingWorkError
 
-log = logging.getLogger("safecomm")
+log: logging.Logger = logging.getLogger("safecomm")
 
 
 def pending() -> list[Pending]:

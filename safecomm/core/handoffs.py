@@ -42,7 +42,7 @@ class Handoffs:
     """
 
     def __init__(self, rules: Rules, budget: int | None = None) -> None:
-        self.count = 0  # how often memory was used on another stream than its own
+        self.count: int = 0  # how often memory was used on another stream than its own
         self.queues: dict[Any, Any] = {}
         self._rules = rules
         self._streams = rules.streams
@@ -52,7 +52,7 @@ class Handoffs:
         # What is to be done because a graph has died, or a block has ended, if an exception kept it from being done.
         self.unfinished: dict[Callable[[], None], Any] = {}
         # Is nonempty while there are any of these, so that the next call looks after them.
-        self.leftover_queue = Queue(self, rules.nonempty, self.queues, "leftovers", HOST)
+        self.leftover_queue: Queue = Queue(self, rules.nonempty, self.queues, "leftovers", HOST)
 
     def add(
         self,

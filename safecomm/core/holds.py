@@ -171,15 +171,17 @@ class Queue:
         self, sweeper: Sweeper, nonempty: dict[Queue, None], table: dict[Any, Any], key: Any, index: int,
         stream: int = 0, capture: int = 0, budget: int = 0,
     ) -> None:  # fmt: skip
-        self.sweeper = sweeper
-        self.nonempty = nonempty  # the ledger's: the queues that have holds
-        self.table = table  # where this queue is found under its key
-        self.key = key
-        self.index = index  # device index, or HOST
-        self.stream = stream  # of the uses, or of the first launch
-        self.capture = capture  # the graph capture that all of it is part of; 0 for none
-        self.budget = budget  # bytes that rule 3 leaves alone
-        self.defer_polling = False  # its holds are works that can be polled later: somebody is going to wait for them
+        self.sweeper: Sweeper = sweeper
+        self.nonempty: dict[Queue, None] = nonempty  # the ledger's: the queues that have holds
+        self.table: dict[Any, Any] = table  # where this queue is found under its key
+        self.key: Any = key
+        self.index: int = index  # device index, or HOST
+        self.stream: int = stream  # of the uses, or of the first launch
+        self.capture: int = capture  # the graph capture that all of it is part of; 0 for none
+        self.budget: int = budget  # bytes that rule 3 leaves alone
+        self.defer_polling: bool = (
+            False  # its holds are works that can be polled later: somebody is going to wait for them
+        )
         # Weak, because a group that is still referred to when the interpreter ends can take the process down (gloo,
         # torch 2.13). None for handoffs.
         self.group: weakref.ref[Any] | None = None

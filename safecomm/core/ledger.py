@@ -41,7 +41,7 @@ from safecomm.core.rules import Rules
 from safecomm.core.streams import HOST, CudaStreams, Streams, capture_of
 from safecomm.errors import CaptureBoundaryError
 
-log = logging.getLogger("safecomm")
+log: logging.Logger = logging.getLogger("safecomm")
 _now = time.perf_counter
 _NOTHING = contextlib.nullcontext()
 
@@ -108,15 +108,21 @@ class WorkQueue(Queue):
 
     def __init__(self, ledger: Ledger, table: dict[Any, Any], key: Any, index: int, stream: int, capture: int) -> None:
         super().__init__(ledger, ledger.nonempty, table, key, index, stream, capture, ledger.budget)
-        self.ledger = ledger
-        self.current = ledger.streams.current
+        self.ledger: Ledger = ledger
+        self.current: Callable[[int], int] = ledger.streams.current
         # Set by who makes the queue (``collectives/routes.py``), and never after its first hold.
-        self.streamed = False  # waiting for a work orders a stream; with other backends than NCCL it blocks the host
-        self.ordered = False  # works end in the order in which they were made
-        self.pollable = True  # the backend tells when a work is complete
-        self.asks_in_wait = False  # launches and waits ask the device: they are made by launch() and wait_for()
-        self.silent = False  # the backend's synchronize() says nothing of a failure, and its future orders streams
-        self.wait_is_stream_order = False  # block_current_stream() does what the backend's first wait() for a work does
+        self.streamed: bool = (
+            False  # waiting for a work orders a stream; with other backends than NCCL it blocks the host
+        )
+        self.ordered: bool = False  # works end in the order in which they were made
+        self.pollable: bool = True  # the backend tells when a work is complete
+        self.asks_in_wait: bool = False  # launches and waits ask the device: they are made by launch() and wait_for()
+        self.silent: bool = (
+            False  # the backend's synchronize() says nothing of a failure, and its future orders streams
+        )
+        self.wait_is_stream_order: bool = (
+            False  # block_current_stream() does what the backend's first wait() for a work does
+        )
 
     def hold(
         self,
@@ -206,12 +212,12 @@ class Ledger(Rules):
         patience: float = PATIENCE,
     ) -> None:
         super().__init__(streams, lag)
-        self.current = streams.current
+        self.current: Callable[[int], int] = streams.current
         self.budget = budget
-        self.handoffs = Handoffs(self, handoff_budget)
-        self.recorded_uses = RecordedUses(self, self.handoffs)
+        self.handoffs: Handoffs = Handoffs(self, handoff_budget)
+        self.recorded_uses: RecordedUses = RecordedUses(self, self.handoffs)
         self.dropped_at: set[tuple[types.CodeType, int]] = set()  # the call sites of dropped handles
-        self.failures = 0
+        self.failures: int = 0
         self._patience = patience
 
     # --- rule 1: waited for ---------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ class RecordedUseQueue(Queue):
         # Those that nobody else uses any more, in the order of their events.
         self.unused: OrderedDict[RecordedUse, None] = OrderedDict()
         self.scan: list[RecordedUse] = []  # the rest of those that next() gives
-        self.unscanned_bytes = 0  # of those that came since some were last looked at
+        self.unscanned_bytes: int = 0  # of those that came since some were last looked at
 
     def next(self) -> RecordedUse | None:
         """Return one hold, call after call all that there are; it may have been released since."""
@@ -107,7 +107,7 @@ class RecordedUses:
     def __init__(self, rules: Rules, handoffs: Handoffs) -> None:
         # Then by device index, stream and capture: each device has a default stream of the handle 0.
         self.by_storage: dict[int, dict[tuple[int, int, int], RecordedUse]] = {}
-        self.sweep_due = False  # so many bytes have come since a sweep that rule 3 might apply to them
+        self.sweep_due: bool = False  # so many bytes have come since a sweep that rule 3 might apply to them
         self._rules = rules
         self._streams = rules.streams
         self._handoffs = handoffs

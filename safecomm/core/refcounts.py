@@ -25,7 +25,7 @@ import torch
 
 from safecomm import _torch
 
-log = logging.getLogger("safecomm")
+log: logging.Logger = logging.getLogger("safecomm")
 
 
 def _no_count(_: object) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
+from typing import Any
 
 from safecomm import _torch
 from safecomm.core.holds import Hold, Observer, Queue
@@ -34,7 +35,7 @@ class Rules:
         self.observer: Observer | None = None
         # Around whatever polls an event of a hold or looks at recorded uses, which takes several steps: another thread
         # must not recycle the event in between. No collective takes the lock while there are only works.
-        self.lock = threading.RLock()
+        self.lock: Any = threading.RLock()
 
     def release(self, hold: Hold) -> None:
         """Let go of the memory of ``hold``: every release of the package is made here.

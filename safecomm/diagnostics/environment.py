@@ -8,7 +8,7 @@ import os
 from safecomm.diagnostics.checked import printable
 from safecomm.diagnostics.record import record_memory
 
-log = logging.getLogger("safecomm")
+log: logging.Logger = logging.getLogger("safecomm")
 
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 

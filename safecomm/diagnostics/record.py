@@ -34,7 +34,7 @@ from safecomm.diagnostics.table import laid_out
 from safecomm.diagnostics.units import mib
 from safecomm.errors import SafecommError
 
-log = logging.getLogger("safecomm")
+log: logging.Logger = logging.getLogger("safecomm")
 
 VERSION = 1
 """Of the format of the file."""
@@ -188,7 +188,7 @@ class record_memory(contextlib.ContextDecorator):  # noqa: N801
             raise TypeError(f"record_memory({path!r}): expected a path, not {type(path).__name__}")
         if Path(path).name in ("", "..") or "\0" in os.fspath(path):
             raise ValueError(f"record_memory({os.fspath(path)!r}): expected the path of a file")
-        self.path = Path(path)
+        self.path: Path = Path(path)
         self._base = Path(path)
         self._interval = interval
         self._stopping = threading.Event()

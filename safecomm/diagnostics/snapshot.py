@@ -46,15 +46,15 @@ class Block:
     __slots__ = ("address", "completed", "freed_at", "label", "made", "made_at", "requested", "size", "stream")
 
     def __init__(self, address: int, size: int, stream: int, made: float, made_at: int, label: str = "") -> None:
-        self.address = address
-        self.size = size
-        self.stream = stream
-        self.made = made  # 0 for what was there before
-        self.made_at = made_at  # the number of the stack of the allocation; 0 if that is before the trace
+        self.address: int = address
+        self.size: int = size
+        self.stream: int = stream
+        self.made: float = made  # 0 for what was there before
+        self.made_at: int = made_at  # the number of the stack of the allocation; 0 if that is before the trace
         self.requested: float | None = None  # when the program freed it; None if it has not
         self.completed: float | None = None  # when the allocator could give it out again; as requested if at once
-        self.freed_at = 0  # the number of the stack of that
-        self.label = label  # what the program has attached to it: torch's user_metadata
+        self.freed_at: int = 0  # the number of the stack of that
+        self.label: str = label  # what the program has attached to it: torch's user_metadata
 
 
 @dataclass

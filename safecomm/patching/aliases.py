@@ -16,7 +16,7 @@ import types
 from collections.abc import Iterable
 from typing import Any
 
-log = logging.getLogger("safecomm")
+log: logging.Logger = logging.getLogger("safecomm")
 
 
 def _modules_of_ours() -> list[types.ModuleType]:

@@ -145,7 +145,7 @@ class Functional:
     def __init__(self) -> None:
         self.changes: dict[Any, Any] = {}
         self.unwaited: dict[int, Result] = {}  # by storage
-        self.exiting = False
+        self.exiting: bool = False
         self._on = True
         self._taps: dict[int, tuple[weakref.ref[Any], Tap]] = {}  # by the id of a group
         self._open: dict[int, tuple[int, list[Any]]] = {}  # by the same: the call that is being made, and its thread
@@ -153,7 +153,7 @@ class Functional:
         module = self._module
         if module is None:
             return
-        self.wait_for = module.wait_tensor
+        self.wait_for: Any = module.wait_tensor
         for name in (*NAMES, "wait_tensor"):
             original = vars(module).get(name)
             if original is not None and _torch.is_torchs(original):

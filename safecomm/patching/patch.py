@@ -22,7 +22,7 @@ from safecomm.patching.strict import Strict
 from safecomm.patching.table import MODULES, ORIGINALS, REPLACEMENTS
 from safecomm.record_stream import avoid_record_streams as _avoid_record_streams
 
-log = logging.getLogger("safecomm")
+log: logging.Logger = logging.getLogger("safecomm")
 
 _lock = threading.RLock()
 

@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 from safecomm import _torch
 from safecomm.core.call_site import outside, place
 
-log = logging.getLogger("safecomm")
+log: logging.Logger = logging.getLogger("safecomm")
 
 
 class Strict:

@@ -80,7 +80,7 @@ class Engine:
         self.everywhere = False  # nobody has asked for it for this group alone
         self.limits = limits
         self.timeout = timeout
-        self.failure = ""  # what there is to say of the call that has given up
+        self.failure: str = ""  # what there is to say of the call that has given up
         self._kernels = kernels
         self._staging = staging
         self._layout = layout
@@ -97,7 +97,7 @@ class Engine:
         self._launchers: dict[Any, Callable[..., None]] = {}
         self._plans: dict[Any, Any] = {}
         self._lock = threading.Lock()  # between putting a call in order and launching it, no other may come
-        self.order = Order(LEDGER.streams, index)
+        self.order: Order = Order(LEDGER.streams, index)
         self._through = group if _torch.HOOKS else _torch.backend_of(group, device.type)
         self._unused = (0,) * (MOST - self._world)
         self._exchanged: set[int] = set()  # the streams of sends and receives
@@ -110,7 +110,7 @@ class Engine:
         self._compared = 0
         # What the end of the group calls: tells the peers, and returns what waits for them.
         self.leave: Callable[[timedelta], Callable[[], None]] = lambda _: lambda: None
-        self.nbytes = int(staging.block.nbytes + self._table.nbytes)
+        self.nbytes: int = int(staging.block.nbytes + self._table.nbytes)
 
     # --- a call ---------------------------------------------------------------------------------------------
 

@@ -29,7 +29,7 @@ from safecomm.peers.choice import LowLatencyLimits, defaults, read
 from safecomm.peers.engine import Engine
 from safecomm.peers.staging import SymmetricStaging
 
-log = logging.getLogger("safecomm")
+log: logging.Logger = logging.getLogger("safecomm")
 
 STAGINGS: dict[str, Any] = {"nccl": SymmetricStaging}
 """What makes memory that peers can store into, by the backend of the group."""
@@ -106,7 +106,7 @@ class low_latency:  # noqa: N801
         self._timeout = timeout
         self._check = check
         self._engine: Engine | None = None
-        self.reason = "it was not switched on"
+        self.reason: str = "it was not switched on"
         """Why the group's calls are not taken; ``""`` if they are."""
 
     @property

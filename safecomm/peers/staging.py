@@ -99,7 +99,7 @@ class SymmetricStaging:
     """
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
-        self.block = _torch.symmetric_memory().empty(layout.nbytes, dtype=torch.uint8, device=device)
+        self.block: Any = _torch.symmetric_memory().empty(layout.nbytes, dtype=torch.uint8, device=device)
         layout.clear(self.block)
         self.bases: list[int] = []
 

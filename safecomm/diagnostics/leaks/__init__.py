@@ -23,7 +23,7 @@ from safecomm.diagnostics.leaks.made import Made, lines_of, noting
 from safecomm.diagnostics.record import unwaited_for
 from safecomm.errors import SafecommError
 
-log = logging.getLogger("safecomm")
+log: logging.Logger = logging.getLogger("safecomm")
 
 __all__ = ["Leak", "watch"]
 
@@ -113,7 +113,7 @@ class watch:  # noqa: N801
         if not isinstance(log_leaks, bool):
             raise TypeError(f"leaks.watch(log_leaks={log_leaks!r}): expected True or False")
         self.leaks: list[Leak] = []
-        self.unwaited = 0
+        self.unwaited: int = 0
         self.owners = owners
         self.steps = 0
         self._log_leaks = log_leaks

@@ -94,10 +94,10 @@ class SimulatedDevice:
     """
 
     def __init__(self, streams: int = 4) -> None:
-        self.streams = {handle: Stream(handle) for handle in range(streams)}
+        self.streams: dict[int, Stream] = {handle: Stream(handle) for handle in range(streams)}
         self.calls: Counter[str] = Counter()
         self.faults: list[str] = []
-        self.capturing = 0  # the id of the capture that goes on
+        self.capturing: int = 0  # the id of the capture that goes on
         self.pending: list[Operation] = []
         self.done = 0
         self.blocks: list[Block] = []
