@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import weakref
+from datetime import timedelta
 from unittest import mock
 
 import pytest
@@ -127,6 +128,25 @@ def test_a_dropped_region_is_held_until_it_is_over_s3():
     assert calls[0][0].tolist() == [sum(range(world)), world + sum(range(world))]
 
 
+@pytest.mark.parametrize("plain", [True, False])
+@on(2)
+def test_a_region_whose_end_gloo_does_not_tell_s3_s8(plain):
+    """gloo's reduce-scatter copies its result at each wait, and is not over before the first."""
+    begin()
+    with contextlib.nullcontext() if plain else mock.patch.object(coalesced, "_together", return_value=None):
+        dropped, waited = made(SCATTER), made(SCATTER)
+        region(safecomm, dropped, SCATTER, True)
+        assert safecomm.drain(wait=True, timeout=timedelta(seconds=60)) == 0
+        (work,) = region(safecomm, waited, SCATTER, True).works
+        for _ in range(2):
+            assert work.wait()
+    assert safecomm.pending() == []
+    expected = made(SCATTER)
+    region(stock, expected, SCATTER, False)
+    for calls in (dropped, waited):
+        assert [given[0].tolist() for given in calls] == [given[0].tolist() for given in expected]
+
+
 @on(2)
 def test_regions_of_several_calls_that_are_c10ds_s8():
     begin()
@@ -203,10 +223,10 @@ def test_on_a_device_a_region_knows_where_its_memory_was_allocated_s1():
         with mock.patch.multiple(
             holding, _current=lambda _: 5, _all_allocated_on=lambda *_, local=local: local, LEDGER=ledger
         ):
-            assert holding.hold_together(inner, route, "group", tensors, [], False, "frame") is None
+            assert holding.hold_together(inner, route, "group", tensors, [], False, True, "frame") is None
             assert route.wait_for.call_args.args == (inner,)
             assert ledger.hand_off.called is not local
-            holding.hold_together(inner, route, "group", tensors, list(tensors), True, "frame")
+            holding.hold_together(inner, route, "group", tensors, list(tensors), True, True, "frame")
             work = route.hold.call_args.args[0]
             assert route.hold.call_args.args[4] == (5 if local else None)
             assert len(route.hold.call_args.args[3]) == len(work.aliases) == 2

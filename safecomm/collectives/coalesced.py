@@ -146,7 +146,7 @@ class _Manager(Block):
         elif manager is None and not region.tensors and (together := _together(region, group, calls, async_ops)):
             taken = REGIONS.pop(group)
             if len(taken) == len(together.given):  # as above
-                cm.append(together.launch(group, async_ops, frame))
+                cm.append(together.launch(group, async_ops, region.ordered, frame))
                 return
             calls = REGIONS[group] = taken
         index = index_of(calls[0].tensor) if calls else None
@@ -228,7 +228,7 @@ class _Together(NamedTuple):
     def tensors(self) -> list[torch.Tensor]:
         return [*self.given, *self.others]
 
-    def launch(self, group: Any, async_ops: bool, frame: types.FrameType) -> Any:
+    def launch(self, group: Any, async_ops: bool, ordered: bool, frame: types.FrameType) -> Any:
         """Launch them as c10d does at the end of a region, and return what the region's caller gets."""
         function, options, route, given, others = self
         aliases: list[torch.Tensor] = []
@@ -239,7 +239,7 @@ class _Together(NamedTuple):
             inner = route.launch(function, group, *to_launch, options)
         else:
             inner = function(group, *to_launch, options)
-        return hold_together(inner, route, group, self.tensors, aliases, async_ops, frame)
+        return hold_together(inner, route, group, self.tensors, aliases, async_ops, ordered, frame)
 
 
 def _together(region: Region, group: Any, calls: list[Any], async_ops: bool) -> _Together | None:

@@ -159,7 +159,7 @@ def hold_list(
 
 def hold_together(
     inner: Any, route: Route, group: Any, tensors: list[torch.Tensor], aliases: list[torch.Tensor],
-    asynchronous: bool, frame: types.FrameType,
+    asynchronous: bool, ordered: bool, frame: types.FrameType,
 ) -> Work | None:  # fmt: skip
     """Hold the plain ``tensors`` of a region, of which c10d has ``aliases``; return what the region's caller gets."""
     op, index = "_coalescing_manager", route.index
@@ -172,10 +172,12 @@ def hold_together(
         if not local:
             LEDGER.hand_off(op, group, index, storages_of(tensors), frame)
         return None
-    work = RegionWork()
+    # gloo does not tell the end of a reduce-scatter, and its work copies from the aliases at each wait.
+    work = RegionWork() if ordered else handle(once=True)
     work.aliases = tuple(aliases)
     storages = tuple([tensor.untyped_storage() for tensor in tensors])
-    return route.hold(work, op, inner, storages, stream if local else None, frame)
+    to = route if ordered else route.unordered(group)
+    return to.hold(work, op, inner, storages, stream if local else None, frame)
 
 
 def finish(row: Row, result: Any, group: Any, tensors: list[Any], frame: types.FrameType) -> Any:
@@ -266,8 +268,9 @@ def hold_region(cm: Any, group: Any, region: Region, frame: types.FrameType) -> 
     storages = storages_of(region.tensors)
     if cm.works:
         (inner,) = cm.works
+        once = not region.ordered and kind_for(group, index).blind
         work = ROUTES.hold(
-            Work(), "_coalescing_manager", inner, group, index, storages, frame,
+            handle(once=once), "_coalescing_manager", inner, group, index, storages, frame,
             aliases=tuple(region.aliases), staged=region.staged, unordered=not region.ordered,
             alloc_stream=alloc_stream_of_few(index, storages),
         )  # fmt: skip

@@ -71,6 +71,7 @@ def offer(row: Row, group: Any, tensors: tuple[Any, ...], op: Any, asynchronous:
             route = _routes.get(id(group))
             if route is not None and _ordinary(route, tensors, asynchronous):
                 other = None if len(tensors) == 1 else tensors[0]
+                region.ordered &= row.pollable or route.index >= 0
                 return region.collect(function, tensors[-1], other, op, asynchronous)
         return GENERAL
     if BUCKETS and (buckets := BUCKETS.get(group)) is not None:
