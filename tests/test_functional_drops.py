@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import gc
 import sys
+import tempfile
 import threading
 import weakref
 from datetime import timedelta
@@ -118,6 +119,21 @@ def test_one_that_runs_is_left_alone_and_named():
         safecomm.drain(wait=True)
         assert _torch.unwaited() == 0
         assert not results()
+
+
+@on(2)
+def test_a_recording_that_begins_leaves_those_that_run_as_they_are():
+    with safecomm.patched(), tempfile.TemporaryDirectory() as folder:
+        if stock.get_rank() == 0:
+            launched()
+            assert len(results()) == 1
+            with safecomm.record_memory(f"{folder}/run.jsonl"):
+                signal_to_peers("recorded")
+                comes_back()
+        else:
+            wait_for_signal("recorded")
+            launched()
+            comes_back()
 
 
 @on(1)

@@ -83,7 +83,7 @@ class _Counters:
         self.peak = 0
 
     def held(self, hold: Hold) -> None:
-        noted = vars(hold).get("counted")
+        noted = vars(hold).get("noted_by")
         if noted is not None and noted[0] is self:  # it came while those that were there were counted
             return
         nbytes = hold.nbytes
@@ -106,10 +106,10 @@ class _Counters:
             site.peak = max(site.peak, site.nbytes)
             self.nbytes += nbytes
             self.peak = max(self.peak, self.nbytes)
-        vars(hold)["counted"] = (self, site, nbytes)
+        vars(hold)["noted_by"] = (self, site, nbytes)
 
     def released(self, hold: Hold) -> None:
-        noted = vars(hold).pop("counted", None)
+        noted = vars(hold).pop("noted_by", None)
         if noted is None or noted[0] is not self:
             return
         _, site, nbytes = noted
