@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -149,3 +150,249 @@ def test_a_claim_in_an_expandable_segment_is_met_through_any_part_of_it_s1(asked
     assert asked.alloc_stream(beside) == 9
     assert asked.alloc_stream(FOURTH) == 5, "it is of the claim, whoever was asked about first"
     assert asked.alloc_stream(FOURTH + 512) == 6
+
+
+# --- what the driver does not know ------------------------------------------------------------------------------------
+
+
+class Allocator:
+    """The driver, torch's snapshot, and what a byte is allocated in: one segment a granule."""
+
+    def __init__(self, monkeypatch):
+        self.segments = []
+        self.identities = {}  # by granule
+        self.asked = 0  # how often the driver was
+        self.searched = 0
+        self.place = None  # where the next byte is allocated; None: there is no memory
+        self.current = 5
+        self.capturing = 0
+        self.meanwhile = lambda: None  # what another thread does while a byte is allocated
+        monkeypatch.setattr(allocation, "pointer_attribute", self._driver)
+        monkeypatch.setattr(allocation._torch, "segments", self._snapshot)
+        monkeypatch.setattr(allocation._torch, "current_raw_stream", lambda device: self.current)
+        monkeypatch.setattr(allocation._torch, "capture_id", lambda stream: self.capturing)
+        monkeypatch.setattr(
+            allocation, "torch", SimpleNamespace(UntypedStorage=self._byte, device=lambda *named: named)
+        )
+
+    def add(self, granule, stream=5, *, full=False, granules=1, **how):
+        """Map a small segment, of which something is in use, and return its address."""
+        start = granule << GRANULE
+        states = ["active_allocated"] if full else ["active_allocated", "inactive"]
+        segment = {
+            "address": start, "total_size": granules << GRANULE, "stream": stream, "device": 0, "segment_type": "small",
+            "segment_pool_id": (0, 0),
+            "blocks": [{"address": start + 512 * n, "size": 512, "state": state} for n, state in enumerate(states)],
+        }  # fmt: skip
+        self.segments.append(segment | how)
+        for number in range(granule, granule + granules):
+            self.identities[number] = 1000 + granule
+        return start
+
+    def _driver(self, reference, attribute, argument):
+        self.asked += 1
+        identity = self.identities.get(argument.value >> GRANULE)
+        if identity is None:
+            return 1
+        reference._obj.value = identity
+        return 0
+
+    def _snapshot(self):
+        self.searched += 1
+        if self.segments is None:
+            raise RuntimeError("this allocator keeps no record")
+        return self.segments
+
+    def _byte(self, nbytes, *, device):
+        assert (nbytes, device) == (1, ("cuda", 0))
+        self.meanwhile()
+        if self.place is None:
+            raise RuntimeError("out of memory")
+        return SimpleNamespace(data_ptr=lambda: self.place)
+
+
+@pytest.fixture
+def allocator(monkeypatch):
+    return Allocator(monkeypatch)
+
+
+def test_what_is_known_of_a_segment_is_searched_for_once(allocator):
+    start, found = allocator.add(8), Allocations()
+    for number in range(4):
+        assert found.alloc_stream(start + 512 * number) == 5
+    assert found.pool(start) == (0, 0)
+    assert (allocator.asked, allocator.searched) == (5, 1)
+
+
+def test_a_segment_that_is_mapped_where_another_was_is_not_taken_for_that_one_s1(allocator):
+    start, found = allocator.add(8, segment_pool_id=(0, 1)), Allocations()
+    assert found.alloc_stream(start) == 5
+    allocator.segments.clear()
+    allocator.add(8, stream=6, segment_pool_id=(0, 2))
+    allocator.identities[8] = 77  # the driver's ids never come back
+    assert found.alloc_stream(start) == 6
+    assert found.pool(start) == (0, 2)
+
+
+def test_memory_of_another_allocator_has_no_known_stream_s1(allocator):
+    allocator.add(8)
+    found = Allocations()
+    allocator.identities[9] = 55  # cudaMalloc without torch: the driver knows it, and the snapshot does not
+    assert found.alloc_stream(9 << GRANULE) is None
+    assert found.pool(9 << GRANULE) is None
+    assert not found.all_allocated_on(5, [9 << GRANULE])
+    allocator.segments = None
+    assert Allocations().alloc_stream(8 << GRANULE) is None
+
+
+def test_without_a_driver_no_stream_is_known_s1(monkeypatch):
+    monkeypatch.setattr(allocation, "pointer_attribute", None)
+    assert Allocations().alloc_stream(FIRST) is None
+    assert Allocations().pool(FIRST) is None
+
+
+def test_a_part_of_an_expandable_segment_says_nothing_of_what_is_beyond_it_s1(allocator):
+    """Each part that is mapped has an id of its own, and may be unmapped alone."""
+    start, found = allocator.add(8, granules=2, is_expandable=True), Allocations()
+    assert found.alloc_stream(start, start + 512) == 5
+    assert allocator.asked == 2, "the driver has to confirm both"
+    assert not found._anchored
+
+
+def test_what_is_known_of_segments_does_not_grow_for_ever(allocator):
+    start, found = allocator.add(8, segment_pool_id=(0, 1)), Allocations()
+    found._segments.update(dict.fromkeys(range(10_000, 10_001 + (1 << 16)), allocation._UNKNOWN))
+    assert found.alloc_stream(start) == 5
+    assert list(found._segments) == [1008]
+
+
+# --- claims -----------------------------------------------------------------------------------------------------------
+
+
+def arena_of(found, start):
+    """Claim the second KiB from ``start``: its first half is stream 6's, and its other half stream 7's."""
+    found.claim(start + 1024, start + 2048, lambda pointer: 6 if pointer < start + 1536 else 7)
+
+
+@pytest.mark.parametrize("first", ["the claim", "the segment"])
+def test_pieces_of_a_claim_are_their_owners_and_the_rest_of_the_segment_is_the_allocators_s1(allocator, first):
+    start, found = allocator.add(8), Allocations()
+    allocator.place = start + 512  # an anchor would be possible
+    if first == "the segment":
+        assert found.alloc_stream(start) == 5
+        assert found._anchored
+    arena_of(found, start)
+    for _ in range(2):
+        assert found.alloc_stream(start) == 5
+        assert found.alloc_stream(start + 1024) == 6
+        assert found.alloc_stream(start + 2047) == 7
+        assert found.alloc_stream(start + 2048) == 5
+        assert found.alloc_stream(start + 1024, start + 1028) == 6
+        assert found.alloc_stream(start, start + 1024) is None
+        assert found.alloc_stream(start + 1024, start + 1536) is None
+        assert found.alloc_stream(start, start + 2048) == 5
+    assert not found._anchored, "where an address lies in the segment is no longer the answer"
+
+
+def test_all_of_a_list_are_asked_for_where_a_claim_lies_among_them_s1(allocator):
+    start, found = allocator.add(8), Allocations()
+    arena_of(found, start)
+    assert found.all_allocated_on(5, [start, start + 2048])
+    assert found.all_allocated_on(6, [start + 1024, start + 1028])
+    assert not found.all_allocated_on(6, [start + 1024, start + 1536])
+    assert not found.all_allocated_on(5, [start, start + 1024])
+
+
+def test_other_segments_are_not_changed_by_a_claim(allocator):
+    start, other = allocator.add(8), allocator.add(9, stream=7)
+    found = Allocations()
+    arena_of(found, start)
+    assert found.alloc_stream(other) == 7
+    assert found.all_allocated_on(7, [other, other + 512])
+
+
+def test_a_claim_that_was_undone_is_the_allocators_again_s1(allocator):
+    start, found = allocator.add(8), Allocations()
+    arena_of(found, start)
+    assert found.alloc_stream(start + 1024) == 6
+    found.unclaim(start + 1024)
+    assert found.alloc_stream(start + 1024) == 5
+    searched = allocator.searched
+    assert found.alloc_stream(start + 1024) == 5
+    assert allocator.searched == searched
+    found.unclaim(start + 1024)
+
+
+# --- anchors ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_anchored_segment_needs_no_driver_s1(allocator):
+    start, found = allocator.add(8), Allocations()
+    allocator.place = start + 512
+    assert found.alloc_stream(start) == 5
+    asked = allocator.asked
+    assert found.alloc_stream(start + 512, start + 700) == 5
+    assert found.all_allocated_on(5, [start, start + 512])
+    assert allocator.asked == asked
+    assert found._anchors[8].data_ptr() == start + 512, "the segment could be unmapped"
+
+
+NO_ANCHOR = {
+    "large": {"segment_type": "large"},
+    "expandable": {"is_expandable": True},
+    "of a graph's pool": {"segment_pool_id": (0, 3)},
+    "full": {"full": True},
+    "not of whole granules": {"total_size": (1 << GRANULE) - 512},
+}
+
+
+@pytest.mark.parametrize("kind", NO_ANCHOR)
+def test_a_segment_that_may_be_unmapped_whoever_is_in_it_is_not_anchored_s1(allocator, kind):
+    start, found = allocator.add(8, **NO_ANCHOR[kind]), Allocations()
+    allocator.place = start + 512
+    assert found.alloc_stream(start) == 5
+    assert not found._anchored
+    assert not found._anchors
+
+
+@pytest.mark.parametrize("how", ["another stream is current", "it is captured", "no memory", "elsewhere", "a claim"])
+def test_a_byte_that_does_not_come_to_lie_in_the_segment_anchors_nothing_s1_s5(allocator, how):
+    start, found = allocator.add(8), Allocations()
+    allocator.place = start + 512
+    if how == "another stream is current":
+        allocator.current = 6
+    elif how == "it is captured":
+        allocator.capturing = 9  # the byte would come from the graph's pool
+    elif how == "no memory":
+        allocator.place = None
+    elif how == "elsewhere":
+        allocator.place = 9 << GRANULE
+    else:
+        allocator.meanwhile = lambda: arena_of(found, start)
+    assert found.alloc_stream(start) == 5
+    assert not found._anchored
+    assert not found._anchors
+
+
+def test_few_segments_are_anchored(allocator):
+    found = Allocations()
+    for granule in range(8, 10 + allocation.ANCHORS):
+        allocator.place = allocator.add(granule) + 512
+        assert found.alloc_stream(allocator.place) == 5
+    assert len(found._anchors) == len(found._anchored) == allocation.ANCHORS
+
+
+def test_a_segment_that_two_threads_look_up_is_anchored_once(allocator):
+    start, found = allocator.add(8), Allocations()
+    allocator.place = start + 512
+    found.alloc_stream(start)
+    before = dict(found._anchors)
+    found._anchor(allocator.segments[0])
+    assert found._anchors == before
+
+
+def test_the_default_stream_is_no_capture_and_can_be_anchored(allocator):
+    start, found = allocator.add(8, stream=0), Allocations()
+    allocator.current, allocator.capturing, allocator.place = 0, 9, start + 512
+    assert found.alloc_stream(start) == 0
+    assert found._anchored == {8: 0}
