@@ -1,0 +1,240 @@
+"""drain(wait=True) and the end of the process: what they wait for, and how they give up (S3, S4, S7)."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+from simulated import INDEX, FakeGroup, SimulatedDevice, call, routes_of
+
+from safecomm.core import drain
+from safecomm.core.drain import drain_ledger
+from safecomm.core.ledger import Ledger
+from safecomm.core.streams import HOST
+from safecomm.errors import PendingWorkError
+
+AT_ONCE, LONG = timedelta(0), timedelta(minutes=5)
+
+
+@pytest.fixture
+def device() -> SimulatedDevice:
+    return SimulatedDevice()
+
+
+@pytest.fixture
+def ledger(device: SimulatedDevice) -> Ledger:
+    return Ledger(device, patience=0)
+
+
+def failed(device: SimulatedDevice, ledger: Ledger, group: FakeGroup, **how: Any) -> Any:
+    """Launch a collective that fails, drop its handle, and return its block of memory."""
+    tensor = device.allocate(0, 64)
+    (block,) = device.blocks_of([tensor])
+    with contextlib.suppress(RuntimeError):
+        call(ledger, group, [tensor], fate="fails", **how).work.wait()
+    assert "quarantined" in {entry.state for entry in ledger.pending()}
+    return block
+
+
+def running_on(device: SimulatedDevice) -> Any:
+    """Return the context in which the device runs on whenever the host pauses."""
+    return mock.patch("safecomm.core.drain.time.sleep", side_effect=lambda _: device.run())
+
+
+@pytest.fixture(autouse=True)
+def _unheard() -> Iterator[None]:
+    """What is logged of a failure has its traceback, and so the memory: pytest would keep it."""
+    log = logging.getLogger("safecomm")
+    before = log.level
+    log.setLevel(logging.CRITICAL)
+    yield
+    log.setLevel(before)
+
+
+@pytest.fixture
+def busy(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Let the device become idle only when what this returns is set."""
+    idle, threads = threading.Event(), []
+    synchronize = device.synchronize
+
+    def blocks(index: int) -> None:
+        threads.append(threading.current_thread())
+        assert idle.wait(60)
+        synchronize(index)
+
+    monkeypatch.setattr(device, "synchronize", blocks)
+    yield idle
+    idle.set()
+    for thread in threads:
+        if thread is not threading.current_thread():
+            thread.join()
+
+
+# --- the quarantine ---------------------------------------------------------------------------------------------------
+
+
+def test_a_device_that_does_not_become_idle_in_time_keeps_what_failed_s4_s7(device, ledger, busy) -> None:
+    """A kernel whose peer is gone runs for ever: drain() ends nevertheless, and frees nothing, then or later."""
+    block = failed(device, ledger, FakeGroup(device, "nccl"))
+    with pytest.raises(PendingWorkError, match="1 works are not over in time: all_reduce"):
+        drain_ledger(ledger, wait=True, timeout=AT_ONCE)
+    assert [entry.state for entry in ledger.pending()] == ["quarantined"]
+    busy.set()
+    device.settle()
+    assert not device.is_free(block), "the thread that has waited released it"
+    assert drain_ledger(ledger, wait=True, timeout=LONG) == 0
+    assert ledger.pending() == []
+    assert device.is_free(block)
+
+
+def test_a_device_that_is_idle_in_time_gives_back_what_failed_s3_s4(device, ledger) -> None:
+    block = failed(device, ledger, FakeGroup(device, "nccl"))
+    seen = []
+    synchronize = device.synchronize
+
+    def notes(index: int) -> None:
+        assert not device.is_free(block)
+        seen.append(index)
+        synchronize(index)
+
+    with mock.patch.object(device, "synchronize", notes):
+        assert drain_ledger(ledger, wait=True, timeout=LONG) == 0
+    assert seen == [INDEX]
+    device.settle()
+    assert device.is_free(block)
+
+
+@pytest.mark.parametrize("timeout", [None, LONG])
+def test_what_failed_in_another_group_stays_s4_s7(device, ledger, timeout) -> None:
+    one, two = FakeGroup(device, "nccl"), FakeGroup(device, "nccl")
+    first, second = failed(device, ledger, one), failed(device, ledger, two)
+    assert drain_ledger(ledger, wait=True, timeout=timeout, group=two) == 0
+    device.settle()
+    assert device.is_free(second)
+    assert not device.is_free(first)
+    assert drain_ledger(ledger, group=one) == 64
+    assert drain_ledger(ledger, wait=True, group=one) == 0
+    device.settle()
+    assert device.is_free(first)
+
+
+def test_on_the_host_what_has_timed_out_is_kept_until_its_threads_have_ended_s4_s7(device, ledger) -> None:
+    group, tensor = FakeGroup(device, "gloo"), device.allocate(None, 64)
+    with pytest.raises(RuntimeError, match="timed out"):
+        call(ledger, group, [tensor], fate="late", index=HOST).work.wait()
+    with pytest.raises(PendingWorkError):
+        drain_ledger(ledger, wait=True, timeout=AT_ONCE)
+    assert [entry.state for entry in ledger.pending()] == ["quarantined"]
+    with running_on(device):
+        assert drain_ledger(ledger, wait=True, timeout=LONG) == 0
+
+
+# --- works that do not tell when they are over ------------------------------------------------------------------------
+
+
+def test_a_receive_that_nobody_sends_to_is_given_up_in_time_and_not_harmed_s7(device, ledger) -> None:
+    """A wait with a timeout would close gloo's connection, so that a later wait could not succeed."""
+    group, tensor = FakeGroup(device, "gloo"), device.allocate(None, 64)
+    launched = call(ledger, group, [tensor], p2p=True, index=HOST)
+    sent, given, threads = threading.Event(), [], []
+    wait = launched.inner.wait
+
+    def blocks(*timeout: Any) -> bool:
+        given.append(timeout)
+        threads.append(threading.current_thread())
+        assert sent.wait(60)
+        return bool(wait())
+
+    with mock.patch.object(launched.inner, "wait", blocks):
+        with pytest.raises(PendingWorkError, match=launched.op):
+            drain_ledger(ledger, wait=True, timeout=AT_ONCE)
+        assert [entry.op for entry in ledger.pending()] == [launched.op]
+        with pytest.raises(TimeoutError, match=r"is not over after 0:00:00"):  # the first thread still waits
+            launched.work.wait(AT_ONCE)
+        assert [entry.state for entry in ledger.pending()] == ["in flight"], "a wait that is too late is no failure"
+        sent.set()
+        threads[0].join()
+        assert [entry.op for entry in ledger.pending()] == [launched.op], "what is released is released by a caller"
+        assert launched.work.wait() is True
+        assert launched.work.wait(LONG) is True
+    assert given == [()], "it was waited for twice, or with a timeout"
+    assert ledger.pending() == []
+
+
+def test_works_that_do_not_tell_are_left_alone_where_they_may_never_end_s7(device, ledger) -> None:
+    """At the end of a group: others are waited for."""
+    group = FakeGroup(device, "gloo")
+    blind = call(ledger, group, [device.allocate(None, 64)], p2p=True, index=HOST)
+    other = call(ledger, group, [device.allocate(None, 64)], index=HOST)
+    with mock.patch.object(blind.inner, "wait") as wait, running_on(device):
+        drain.await_works(ledger, None, group, unpollable=False)
+    assert not wait.called
+    assert [(entry.op, entry.state) for entry in ledger.pending()] == [(blind.op, "in flight")]
+    del other
+
+
+@pytest.mark.parametrize("count", [8, 9])
+def test_of_many_that_are_late_a_few_are_named_s7(device, ledger, count) -> None:
+    group = FakeGroup(device, "nccl")
+    launched = [call(ledger, group, [device.allocate(0, 64)]) for _ in range(count)]
+    with pytest.raises(PendingWorkError, match=f"^{count} works are not over in time") as error:
+        drain_ledger(ledger, wait=True, timeout=AT_ONCE)
+    assert str(error.value).count("all_reduce") == 8
+    assert ("; ..." in str(error.value)) == (count > 8)
+    del launched
+
+
+# --- the end of the process -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sweep", ["ends", "raises"])
+def test_what_still_runs_at_the_end_of_the_process_is_never_freed_s1_s7(device, sweep) -> None:
+    """Modules are torn down in some order, while a kernel or a thread of gloo may still use the memory."""
+    ledger = Ledger(device, patience=0)
+    blocks = [failed(device, ledger, FakeGroup(device, "nccl"))]
+    tensor = device.allocate(0, 64)
+    blocks += device.blocks_of([tensor])
+    call(ledger, FakeGroup(device, "nccl"), [tensor])
+    del tensor
+    said: list[str] = []
+    log = SimpleNamespace(debug=lambda text, *given: said.append(text % given))
+    error = RuntimeError("no device") if sweep == "raises" else None
+    with mock.patch.object(ledger, "sweep", side_effect=error), mock.patch.object(drain, "log", log):
+        drain._at_exit(ledger)
+    assert said == (["sweep at exit: RuntimeError('no device')"] if error else [])
+    for table in (ledger.quarantine, ledger.nonempty, routes_of(ledger).all):  # as the interpreter does
+        table.clear()
+    del ledger, error
+    gc.collect()
+    device.settle()
+    assert not any(device.is_free(block) for block in blocks)
+
+
+def test_where_nothing_is_left_at_the_end_of_the_process_nothing_is_kept(device, ledger) -> None:
+    launched = call(ledger, FakeGroup(device, "nccl"), [device.allocate(0, 64)])
+    launched.work.wait()
+    with mock.patch.object(drain.ctypes, "pythonapi") as pythonapi:
+        drain._at_exit(ledger)
+    assert not pythonapi.Py_IncRef.called
+
+
+def test_what_is_over_at_the_end_of_the_process_is_released(device, ledger) -> None:
+    tensor = device.allocate(0, 64)
+    (block,) = device.blocks_of([tensor])
+    launched = call(ledger, FakeGroup(device, "nccl"), [tensor])
+    del tensor
+    device.finish()
+    with mock.patch.object(drain.ctypes, "pythonapi") as pythonapi:
+        drain._at_exit(ledger)
+    assert not pythonapi.Py_IncRef.called
+    launched.inner.outputs.clear()
+    device.settle()
+    assert device.is_free(block)
