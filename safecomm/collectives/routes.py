@@ -179,7 +179,6 @@ class Routes:
             route = self.of(group, index, unordered=unordered)
         work.needs_full_wait = "it may be staged, or have aliases"
         work.aliases = aliases
-        work.keeps_more = bool(aliases)
         work.staged = staged
         work.stream = self.ledger.current(index) if index >= 0 else 0
         return route.hold(work, op, inner, storages, alloc_stream, frame)

@@ -94,12 +94,13 @@ class Hold:
     event: Any = None  # at the last use; of handoffs, and of recorded uses from when nobody else uses the memory
     stream: int = 0  # of the event; of a staged or captured work: the stream of its launch
     group: weakref.ref[Any] | None = None  # a handoff's group; a work's is its queue's
-    keeps_more: bool = False  # not only ``storages`` refers to the memory: see on_release()
+    aliases: tuple[Any, ...] = ()  # what c10d was given in place of the caller's tensors; emptied at release
+    in_a_table: bool = False  # it is found by its storage in a table, and taken out of it at release
     # It is complete, and only waits until the program can't wait for it any more: a result of a functional collective.
     awaits_others: bool = False
 
     def on_release(self) -> None:
-        """Undo what else than ``storages`` refers to the memory, if it :attr:`keeps_more`. For ``Rules.release()``."""
+        """Undo what else than ``storages`` tells of the memory: aliases, or a table. For ``Rules.release()`` alone."""
 
     def waits_for_others(self) -> bool:
         """Return whether this only waits for others to let go of the memory: the device has nothing to do for it."""

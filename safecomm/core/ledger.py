@@ -76,7 +76,6 @@ class WorkHold(Hold):
     # Why wait() can't take the short way, "" if it can.
     needs_full_wait: str = ""
     staged: bool = False  # c10d has staging memory of the launch stream, which it gives back at the first wait anywhere
-    aliases: tuple[Any, ...] = ()  # what c10d was given in place of the caller's tensors; emptied at release
     aliases_emptied: bool = False
     host_waited: bool = False  # the host has waited for it before a capture
     has_future: bool = False  # a future stands for the call as well, so a dropped handle is no sign that nobody waits

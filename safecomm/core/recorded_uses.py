@@ -37,7 +37,7 @@ often as uses are recorded, or a quarter as often, and unused ones must not beco
 class RecordedUse(Hold):
     """Memory that ``record_stream`` was called for."""
 
-    keeps_more = True
+    in_a_table: bool = True
     queue: RecordedUseQueue
     release_by: str  # "auto", or the one way to give it back: "order" or "defer"
     unordered: bool  # the allocation stream does not matter: it is deferred

@@ -45,7 +45,7 @@ class Rules:
         :attr:`lock`.
         """
         queue = hold.queue
-        if hold.keeps_more:
+        if hold.aliases or hold.in_a_table:
             hold.on_release()
         hold.storages = ()
         if (observer := self.observer) is not None:

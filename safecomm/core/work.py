@@ -202,7 +202,7 @@ class Work(WorkHold, _Base):
                 f"the outputs of {self.op} launched at {self.site} are no longer with its handle: it was waited for. "
                 "Ask for result() or get_future() before wait(), or use the tensors that the calls were given."
             )
-        self.aliases: tuple[Any, ...] = ()
+        self.aliases = ()
 
     def source_rank(self) -> int:
         """Return the rank that a receive from any source was served by."""
@@ -269,8 +269,6 @@ class RegionWork(Work):
     """A :class:`Work` of a coalescing region, of which c10d has aliases, and keeps them for longer than it needs."""
 
     __slots__ = ("aliases",)
-
-    keeps_more = True
 
 
 class OnceWork(Work):
