@@ -1,0 +1,348 @@
+"""Holds and their queues: what other threads, finalizers, signal handlers and torch's modes do not change (S1, S3)."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import sys
+import threading
+from collections import OrderedDict
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from simulated import INDEX, FakeGroup, SimulatedDevice, call, call_sync, routes_of
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from safecomm import _torch
+from safecomm.core import holds
+from safecomm.core.captures import CapturedGraph
+from safecomm.core.drain import drain_ledger
+from safecomm.core.handoffs import Handoff
+from safecomm.core.holds import HANDED_OFF, Hold, Queue, first_of, leave_all_empty, leave_empty
+from safecomm.core.ledger import Ledger
+from safecomm.core.recorded_uses import RecordedUseQueue
+from safecomm.core.streams import HOST
+from safecomm.core.work import Work
+from safecomm.errors import PendingWorkError
+
+
+@pytest.fixture
+def device() -> SimulatedDevice:
+    return SimulatedDevice()
+
+
+@pytest.fixture
+def ledger(device: SimulatedDevice) -> Ledger:
+    return Ledger(device, patience=0)
+
+
+# --- queues -----------------------------------------------------------------------------------------------------------
+
+
+class Changed(OrderedDict[Any, None]):
+    """Holds that another thread changes while they are looked at, for as often as ``times``."""
+
+    def __init__(self, found: Any, times: int, *, takes_all: bool = False) -> None:
+        super().__init__(found)
+        self.times = times
+        self.takes_all = takes_all
+
+    def __iter__(self) -> Any:
+        if self.times:
+            self.times -= 1
+            if self.takes_all:
+                self.clear()
+                return iter(())
+            raise RuntimeError("OrderedDict mutated during iteration")
+        return super().__iter__()
+
+
+def queue_of(ledger: Ledger, found: Any = ()) -> Queue:
+    """Return a queue of ``ledger`` that has ``found``."""
+    queue = Queue(ledger.handoffs, ledger.nonempty, {}, "key", INDEX)
+    queue.holds = found
+    return queue
+
+
+def test_the_oldest_hold_is_found_while_others_are_taken_out_s3(ledger) -> None:
+    found = dict.fromkeys(["oldest", "newest"])
+    assert queue_of(ledger, Changed(found, 3)).first() == "oldest"
+    assert queue_of(ledger, Changed(found, 1, takes_all=True)).first() is None
+    assert queue_of(ledger, Changed({}, 1)).first() is None
+    assert first_of(Changed(found, 3), 1) == ("oldest",)
+    assert first_of(Changed(found, 3), 5) == ("oldest", "newest")
+    assert first_of(Changed(found, 0), 1, reversed) == ("newest",)
+
+
+def test_a_queue_that_another_thread_adds_to_as_it_becomes_empty_is_not_lost_s3(ledger) -> None:
+    """Nobody would sweep it any more."""
+    queue = queue_of(ledger, OrderedDict())
+
+    class Interrupted(dict[Any, None]):
+        def pop(self, key: Any, *default: Any) -> Any:
+            super().pop(key, *default)
+            queue.holds["of another thread"] = None
+            self[queue] = None  # which comes too early, or too late: either way it has to be there
+
+    queue.nonempty = Interrupted({queue: None})
+    queue.note_empty()
+    assert queue in queue.nonempty
+
+    class TooEarly(Interrupted):
+        def pop(self, key: Any, *default: Any) -> Any:
+            super().pop(key, *default)
+            dict.pop(self, key)
+
+    queue.holds.clear()
+    queue.nonempty = TooEarly({queue: None})
+    queue.note_empty()
+    assert queue in queue.nonempty
+
+
+def test_the_queue_of_a_capture_is_forgotten_with_its_last_hold(device, ledger) -> None:
+    """A capture comes only once, and programs make many."""
+    device.begin_capture(1)
+    group = FakeGroup(device, "nccl")
+    launched = [call(ledger, group, [device.allocate(1, 64)]) for _ in range(2)]
+    table = launched[0].work.queue.table
+    before = len(table)
+    launched[0].work.wait()
+    assert len(table) == before
+    launched[1].work.wait()
+    assert len(table) == before - 1
+
+
+def test_scanning_recorded_uses_ends_where_there_are_none(ledger) -> None:
+    assert RecordedUseQueue(ledger.recorded_uses, ledger.nonempty, {}, "key", INDEX).next() is None
+
+
+# --- release ----------------------------------------------------------------------------------------------------------
+
+
+class Told:
+    """An observer, which may be interrupted as it is told of a release."""
+
+    def __init__(self, *, interrupted: bool = False) -> None:
+        self.events: list[tuple[str, str, int]] = []
+        self.interrupted = interrupted
+
+    def held(self, hold: Hold) -> None:
+        self.events.append(("held", hold.op, hold.nbytes))
+
+    def released(self, hold: Hold) -> None:
+        self.events.append(("released", hold.op, hold.nbytes))
+        if self.interrupted:
+            self.interrupted = False
+            raise KeyboardInterrupt
+
+
+def test_an_observer_is_told_of_each_hold_and_of_its_release(device, ledger) -> None:
+    ledger.observer = told = Told()
+    group = FakeGroup(device, "nccl")
+    tensor = device.allocate(0, 64)
+    work = call(ledger, group, [tensor])
+    device.switch(1)
+    sync = call_sync(ledger, group, [tensor])
+    assert ledger.recorded_uses.add(tensor.untyped_storage(), INDEX, 2, sys._getframe())
+    assert told.events == [("held", work.op, 64), ("held", sync, 64), ("held", "record_stream", 64)]
+    device.switch(0)
+    work.work.wait()
+    del tensor, work.inner.outputs[:]
+    device.finish()
+    drain_ledger(ledger, wait=True)
+    assert sorted(told.events[3:]) == sorted(("released", op, 0) for op in (work.op, sync, "record_stream"))
+
+
+@pytest.mark.parametrize("p2p", [False, True])
+def test_what_an_exception_of_a_signal_handler_leaves_in_its_queue_is_taken_out_by_the_next_call_s3(
+    device, ledger, p2p
+) -> None:
+    """Also where the backend never tells that a work is complete: it holds nothing any more."""
+    launched = call(ledger, FakeGroup(device, "gloo"), [device.allocate(None, 64)], p2p=p2p, index=HOST)
+    ledger.observer = Told(interrupted=True)
+    with contextlib.suppress(KeyboardInterrupt):
+        launched.work.wait()
+        raise AssertionError
+    assert ledger.nonempty
+    ledger.sweep()
+    assert not ledger.nonempty
+    assert launched.work.wait() is True
+
+
+def test_a_work_of_which_the_backend_does_not_tell_is_waited_for_by_drain_s3(device, ledger) -> None:
+    """Any work, such as a region's, and not only the handle of a send or receive."""
+    group, tensor = FakeGroup(device, "gloo"), device.allocate(None, 64)
+    inner = call(Ledger(device), group, [tensor], index=HOST).inner
+    work: Any = Work()
+    storages = (tensor.untyped_storage(),)
+    routes_of(ledger).hold(work, "region", inner, group, HOST, storages, sys._getframe(), unordered=True)
+    ledger.sweep()
+    assert [entry.op for entry in ledger.pending()] == ["region"]
+    sent, here, wait = threading.Event(), threading.current_thread(), inner.wait
+
+    def blocks() -> bool:
+        assert sent.is_set() or threading.current_thread() is not here, "the caller would be blocked for ever"
+        assert sent.wait(60)
+        return bool(wait())
+
+    inner.wait = blocks
+    with pytest.raises(PendingWorkError):
+        drain_ledger(ledger, wait=True, timeout=timedelta(0))
+    assert [entry.state for entry in ledger.pending()] == ["in flight"]
+    sent.set()
+    assert drain_ledger(ledger, wait=True) == 0
+    assert inner.waited
+
+
+@pytest.mark.parametrize("complete", [False, True])
+def test_of_two_threads_that_release_a_handoff_one_uses_its_event_s1(device, ledger, complete) -> None:
+    """The other one would order a stream after whatever the event was recorded for since."""
+    device.switch(1)
+    call_sync(ledger, FakeGroup(device, "nccl"), [device.allocate(0, 64)])
+    (hold,) = ledger.holds()
+    assert isinstance(hold, Handoff)
+    for _ in range(2):
+        ledger.handoffs.order_and_release(hold, complete=complete)
+    assert device.calls["wait_event"] == (not complete)
+    assert device.faults == []
+    device.finish()
+
+
+def test_a_recorded_use_that_is_not_the_latest_of_its_storage_leaves_that_one_s1(device, ledger) -> None:
+    """A use that is over is a handoff, while the next one of the same memory begins."""
+    tensor = device.allocate(0, 64)
+    storage = tensor.untyped_storage()
+    assert ledger.recorded_uses.add(storage, INDEX, 1, sys._getframe())
+    (first,) = ledger.holds()
+    first.event = device.record_event(INDEX, 1)
+    assert ledger.recorded_uses.add(storage, INDEX, 1, sys._getframe())
+    (second,) = (hold for hold in ledger.holds() if hold is not first)
+    ledger.release_all([first])
+    assert list(ledger.recorded_uses.by_storage[_torch.cdata_of(storage)].values()) == [second]
+    assert ledger.holds() == [second]
+    assert second.storages == (storage,)
+
+
+def test_what_a_graph_leaves_while_another_is_taken_over_is_not_forgotten_s6(device, ledger) -> None:
+    """Graphs die whenever the garbage collector runs."""
+    handoffs = ledger.handoffs
+    tensors = [device.allocate(0, 64), device.allocate(0, 64)]
+    blocks = device.blocks_of(tensors)
+    code = sys._getframe().f_code
+
+    def leave() -> None:
+        storage = tensors.pop().untyped_storage()
+        handoffs.leave(INDEX, (1,), (storage,), code, 0)
+
+    class Dies(dict[Any, None]):
+        def pop(self, key: Any, *default: Any) -> Any:
+            if key is handoffs.leftover_queue and tensors:
+                leave()
+            return super().pop(key, *default)
+
+    ledger.nonempty = handoffs.leftover_queue.nonempty = Dies()
+    leave()
+    ledger.sweep()
+    assert handoffs.leftover_queue in ledger.nonempty
+    ledger.sweep()
+    assert not handoffs.leftovers
+    assert handoffs.leftover_queue not in ledger.nonempty
+    device.finish()
+    ledger.sweep()
+    assert ledger.pending() == []
+    assert all(device.is_free(block) for block in blocks)
+
+
+def test_what_another_thread_takes_over_is_not_taken_over_again_s6(device, ledger) -> None:
+    handoffs = ledger.handoffs
+    handoffs.leave(INDEX, (1,), (device.allocate(0, 64).untyped_storage(),), sys._getframe().f_code, 0)
+
+    def other() -> None:
+        handoffs.unfinished.pop(other, None)
+        thread = threading.Thread(target=handoffs.leftovers.clear)
+        thread.start()
+        thread.join()
+
+    class Snapshot(dict[object, Any]):
+        def get(self, key: object, default: Any = None) -> Any:
+            other()
+            return super().get(key, default)
+
+    handoffs.leftovers = Snapshot(handoffs.leftovers)
+    handoffs.convert_leftovers()
+    assert ledger.pending() == []
+    assert handoffs.leftover_queue not in ledger.nonempty
+
+
+# --- aliases ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_mode_of_the_program_leaves_nothing_of_its_own_for_later_calls(monkeypatch) -> None:
+    """What takes the memory from an alias is kept, and would be a fake tensor for good."""
+    monkeypatch.setattr(holds, "_EMPTY", {})
+    with FakeTensorMode():
+        alias = torch.empty(4)
+        leave_empty(alias)
+        assert alias.numel() == 0
+    assert holds._EMPTY == {}
+    real = torch.empty(4)
+    leave_empty(real)
+    assert type(real) is torch.Tensor
+    assert real.untyped_storage().nbytes() == 0
+    (kept,) = holds._EMPTY.values()
+    assert not isinstance(kept, FakeTensor)
+    later = torch.ones(4)
+    leave_empty(later)
+    assert len(holds._EMPTY) == 1
+    assert holds._EMPTY[torch.float32, torch.device("cpu")] is kept
+
+
+def test_memory_is_taken_from_aliases_of_all_types() -> None:
+    aliases = [torch.ones(4), torch.ones(2), torch.ones(4, dtype=torch.int64), torch.ones(3)]
+    leave_all_empty(aliases)
+    assert [alias.untyped_storage().nbytes() for alias in aliases] == [0] * 4
+    assert [alias.dtype for alias in aliases] == [torch.float32, torch.float32, torch.int64, torch.float32]
+
+
+# --- what is shown ----------------------------------------------------------------------------------------------------
+
+
+def test_the_state_that_had_another_name_still_compares_equal_to_it() -> None:
+    with pytest.warns(DeprecationWarning, match="called 'handed off' now"):
+        assert HANDED_OFF == "trailing"
+    with pytest.warns(DeprecationWarning, match="called 'handed off' now"):
+        assert not HANDED_OFF.__ne__("trailing")
+    assert HANDED_OFF == "handed off"
+    assert HANDED_OFF != "recorded"
+    assert {HANDED_OFF: 1}["handed off"] == 1
+    assert type(pickle.loads(pickle.dumps(HANDED_OFF))) is str
+
+
+def test_a_graph_says_what_it_is_and_holds(device, ledger) -> None:
+    class Graph:
+        def capture_end(self) -> None:
+            device.end_capture()
+
+        def reset(self) -> None:
+            pass
+
+    device.begin_capture(1)
+    graph, capture = Graph(), device.capturing
+    captured = CapturedGraph(ledger, graph, (capture,), [], INDEX, 1, capture, sys._getframe())
+    captured.begin(graph)
+    group, outside = FakeGroup(device, "nccl"), device.allocate(0, 64)
+    captured.add("all_reduce", group, outside, sys._getframe())
+    captured.add("all_reduce", group, device.allocate(1, 0), sys._getframe())  # has no memory, so it is no argument
+    assert "test_holds.py" in repr(captured)
+    assert "being captured, 64 bytes held for 1 lines with collectives" in repr(captured)
+    device.end_capture()
+    captured.seal()
+    assert ": ready, 64 bytes" in repr(captured)
+    assert {"leases", "nbytes", "replay", "reset"} <= {*dir(captured)}
+    assert not {"add", "begin", "seal"} & {*dir(captured)}
+    graph.reset()
+    assert ": reset, 0 bytes" in repr(captured)
+    del graph
+    assert ": dead, 0 bytes" in repr(captured)
