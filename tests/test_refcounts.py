@@ -126,3 +126,117 @@ def test_random_programs_keep_the_promises_without_counts_s1_s2_s3_s4_s5(python)
     running.append(Running(test_arena_programs.ArenaPrograms, 150, test_arena_programs.STEPS, python=python))
     for one in running:
         one.check()
+
+
+# --- the self-test itself, which runs untraced at import --------------------------------------------------------------
+
+
+@pytest.fixture
+def counting():
+    """Return the module, and its counts where the self-test is called directly."""
+    from safecomm.core import refcounts
+
+    return refcounts, refcounts._calibrate()
+
+
+def test_what_is_counted_again_is_what_was_counted_at_import(counting):
+    refcounts, counts = counting
+    assert counts == (refcounts.HELD_ONCE, refcounts.QUEUED, refcounts.UNUSED, refcounts.KEEPING)
+    refcounts._test_objects(counts)
+    refcounts._test_storages(counts)
+
+
+@pytest.mark.parametrize(
+    ("test", "name", "by", "found"),
+    [
+        ("objects", "queued", -1, "an object that one container has counts as shared"),
+        ("objects", "queued", 1, "a second reference to an object is not counted"),
+        ("objects", "held_once", -1, "two containers do not count as two"),
+        ("objects", "held_once", 1, "two containers do not count as two"),
+        ("storages", "unused", -1, "a storage that nobody uses counts as used"),
+        ("storages", "unused", 1, "a storage that nobody uses counts as used"),
+    ],
+)
+def test_a_count_that_is_wrong_by_one_is_found_s1_s3(counting, test, name, by, found):
+    refcounts, counts = counting
+    wrong = counts._replace(**{name: getattr(counts, name) + by})
+    with pytest.raises(refcounts._WrongCountError, match=found):
+        getattr(refcounts, f"_test_{test}")(wrong)
+
+
+def test_comparisons_with_what_is_used_in_place_of_wrong_counts_never_hold(counting):
+    refcounts, _ = counting
+    (thing,) = only = [object()]
+    assert refcounts.getrefcount(thing) > refcounts.NEVER.held_once
+    assert refcounts.getrefcount(thing) > refcounts.NEVER.queued
+    assert refcounts.getrefcount(thing) != refcounts.NEVER.unused
+    assert refcounts._no_count(thing) == sys.maxsize
+    del only
+
+
+@pytest.fixture
+def traced(monkeypatch):
+    """Let a tracer see the self-test: coverage refers to no frame's locals."""
+    monkeypatch.setattr(sys, "settrace", lambda tracer: None)
+
+
+@pytest.mark.parametrize(
+    "failure", ["", "wrong", "broken", "torch does not tell", "free threads", "free-threaded build"]
+)
+def test_why_counts_are_not_used_is_said_and_nothing_breaks_the_import(counting, traced, monkeypatch, failure):
+    refcounts, counts = counting
+    expected = {
+        "wrong": "torch counts users",
+        "broken": "counting them failed: ZeroDivisionError('no')",
+        "torch does not tell": "does not tell how many tensors use a storage",
+        "free threads": "without a global interpreter lock",
+        "free-threaded build": "without a global interpreter lock",
+    }
+    if failure == "wrong":
+        monkeypatch.setattr(refcounts._torch, "storage_use_count", lambda cdata: 7)
+    elif failure == "broken":
+        monkeypatch.setattr(refcounts, "_test_storages", lambda counts: raise_(ZeroDivisionError("no")))
+    elif failure == "torch does not tell":
+        monkeypatch.setattr(refcounts._torch, "USE_COUNT", False)
+    elif failure == "free threads":
+        monkeypatch.setattr(sys, "_is_gil_enabled", lambda: False, raising=False)
+    elif failure == "free-threaded build":
+        monkeypatch.setattr(sys, "abiflags", "t")
+    found, why = refcounts._trusted()
+    assert found == (refcounts.NEVER if failure else counts)
+    assert expected[failure] in why if failure else why == ""
+
+
+def raise_(error):
+    raise error
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_programs_tracer_and_profiler_see_nothing_of_it_and_are_put_back(counting, monkeypatch, fails):
+    """Either may look at a frame's locals, and refers to them from then on."""
+    refcounts, _ = counting
+    seen = []
+
+    def see(frame, event, argument):
+        if frame.f_globals.get("__name__") == refcounts.__name__:
+            seen.append(frame.f_code.co_name)
+        return see
+
+    def calibrate():
+        assert sys.gettrace() is None
+        assert sys.getprofile() is None
+        return refcounts.NEVER if fails else refcounts._counts
+
+    monkeypatch.setattr(refcounts, "_calibrate", calibrate)
+    before = sys.gettrace(), sys.getprofile()
+    sys.settrace(see)
+    sys.setprofile(see)
+    try:
+        found, _ = refcounts._trusted()
+        after = sys.gettrace(), sys.getprofile()
+    finally:
+        sys.settrace(before[0])
+        sys.setprofile(before[1])
+    assert after == (see, see)
+    assert (found == refcounts.NEVER) == fails
+    assert not {"_test_objects", "_test_storages", "_check"} & set(seen)
