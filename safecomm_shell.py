@@ -130,7 +130,7 @@ def _demo_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--strict", action="store_true", help="report the calls that still go past safecomm")
+    parser.add_argument("--strict", action="store_true", help="report the calls that still bypass safecomm")
     parser.add_argument(
         "--avoid-record-streams", action="store_true", help="convert record_stream calls, in captures too"
     )

@@ -74,10 +74,10 @@ def main() -> int:
     before, memory_before = train(device)
     with safecomm.patched(strict=True, avoid_record_streams=True):
         after, memory_after = train(device)
-        past = safecomm.past()
+        bypassed = safecomm.bypassed()
     if dist.get_rank() == 0:
         print("losses:", "the same bit for bit" if before == after else "DIFFERENT", *(f"{loss:.4f}" for loss in after))
-        print("collectives that went past safecomm:", past or "none")
+        print("collectives that went past safecomm:", bypassed or "none")
         print("still held by safecomm:", safecomm.pending() or "nothing")
         if device.type == "cuda":
             print(f"peak {memory_before} -> {memory_after} (FSDP2 -> FSDP2 under safecomm.patch())")

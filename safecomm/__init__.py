@@ -117,6 +117,7 @@ from safecomm.errors import SafecommError as SafecommError
 from safecomm.errors import StaleGraphError as StaleGraphError
 from safecomm.graphs import graph as graph
 from safecomm.graphs import settle_before_capture as settle_before_capture
+from safecomm.patching.patch import bypassed as bypassed
 from safecomm.patching.patch import is_patched as is_patched
 from safecomm.patching.patch import original as original
 from safecomm.patching.patch import past as past
@@ -150,11 +151,11 @@ _OWN = (
     "Arena", "ArenaError", "ArenaFullError", "ArenaStats", "BucketStats", "CaptureBoundaryError", "CapturedGraph",
     "Lease", "LiveGraphError", "LowLatencyError", "LowLatencyLimits", "P2POp", "PeerTimeoutError", "Pending",
     "PendingWorkError", "Plan", "RecordStreamError", "SafecommError", "StaleGraphError", "Work", "avoid_record_streams",
-    "bucketed", "drain", "empty", "functional", "graph", "is_patched", "leaks", "low_latency", "memory_report",
-    "original", "past", "patch", "patched", "pending", "record_memory", "record_plan", "settle_before_capture",
-    "unpatch", "use_arena",
+    "bucketed", "bypassed", "drain", "empty", "functional", "graph", "is_patched", "leaks", "low_latency",
+    "memory_report", "original", "patch", "patched", "pending", "record_memory", "record_plan",
+    "settle_before_capture", "unpatch", "use_arena",
 )  # fmt: skip
-"""The public names that are safecomm's own, beside the calls that are wrapped."""
+"""The public names that are safecomm's own, beside the calls that are wrapped; ``past`` is deprecated, and not here."""
 
 
 def _is_torchs(thing: object) -> bool:

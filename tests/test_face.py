@@ -61,10 +61,9 @@ CLASSES = ["Work", "P2POp"]
 NEW = [
     "Arena", "ArenaError", "ArenaFullError", "ArenaStats", "BucketStats", "CaptureBoundaryError",
     "CapturedGraph", "Lease", "LiveGraphError", "LowLatencyError", "PeerTimeoutError", "Pending", "PendingWorkError",
-    "Plan", "RecordStreamError",
-    "SafecommError", "StaleGraphError", "avoid_record_streams", "bucketed", "drain", "empty", "graph", "is_patched",
-    "original", "past", "patch", "patched", "pending", "record_plan", "settle_before_capture", "unpatch",
-    "use_arena",
+    "Plan", "RecordStreamError", "SafecommError", "StaleGraphError", "avoid_record_streams", "bucketed", "bypassed",
+    "drain", "empty", "graph", "is_patched", "original", "patch", "patched", "pending", "record_plan",
+    "settle_before_capture", "unpatch", "use_arena",
 ]  # fmt: skip
 
 LAZY = ["LowLatencyLimits", "leaks", "low_latency", "memory_report", "record_memory"]

@@ -164,7 +164,7 @@ def test_the_flight_recorder_has_the_same_entries_s8():
 
 def names_and_lines():
     """Return what went past: the name of each call and the function that it came from, and how often."""
-    return {(line.split()[0], line.rsplit(" in ", 1)[1]): count for line, count in safecomm.past().items()}
+    return {(line.split()[0], line.rsplit(" in ", 1)[1]): count for line, count in safecomm.bypassed().items()}
 
 
 @on(2)
@@ -269,7 +269,7 @@ def test_strict_counts_no_call_of_safecomm():
             calls(safecomm)
         with safecomm.leaks.watch(torch.nn.Linear(1, 1)):
             calls(safecomm)
-        assert safecomm.past() == {}
+        assert safecomm.bypassed() == {}
         with Mode():
             functional()
         with safecomm.leaks.watch(torch.nn.Linear(1, 1)):
@@ -307,7 +307,7 @@ def test_strict_counts_a_call_from_a_thread_without_python():
     with safecomm.patched(strict=True):
         _thread.start_new_thread(functools.partial(group.allreduce, [tensor]), ())
         until(lambda: tensor[0] == 2)
-        assert safecomm.past() == {"allreduce in a thread of C++": 1}
+        assert safecomm.bypassed() == {"allreduce in a thread of C++": 1}
 
 
 KEPT = []
@@ -317,7 +317,7 @@ def _ends_without_undoing(_):
     safecomm.patch(strict=True)
     KEPT.append(stock.group.WORLD)
     torch.distributed._functional_collectives.all_reduce(torch.ones(4), "sum", stock.group.WORLD).wait()
-    assert len(safecomm.past()) == 1
+    assert len(safecomm.bypassed()) == 1
 
 
 def test_a_process_ends_cleanly_with_the_hooks_of_strict_on_s7():

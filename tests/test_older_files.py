@@ -93,6 +93,18 @@ def test_a_report_of_recordings_says_what_they_say():
         assert figure in said, f"{figure} in {said}"
 
 
+def test_a_state_that_had_another_name_is_read(tmp_path):
+    """Handoffs were "trailing"."""
+    *lines, last = (OLD / "cpu.rank0.jsonl").read_text().splitlines()
+    end = json.loads(last)
+    end["left"][0]["state"] = "trailing"
+    path = tmp_path / "trailing.jsonl"
+    path.write_text("\n".join([*lines, json.dumps(end)]))
+    assert [one["state"] for one in read_recording(path).left] == ["trailing"]
+    (told,) = make_reports([path])
+    assert told.summary
+
+
 def test_both_ends_of_a_recording_are_among_them():
     """So that the tests above see a process that ended and one that was killed, with a GPU and without."""
     found = [read_recording(path) for path in OLD.glob("*.jsonl")]

@@ -97,7 +97,7 @@ def test_twice_is_once_and_undone_once():
 
 def test_twice_with_other_options_is_the_union():
     safecomm.patch(strict=True)
-    assert safecomm.past() == {}
+    assert safecomm.bypassed() == {}
     safecomm.patch(avoid_record_streams=True)
     assert safecomm.patching.patch.strict()
     assert safecomm.patching.patch._state.avoided is not None
@@ -345,7 +345,7 @@ def test_every_collective_is_covered_and_gives_the_same_bits():
             for call in ALL.values():
                 before = sum(counted().values())
                 found = outcome(stock, call, setting)
-                assert safecomm.past() == {}, call
+                assert safecomm.bypassed() == {}, call
                 assert sum(counted().values()) > before, call
                 assert found == expected[call], (call, found, expected[call])
     safecomm.drain(wait=True)
@@ -359,16 +359,27 @@ def outcome(library, call, setting):
 
 
 @on(2)
+def test_the_older_name_of_bypassed_warns_and_answers():
+    with safecomm.patched(strict=True):
+        safecomm.original("all_reduce")(torch.ones(2))
+        with pytest.warns(DeprecationWarning, match=r"safecomm\.bypassed\(\)") as warned:
+            assert safecomm.past() == safecomm.bypassed()
+        assert safecomm.bypassed()
+    assert [one.filename for one in warned] == [__file__]
+    assert "past" not in safecomm.__all__
+
+
+@on(2)
 def test_strict_tells_what_goes_past_and_from_where():
     group = stock.group.WORLD
     with safecomm.patched(strict=True):
         safecomm.original("all_reduce")(torch.ones(2))
         group.broadcast(torch.ones(2), 0).wait()
-        (first, second) = sorted(safecomm.past())
+        (first, second) = sorted(safecomm.bypassed())
         assert "allreduce at" in first
         assert "broadcast at" in second
         assert all("test_patching.py" in place for place in (first, second))
-    assert len(safecomm.past()) == 2
+    assert len(safecomm.bypassed()) == 2
     stock.all_reduce(torch.ones(2))
 
 
@@ -424,7 +435,7 @@ def test_objects_and_point_to_point_made_before_and_after():
         found = [None, None]
         stock.all_gather_object(found, {"rank": me})
         assert found == [{"rank": 0}, {"rank": 1}]
-        assert safecomm.past() == {}
+        assert safecomm.bypassed() == {}
     exchange(stock.P2POp, stock.isend, stock.irecv, stock.batch_isend_irecv)
     assert safecomm.pending() == []
 
@@ -440,7 +451,7 @@ def test_coalescing_by_torchs_functions_is_ours():
         manager.wait()
         assert calls_of("_coalescing_manager") == before + 1
         assert all(bool((tensor == 2).all()) for tensor in tensors)
-        assert safecomm.past() == {}
+        assert safecomm.bypassed() == {}
 
 
 @on(2)

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import threading
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -34,7 +35,7 @@ class _State:
     buffers: Buffers | None = None
     functional: Functional | None = None
     strict: Strict | None = None
-    past: Strict | None = None  # the last strict one, also when it is off again
+    last_strict: Strict | None = None  # also when it is off again
     avoided: _avoid_record_streams | None = None
 
 
@@ -51,7 +52,7 @@ def patch(*, strict: bool | None = None, avoid_record_streams: bool | None = Non
     another one is in the middle of a call.
 
     ``strict`` reports each call of a group that did not come by safecomm, with its call site (logger ``safecomm``, and
-    :func:`past`), from torch 2.14 on also those of C++, such as DTensor's and DDP's; it costs some us of each call.
+    :func:`bypassed`), from torch 2.14 on also those of C++, such as DTensor's and DDP's; it costs some us of each call.
     ``avoid_record_streams`` also opens ``avoid_record_streams()`` for as long as the patch is on. None: the environment
     variables ``SAFECOMM_STRICT`` and ``SAFECOMM_AVOID_RECORD_STREAMS`` decide (1 is yes).
 
@@ -82,7 +83,7 @@ def patch(*, strict: bool | None = None, avoid_record_streams: bool | None = Non
         if not _state.on:
             _apply()
         if strict and _state.strict is None:
-            _state.strict = _state.past = Strict()
+            _state.strict = _state.last_strict = Strict()
         if avoid and _state.avoided is None:
             _state.avoided = _avoid_record_streams()
             _state.avoided.__enter__()
@@ -167,15 +168,21 @@ def original(name: str) -> Any:
     return ORIGINALS[name] if name in ORIGINALS else getattr(torch.distributed, name)
 
 
-def past() -> dict[str, int]:
-    """Return the calls that went past safecomm while the last strict patch was on, by call site; empty without one.
+def bypassed() -> dict[str, int]:
+    """Return the calls that bypassed safecomm while the last strict patch was on, by call site; empty without one.
 
     Examples
     --------
-    >>> past()
+    >>> bypassed()
     {}
     """
-    return dict(_state.past.past) if _state.past is not None else {}
+    return dict(_state.last_strict.bypassed) if _state.last_strict is not None else {}
+
+
+def past() -> dict[str, int]:
+    """Return what :func:`bypassed` does. Deprecated: version 0.1 called it so, and the next release has it no more."""
+    warnings.warn("safecomm.past() is called safecomm.bypassed() now", DeprecationWarning, stacklevel=2)
+    return bypassed()
 
 
 def strict() -> bool:
@@ -185,7 +192,7 @@ def strict() -> bool:
 
 def was_strict() -> bool:
     """Return whether any patch of this process was strict."""
-    return _state.past is not None
+    return _state.last_strict is not None
 
 
 def converted() -> int:

@@ -139,13 +139,15 @@ def _show_without_us(error: BaseException) -> None:
 
 
 def _summary(process: int) -> None:
-    past = patching.past()
+    bypassed = patching.bypassed()
     if os.environ.get("RANK", "0") != "0" or os.getpid() != process:
         return
     calls = counted()
     by_name = ", ".join(f"{name} {count}" for name, count in sorted(calls.items(), key=lambda item: -item[1]))
     if patching.was_strict():
-        beside = f"{sum(past.values())} calls went past it" + "".join(f"; {count} x {at}" for at, count in past.items())
+        beside = f"{sum(bypassed.values())} calls went past it" + "".join(
+            f"; {count} x {at}" for at, count in bypassed.items()
+        )
     else:
         beside = "--strict counts what went past it"
     held = pending()

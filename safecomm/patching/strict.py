@@ -21,7 +21,7 @@ log: logging.Logger = logging.getLogger("safecomm")
 
 
 class Strict:
-    """Tells the collectives of all groups that do not come by safecomm: ``past`` counts them, by name and call site.
+    """Tells the collectives of all groups that bypass safecomm: ``bypassed`` counts them, by name and call site.
 
     Where groups have hooks (torch 2.14 and later) these are all that are launched, also from C++: by functional
     collectives, DTensor, DDP's reducer, compiled graphs. Before, those that Python asks a group for. What is no
@@ -29,7 +29,7 @@ class Strict:
     """
 
     def __init__(self) -> None:
-        self.past: Counter[str] = Counter()
+        self.bypassed: Counter[str] = Counter()
         self._watch = _Hooks(self._count) if _torch.HOOKS else _Methods(self._count)
 
     def remove(self) -> None:
@@ -38,8 +38,8 @@ class Strict:
 
     def _count(self, name: str, frame: types.FrameType | None) -> None:
         where = f"{name} {'in a thread of C++' if frame is None else f'at {place(frame)}'}"
-        self.past[where] += 1
-        if self.past[where] == 1:
+        self.bypassed[where] += 1
+        if self.bypassed[where] == 1:
             log.warning("a collective went past safecomm: %s (reported once for this line)", where)
 
 
