@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "safecomm" / "compat"
 FILES = (
     "test_face", "test_versions", "test_private_names", "test_refcounts", "test_collectives", "test_work",
-    "test_patching", "test_ledger", "test_homes", "test_arena", "test_arena_programs", "test_lists", "test_gates",
+    "test_patching", "test_ledger", "test_allocation", "test_arena", "test_arena_programs", "test_lists", "test_gates",
     "test_list_gates", "test_region_ends", "test_hooks",
 )  # fmt: skip
 """What depends on torch: names, calls, works, patching, the ledger, the arena, lists, hooks, versions."""
