@@ -2,7 +2,7 @@
 
 A region of a single call on NCCL, such as Megatron makes for each of its buckets, is launched as that call. The NCCL
 operation is the same and counts as one call of the group either way, so ranks that differ in it match all the same
-(``Route.alone``: where they would not, the region is c10d's).
+(``Route.single_call_equivalent``: where they would not, the region is c10d's).
 c10d's flight recorder shows the name of the way that each rank went.
 """
 

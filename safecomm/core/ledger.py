@@ -441,6 +441,8 @@ class Ledger(Rules):
         return True
 
     def _captured_now(self, work: WorkHold) -> bool:
+        if work.queue.index == HOST:  # first, because the driver would be asked about memory of the host
+            return False
         return self.captured_now(work, self.alloc_streams(work) | ({work.stream} if work.staged else set()))
 
     def _order_and_release(self, work: WorkHold, *, dropped: bool = False) -> None:
