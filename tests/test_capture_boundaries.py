@@ -399,6 +399,76 @@ def test_a_graph_that_is_no_longer_there_is_not_replayed_and_may_be_reset_s6(dev
     assert not device.live()
 
 
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_slot_that_was_handed_out_in_a_capture_is_the_graphs_until_its_end_s6(
+    device, ledger, capturing, monkeypatch, gone
+) -> None:
+    """Also where references are not counted, so that nothing notes who keeps it. Two threads may end the graph."""
+    graph, captured = capturing()
+    storage = device.allocate(1, 64).untyped_storage()
+    for _ in range(2):
+        captured.lease(storage)
+    assert captured.nbytes == 64
+    graph.capture_end()
+    device.switch(0)
+
+    class Kept(dict[int, list[None]]):
+        def get(self, key: int, default: Any = None) -> Any:
+            captured._slots.clear()  # by another thread
+            return super().get(key, default)
+
+    kept: list[None] = [None]
+    if gone:
+        monkeypatch.setattr(captures._torch, "KEPT", Kept({captures._torch.cdata_of(storage): kept}))
+    graph.reset()
+    assert captured.nbytes == 0
+    assert kept == [None], "the other thread has counted it"
+    device.finish()
+    del storage
+    assert drain_ledger(ledger, wait=True) == 0
+
+
+def test_a_capture_that_goes_on_after_an_error_keeps_its_works_s5(
+    device, ledger, group, capturing, monkeypatch
+) -> None:
+    """``capture_end()`` on another stream than the capture's: CUDA refuses it, and the works still wait for a wait."""
+    graph, _ = capturing()
+    launched = call(ledger, group, [device.allocate(1, 64)])
+    bit = device.streams[group.stream.handle].captured
+
+    def refused(graph: Graph) -> None:
+        raise RuntimeError("capture must end on the same stream it began on")
+
+    monkeypatch.setattr(Graph, "capture_end", refused)
+    monkeypatch.setattr(ledger, "join_unwaited", lambda capture, stream: [])
+    monkeypatch.setattr(captures._torch, "end_allocation_to_pool", mock.Mock(side_effect=AssertionError("it goes on")))
+    with pytest.raises(RuntimeError, match="same stream"):
+        graph.capture_end()
+    assert [entry.op for entry in ledger.pending()] == [launched.op]
+    launched.work.wait()
+    assert not bit & ~device.streams[1].captured
+    assert ledger.pending() == []
+    device.end_capture()
+    assert captures.RECORDING == {}
+
+
+def test_where_graphs_were_captured_is_known_if_somebody_saw_it_s7(device, capturing, monkeypatch) -> None:
+    class CUDAGraph(Graph):
+        pass
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", CUDAGraph)
+    graph, captured = capturing()
+    graph.capture_end()
+    noted, unseen = CUDAGraph(device), CUDAGraph(device)
+    captures._note_place(noted)
+    assert captures.alive() == [noted, unseen]
+    assert captures.places_of([unseen]) == ["places that nobody saw, without patch()"]
+    (of_recorded,), (of_noted,) = captures.places_of([graph]), captures.places_of([noted])
+    assert of_recorded == captured.site
+    assert "test_capture_boundaries.py" in of_noted
+    assert len(captures.places_of([graph, noted, unseen])) == 3
+
+
 # --- who sees captures ------------------------------------------------------------------------------------------------
 
 

@@ -210,6 +210,54 @@ def test_of_two_threads_that_release_a_handoff_one_uses_its_event_s1(device, led
     device.finish()
 
 
+def test_a_handoff_that_another_thread_releases_is_not_polled_s5(device, ledger) -> None:
+    """Its event may be recorded in a capture by then, where polling it would break that."""
+    device.switch(1)
+    for _ in range(2):
+        call_sync(ledger, FakeGroup(device, "nccl"), [device.allocate(0, 64)])
+    first, second = ledger.holds()
+
+    class Late:
+        """A lock that another thread has had in between."""
+
+        taken = 0
+
+        def __enter__(self) -> None:
+            self.taken += 1
+            if self.taken == 1:
+                ledger.release(first)
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    event = first.event
+    ledger.lock = Late()
+    polled: list[Any] = []
+    query = device.query_event
+    device.query_event = lambda event: (polled.append(event), query(event))[1]
+    ledger.sweep()
+    assert event not in polled
+    assert polled == [second.event]
+    assert device.faults == []
+    device.finish()
+    ledger.sweep()
+    assert ledger.pending() == []
+
+
+def test_recorded_uses_are_handed_over_but_for_an_arenas_s1(device, ledger, monkeypatch) -> None:
+    """The allocator does nothing for memory of an arena: what was recorded for that goes on as it is."""
+    tensors = [device.allocate(0, 64), device.allocate(0, 64)]
+    for tensor in tensors:
+        assert ledger.recorded_uses.add(tensor.untyped_storage(), INDEX, 1, sys._getframe())
+    arenas, others = (tensor.untyped_storage() for tensor in tensors)
+    monkeypatch.setitem(_torch.KEPT, _torch.cdata_of(arenas), [])
+    given: list[Any] = []
+    ledger.recorded_uses.hand_over(lambda *what: given.append(what))
+    assert given == [(others, INDEX, 1)]
+    (left,) = ledger.holds()
+    assert left.storages == (arenas,)
+
+
 def test_a_recorded_use_that_is_not_the_latest_of_its_storage_leaves_that_one_s1(device, ledger) -> None:
     """A use that is over is a handoff, while the next one of the same memory begins."""
     tensor = device.allocate(0, 64)
