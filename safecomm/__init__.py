@@ -135,11 +135,11 @@ if TYPE_CHECKING:
     from safecomm.diagnostics import leaks as leaks
     from safecomm.diagnostics.record import memory_report as memory_report
     from safecomm.diagnostics.record import record_memory as record_memory
-    from safecomm.peers.choice import LowLatencyLimits as LowLatencyLimits
+    from safecomm.peers.limits import LowLatencyLimits as LowLatencyLimits
     from safecomm.peers.low_latency import low_latency as low_latency
 
 _LAZY = {
-    "LowLatencyLimits": ("safecomm.peers.choice", "LowLatencyLimits"),
+    "LowLatencyLimits": ("safecomm.peers.limits", "LowLatencyLimits"),
     "leaks": ("safecomm.diagnostics.leaks", None),
     "low_latency": ("safecomm.peers.low_latency", "low_latency"),
     "memory_report": ("safecomm.diagnostics.record", "memory_report"),

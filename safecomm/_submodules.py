@@ -20,6 +20,7 @@ _MOVED = {
     "safecomm.captures": "safecomm.core.captures",
     "safecomm.entries": "safecomm.core.holds",
     "safecomm.ledger": "safecomm.core.drain",
+    "safecomm.peers.choice": "safecomm.peers.limits",
     "safecomm.work": "safecomm.core.work",
 }
 """Where modules are now of which version 0.1 had something public."""
@@ -39,7 +40,8 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         if not name.startswith(_OURS):
             return None
         first = ".".join(name.split(".")[:2])
-        if importlib.machinery.PathFinder.find_spec(first, sys.modules["safecomm"].__path__) is not None:
+        ours = importlib.machinery.PathFinder.find_spec(first, sys.modules["safecomm"].__path__) is not None
+        if ours and name not in _MOVED:
             return None
         try:
             found = importlib.util.find_spec(_meant(name))

@@ -24,37 +24,38 @@ class Kind:
     direct: bool = False
     """Its calls may go the direct way, because its works are what c10d says that works are. The fake backend's never
     end."""
-    streamed: bool = False
+    stream_ordered: bool = False
     """Waiting for a work orders a stream, and collectives end in the order in which they began. With others it blocks
     the host."""
-    short: bool = False
-    """``block_current_stream()`` does what the first ``wait()`` for a work does, where torch has it; and a region of
-    one call does what that call does."""
-    shelves: bool = True
+    wait_is_stream_order: bool = False
+    """``block_current_stream()`` does what the first ``wait()`` for a work does, where torch has it."""
+    single_call_equivalent: bool = False
+    """A coalescing region of one call does what that call does."""
+    needs_aliases: bool = True
     """It holds what it was given longer than it needs: point-to-point calls ``record_stream``, and a coalescing region
     keeps its tensors until the group's next collective. So it is given aliases."""
-    queries: bool = False
-    """``wait()`` asks the device whether the work is over, which ends a capture of another thread."""
-    silent: bool = False
+    asks_in_wait: bool = False
+    """``wait()`` asks the device whether the work is complete, which ends a capture of another thread."""
+    hides_failures: bool = False
     """``synchronize()`` does nothing for a work that has failed, and does not say so; asking for the future orders the
     current stream, and ``block_current_stream()`` goes by the future."""
-    blind: bool = False
-    """A send or receive does not say that it is over before it has been waited for."""
+    pollable_p2p: bool = True
+    """A send or receive says that it is complete also before it has been waited for."""
 
 
-NCCL = Kind("nccl", direct=True, streamed=True, short=True)
+NCCL = Kind("nccl", direct=True, stream_ordered=True, wait_is_stream_order=True, single_call_equivalent=True)
 """ProcessGroupNCCL. An asynchronous work keeps its inputs and outputs until it is waited for (torch 2.8 and later)."""
 
-NCCL2 = Kind("nccl", direct=True, streamed=True, shelves=False, queries=True, silent=True)
+NCCL2 = Kind("nccl", direct=True, stream_ordered=True, needs_aliases=False, asks_in_wait=True, hides_failures=True)
 """ProcessGroupNCCL2, and the one that has a communicator for each peer. A work keeps its inputs; its outputs are kept
 by the handle alone, and what is received is not kept (torch 2.15)."""
 
-GLOO = Kind("gloo", direct=True, blind=True)
+GLOO = Kind("gloo", direct=True, pollable_p2p=False)
 
 OTHER = Kind()
 """A class that is not here."""
 
-UNKNOWN = Kind(blind=True)
+UNKNOWN = Kind(pollable_p2p=False)
 """Torch does not give the object out: it may be gloo's."""
 
 CLASSES: dict[type, Kind] = {
@@ -66,7 +67,7 @@ CLASSES: dict[type, Kind] = {
 }  # fmt: skip
 """By class, those that this torch has."""
 
-SOME_QUERY = any(kind.queries for kind in CLASSES.values())
+SOME_ASK_IN_WAIT = any(kind.asks_in_wait for kind in CLASSES.values())
 """Whether a group of this torch may have a backend whose ``wait()`` asks the device."""
 
 

@@ -34,15 +34,15 @@ class Guards:
     asked about nested tensors.
     """
 
-    __slots__ = ("_known", "index", "one", "two", "two_before")
+    __slots__ = ("_known", "guard1", "guard2", "guard2_before", "index")
 
     def __init__(self, index: int) -> None:
         self.index: int = index  # of the device that the tensors have to be on
         # The latest guard of one tensor, and of two. Of two there are two kinds at hand: sequence parallelism gathers
         # one and scatters another in turns.
-        self.one: Callable[..., bool] = _torch.unlike
-        self.two: Callable[..., bool] = _torch.unlike
-        self.two_before: Callable[..., bool] = _torch.unlike
+        self.guard1: Callable[..., bool] = _torch.unlike
+        self.guard2: Callable[..., bool] = _torch.unlike
+        self.guard2_before: Callable[..., bool] = _torch.unlike
         self._known: dict[int, list[Callable[..., bool]]] = {}  # by the number of tensors
 
     def plain(self, *tensors: Any) -> bool:
@@ -54,7 +54,7 @@ class Guards:
         """
         for guard in self._known.get(len(tensors), ()):
             if guard(*tensors):
-                self._put_first(guard, len(tensors))
+                self._set_latest(guard, len(tensors))
                 return True
         index = self.index
         for tensor in tensors:
@@ -88,13 +88,13 @@ class Guards:
             guard = _where_no_gradient_is_recorded(guard)
         count = len(tensors)
         self._known[count] = [guard, *self._known.get(count, ())][:KINDS]
-        self._put_first(guard, count)
+        self._set_latest(guard, count)
 
-    def _put_first(self, guard: Callable[..., bool], count: int) -> None:
+    def _set_latest(self, guard: Callable[..., bool], count: int) -> None:
         if count == 1:
-            self.one = guard
+            self.guard1 = guard
         elif count == 2:
-            self.two, self.two_before = guard, self.two
+            self.guard2, self.guard2_before = guard, self.guard2
 
 
 def _where_no_gradient_is_recorded(guard: Callable[..., bool]) -> Callable[..., bool]:

@@ -332,7 +332,7 @@ class _Interception:
         order = context is None or context.release != "defer"
         for index, stream in self.ledger.recorded_uses.freeing(storage, order=order):
             if self._record_stream.original is not None:
-                self._record_stream.original(_over(storage), stream_object(index, stream))
+                self._record_stream.original(_tensor_of(storage), stream_object(index, stream))
             else:  # the host can wait, if nothing else can
                 stream_object(index, stream).synchronize()
 
@@ -408,10 +408,10 @@ def _caller() -> types.FrameType:
 
 def _give(storage: torch.UntypedStorage, index: int, stream: int) -> None:
     """Have the allocator keep ``storage`` for ``stream``, as torch's own ``record_stream`` does."""
-    _over(storage).record_stream(stream_object(index, stream))
+    _tensor_of(storage).record_stream(stream_object(index, stream))
 
 
-def _over(storage: torch.UntypedStorage) -> torch.Tensor:
+def _tensor_of(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 

@@ -345,10 +345,12 @@ def check_plan(path: Path, number: int) -> str:
 
 def check_tuned(path: Path, number: int) -> str:
     from safecomm import bucketed
-    from safecomm.peers import choice
+    from safecomm.peers import limits as low_latency_limits
     from safecomm.tools import tune_low_latency
 
-    return " ".join(refused(path, one) for one in (bucketed, lambda p: choice.read(p, 2), tune_low_latency.kept))
+    return " ".join(
+        refused(path, one) for one in (bucketed, lambda p: low_latency_limits.read(p, 2), tune_low_latency.kept)
+    )
 
 
 def check_arguments(path: Path, number: int) -> str:

@@ -298,7 +298,7 @@ class World:
         put(mock.patch.object(torch.cuda, "current_device", return_value=INDEX))
         put(mock.patch.object(_torch, "Override", Kernel))
         put(mock.patch.object(_torch, "end_allocation_to_pool"))  # of a pool that torch knows
-        put(mock.patch.object(record_stream, "_over", Over))
+        put(mock.patch.object(record_stream, "_tensor_of", Over))
         put(mock.patch.object(record_stream, "stream_object", lambda index, stream: Stream(world.device, stream)))
         put(mock.patch.object(record_stream, "_intercept", intercept))
         put(mock.patch.object(record_stream, "_lock", TurnLock(self.turns)))
@@ -653,7 +653,7 @@ class Program:
                     graph.touch(device.blocks_of([tensor]))
             else:
                 self.counts["fallbacks"] += 1
-                device.adopt(tensor, self.stream)
+                device.track(tensor, self.stream)
             self.took(tensor)
             if rng.random() < 0.5:  # what most programs do with it
                 device.launch(device.here(), device.blocks_of([tensor]))
@@ -1153,7 +1153,7 @@ class Program:
             "memory": device.live(),
             "memory that the allocator keeps": device.deferred,
             "locks": [one for one in (*locks, record_stream._lock) if one.held],  # type: ignore[union-attr]
-            "lenient": device._thread.lenient,
+            "lenient": device._thread.relaxed,
         }
         found += [f"{name}: {state!r}" for name, state in states.items() if state]
         return "; ".join([*found, self.world.untouched()]).strip("; ")

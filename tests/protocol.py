@@ -1,8 +1,8 @@
-"""The protocol of the low-latency kernels as a model: ranks, calls, sections, and stores that arrive when they like.
+"""The protocol of the low-latency kernels as a model: ranks, calls, phases, and stores that arrive when they like.
 
 One chunk of one element stands for all, because chunks share nothing. A store, to a peer or to clear, is issued and
 arrives at any time after that; the end of a kernel waits for what it has cleared, as CUDA does, and for nothing else.
-``ahead`` says which section a call clears, counted from the one that it uses: 2 in ``kernels.py``.
+``ahead`` says which phase a call clears, counted from the one that it uses: 2 in ``kernels.py``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import random
 from collections import deque
 
 FREE = None
-SECTIONS = 3
+PHASES = 3
 
 
 class Wrong(AssertionError):
@@ -23,15 +23,15 @@ def program(rank: int, ranks: int, calls: int, *, two_shot: bool, ahead: int) ->
     peers = [peer for peer in range(ranks) if peer != rank]
     steps = []
     for call in range(calls):
-        section = call % SECTIONS
-        steps.append(("store", [(peer, section, 0, rank, (call, rank, 0)) for peer in peers]))
+        phase = call % PHASES
+        steps.append(("store", [(peer, phase, 0, rank, (call, rank, 0)) for peer in peers]))
         parts = range(2 if two_shot else 1)
-        freed = (section + ahead) % SECTIONS
+        freed = (phase + ahead) % PHASES
         steps.append(("store", [(rank, freed, part, peer, FREE) for part in parts for peer in peers]))
         for part in parts:
-            steps += [("poll", section, part, peer, (call, peer, part)) for peer in peers]
+            steps += [("poll", phase, part, peer, (call, peer, part)) for peer in peers]
             if two_shot and part == 0:
-                steps.append(("store", [(peer, section, 1, rank, (call, rank, 1)) for peer in peers]))
+                steps.append(("store", [(peer, phase, 1, rank, (call, rank, 1)) for peer in peers]))
         steps.append(("end",))
     return steps
 
@@ -42,7 +42,7 @@ class State:
     def __init__(self, programs: list[list[tuple]]) -> None:
         self.programs = programs
         self.at = [0] * len(programs)
-        self.staging: dict[tuple, object] = {}  # by owner, section, part and slot; FREE where nothing is
+        self.staging: dict[tuple, object] = {}  # by owner, phase, part and slot; FREE where nothing is
         self.flying: tuple[tuple[int, tuple], ...] = ()  # who has issued a store, and the store
 
     def key(self) -> tuple:

@@ -41,7 +41,7 @@ def test_the_classes_of_this_torch_are_told_apart():
         if hasattr(c10d, name):
             one = getattr(c10d, name)
             assert backends.kind_of(one.__new__(one)) is kind, name
-    assert hasattr(c10d, "ProcessGroupNCCL2") == backends.SOME_QUERY
+    assert hasattr(c10d, "ProcessGroupNCCL2") == backends.SOME_ASK_IN_WAIT
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_what_a_route_is_told_of_its_backend(monkeypatch, kind, wrapped):
     assert route.single_call_equivalent == (kind is backends.NCCL and not wrapped)
     assert route.wait_is_stream_order == (route.single_call_equivalent and _torch.waits_only_block_streams())
     assert route.asks_in_wait == (kind is backends.NCCL2)
-    assert route.streamed == route.ordered == (kind is not backends.GLOO)
+    assert route.stream_ordered == route.ordered == (kind is not backends.GLOO)
 
 
 # --- what the wrapped calls do about ProcessGroupNCCL2 ------------------------------------------------------------
@@ -123,7 +123,7 @@ def as_nccl2():
     group = c10d._get_default_group()
     route = ROUTES.of(group, HOST)
     with (
-        mock.patch.object(backends, "SOME_QUERY", True),
+        mock.patch.object(backends, "SOME_ASK_IN_WAIT", True),
         mock.patch.object(general, "relaxed", side_effect=lambda *_: lenient()),
         mock.patch.object(LEDGER.streams, "relaxed_capture_mode", lenient),
     ):
@@ -153,7 +153,7 @@ CALLS = {
     "broadcast": lambda: safecomm.broadcast(torch.ones(4), 0),
     "a list": lambda: safecomm.all_gather([torch.ones(4), torch.ones(4)], torch.ones(4)),
 }
-if backends.SOME_QUERY:  # else a barrier is c10d's at once
+if backends.SOME_ASK_IN_WAIT:  # else a barrier is c10d's at once
     CALLS["barrier"] = lambda: safecomm.barrier()
 
 
@@ -177,7 +177,7 @@ def test_so_are_launches_s5():
     }
     route = ROUTES.of(c10d._get_default_group(), HOST)
     for name, launch_one in launches.items():
-        with as_nccl2() as modes, mock.patch.object(route, "streamed", True):
+        with as_nccl2() as modes, mock.patch.object(route, "stream_ordered", True):
             work = launch_one()
             assert modes == ["relaxed", "as it was"], name
         work.wait()
@@ -227,17 +227,17 @@ def test_only_a_call_of_nccl2_that_is_not_captured_is_in_the_relaxed_mode(monkey
         routes_of(ledger).all.clear()
         monkeypatch.setattr(_torch, "backend_of", lambda *_, backend=backend: backend)
         for some in (True, False):
-            monkeypatch.setattr(backends, "SOME_QUERY", some)
+            monkeypatch.setattr(backends, "SOME_ASK_IN_WAIT", some)
             with holding.relaxed(group, tensors):
-                assert device._thread.lenient == (relaxes and some)
-        monkeypatch.setattr(backends, "SOME_QUERY", True)
+                assert device._thread.relaxed == (relaxes and some)
+        monkeypatch.setattr(backends, "SOME_ASK_IN_WAIT", True)
         device.begin_capture(1)
         with holding.relaxed(group, tensors):
-            assert not device._thread.lenient
+            assert not device._thread.relaxed
         device.end_capture()
         device.switch(0)
         with holding.relaxed(group, [torch.ones(1)]), holding.relaxed(None, tensors):
-            assert not device._thread.lenient
+            assert not device._thread.relaxed
 
 
 def test_a_synchronous_call_that_fails_leaves_what_it_still_uses_s4(monkeypatch):
@@ -273,9 +273,9 @@ def test_aliases_are_for_backends_that_hold_too_long(monkeypatch, backend, alias
     monkeypatch.setattr(_torch, "backend_of", lambda *_: backend)
     group = c10d.ProcessGroup(0, 1)
     on_device = torch.ones(1).as_subclass(OnTheDevice)
-    assert holding.shelves(group, [on_device]) is aliased
-    assert holding.shelves(group, [torch.ones(1), on_device]) is aliased
-    assert not holding.shelves(group, [torch.ones(1), "nothing"])
+    assert holding.needs_aliases(group, [on_device]) is aliased
+    assert holding.needs_aliases(group, [torch.ones(1), on_device]) is aliased
+    assert not holding.needs_aliases(group, [torch.ones(1), "nothing"])
 
 
 def _under_detail(rank):

@@ -31,8 +31,8 @@ MIB = 1 << 20
 KINDS = ["gather", "scatter", "broadcast", "asynchronous", "strided", "leaf", "max"]
 
 
-def put_off():
-    """Return how many calls of the default group are put off just now."""
+def deferred():
+    """Return how many calls of the default group are deferred just now."""
     buckets = BUCKETS.get(stock.group.WORLD)
     return 0 if buckets is None else buckets.waiting()
 
@@ -110,7 +110,7 @@ def test_s8_programs_give_what_they_give_one_by_one(seed):
     _nothing_is_left()
 
 
-# --- what is put off ----------------------------------------------------------------------------------------------
+# --- what is deferred ---------------------------------------------------------------------------------------------
 
 
 @on(2)
@@ -120,9 +120,9 @@ def test_many_calls_become_few():
     with safecomm.bucketed(), Launches() as launched:
         for tensor in tensors[1:]:
             safecomm.all_reduce(tensor)
-        assert put_off() == 99
+        assert deferred() == 99
         assert tensors[5][0] == 1
-    assert put_off() == 0
+    assert deferred() == 0
     assert launched.calls.get("all_reduce", 0) <= 1
     assert all((tensor == 2).all() for tensor in tensors)
 
@@ -164,12 +164,12 @@ def test_other_calls_run_at_once_and_after_what_was_put_off():
         tensor = torch.ones(4)
         with safecomm.bucketed():
             safecomm.all_reduce(tensor)
-            assert put_off() == 1, name
+            assert deferred() == 1, name
             other(tensor)
             if name not in ("object",):  # of torch, which safecomm does not see
                 assert tensor.tolist() == [2] * 4, name
             safecomm.all_reduce(tensor)
-            assert put_off() >= 1, name
+            assert deferred() >= 1, name
         assert tensor.tolist() == [4] * 4, name
 
 
@@ -180,7 +180,7 @@ def test_a_region_that_was_made_outside_is_beside_the_buckets_too():
 
     @safecomm._coalescing_manager()
     def step():
-        assert other.tolist() == [2] * 2, "what was put off has run before"
+        assert other.tolist() == [2] * 2, "what was deferred has run before"
         safecomm.all_reduce(tensor)
 
     with safecomm.bucketed():
@@ -190,10 +190,10 @@ def test_a_region_that_was_made_outside_is_beside_the_buckets_too():
             safecomm.all_reduce(tensor)
         for _ in range(2):
             step()
-            assert put_off() == 0
+            assert deferred() == 0
         assert tensor.tolist() == [8] * 2
         safecomm.all_reduce(other)
-        assert put_off() == 1
+        assert deferred() == 1
     assert other.tolist() == [4] * 2
 
 
@@ -210,7 +210,7 @@ def test_results_of_functional_are_there_when_it_returns():
         assert functional.all_reduce(torch.ones(2)).tolist() == [2, 2]
         assert functional.all_gather(torch.ones(2)).tolist() == [1] * 4
         assert functional.reduce_scatter(torch.ones(4)).tolist() == [2, 2]
-        assert put_off() == 0
+        assert deferred() == 0
 
 
 @on(2)
@@ -488,9 +488,9 @@ def test_results_of_functional_are_there_also_when_calls_were_put_off():
         safecomm.all_reduce(pending)
         result.sum().backward()
         assert leaf.grad.tolist() == [2] * 4
-        assert put_off() == 0
+        assert deferred() == 0
         safecomm.all_reduce(pending)
-        assert put_off() == 1
+        assert deferred() == 1
     assert pending.tolist() == [2**5] * 3
 
 
@@ -523,13 +523,13 @@ def test_inputs_that_are_only_read_may_be_one():
 @on(2)
 def test_a_call_that_is_on_its_way_when_the_block_ends_runs_at_once():
     buckets = Buckets(stock.group.WORLD, MIB)
-    buckets.over = True
-    assert not buckets.put_off(ROWS["all_reduce"], None, torch.ones(2))
+    buckets.ended = True
+    assert not buckets.defer(ROWS["all_reduce"], None, torch.ones(2))
     assert buckets.waiting() == 0
-    buckets.over = False
-    assert all(buckets.put_off(ROWS["all_reduce"], None, torch.ones(2)) for _ in range(3))
-    buckets.over = True
-    assert not buckets.put_off(ROWS["all_reduce"], None, torch.ones(2))
+    buckets.ended = False
+    assert all(buckets.defer(ROWS["all_reduce"], None, torch.ones(2)) for _ in range(3))
+    buckets.ended = True
+    assert not buckets.defer(ROWS["all_reduce"], None, torch.ones(2))
     assert buckets.waiting() == 3
 
 
@@ -577,7 +577,7 @@ def test_plain_calls_are_put_off_without_the_long_way():
             getattr(safecomm, GATHER)(output, tensor)
         for output, tensor in zip(whole, tensors, strict=True):
             getattr(safecomm, SCATTER)(tensor, output)
-        assert put_off() == 18
+        assert deferred() == 18
     block.__exit__(None, None, None)
     assert all(tensor.tolist() == [4] * 4 for tensor in tensors)
     assert all(tensor.tolist() == [2] * 8 for tensor in whole)
@@ -644,9 +644,9 @@ def test_s8_what_is_not_like_the_calls_before_is_what_it_is_alone():
             safecomm.all_reduce(tensor)
         safecomm.all_reduce(negative)
         safecomm.all_reduce(plain[0])
-        assert put_off() == 7
+        assert deferred() == 7
         safecomm.all_reduce(paired)
-        assert put_off() == 0
+        assert deferred() == 0
         for tensor in plain:
             safecomm.all_reduce(tensor)
 
@@ -657,11 +657,11 @@ def test_s8_what_is_not_like_the_calls_before_is_what_it_is_alone():
             return tensor.sum()
 
         torch.func.grad(function)(torch.ones(2))
-        assert put_off() == 0
+        assert deferred() == 0
         for tensor in plain:
             safecomm.all_reduce(tensor)
         safecomm.all_reduce(sparse)
-        assert put_off() == 0
+        assert deferred() == 0
     assert launched.calls["all_reduce"] == 3 + 1 + 1 + 1 + 1 + 1
     assert seen == [[2] * 4]
     assert torch.equal(negative, same)

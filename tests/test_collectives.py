@@ -445,8 +445,8 @@ def test_s8_tensors_that_are_not_like_those_of_the_last_call_are_told_from_them(
         safecomm.all_reduce(plain)
         getattr(safecomm, GATHER)(whole, plain)
     route = ROUTES.fast[id(stock.group.WORLD)]
-    assert route.guards.one(torch.zeros(5))
-    assert route.guards.two(torch.zeros(6), torch.zeros(3))
+    assert route.guards.guard1(torch.zeros(5))
+    assert route.guards.guard2(torch.zeros(6), torch.zeros(3))
     others = {
         "subclass": torch.ones(2).as_subclass(type("Mine", (torch.Tensor,), {})),
         "parameter": torch.nn.Parameter(torch.ones(2)),
@@ -462,12 +462,12 @@ def test_s8_tensors_that_are_not_like_those_of_the_last_call_are_told_from_them(
     }
     torch.vmap(lambda one: others.update(batched=one) or one)(torch.ones(2, 2))
     for name, other in others.items():
-        assert not route.guards.one(other), name
-        assert not route.guards.two(whole, other), name
-        assert not route.guards.two(other, plain), name
+        assert not route.guards.guard1(other), name
+        assert not route.guards.guard2(whole, other), name
+        assert not route.guards.guard2(other, plain), name
     with Sees():
-        assert not route.guards.one(plain)
-    assert route.guards.one(plain)
+        assert not route.guards.guard1(plain)
+    assert route.guards.guard1(plain)
 
 
 @on(2)
@@ -479,7 +479,7 @@ def test_s8_what_requires_a_gradient_is_told_from_the_last_only_where_none_is_re
             getattr(safecomm, GATHER)(whole, leaf)
             getattr(safecomm, SCATTER)(torch.ones(2), whole)
     route = ROUTES.fast[id(stock.group.WORLD)]
-    kinds = route.guards.two, route.guards.two_before
+    kinds = route.guards.guard2, route.guards.guard2_before
     assert not any(like(whole, leaf) for like in kinds), "the dispatcher does more with it here"
     with torch.no_grad():
         assert sum(like(whole, leaf) for like in kinds) == 1
@@ -714,14 +714,14 @@ def test_a_call_that_comes_at_the_end_of_a_region_of_one_call_is_not_lost_s8():
     from safecomm.collectives import coalesced
 
     one, late = torch.ones(2), torch.ones(2)
-    alone = coalesced._alone
+    alone = coalesced._single_call
 
     def interrupted(*arguments):
         ready = alone(*arguments)
         safecomm.all_reduce(late)  # as from a signal handler
         return ready
 
-    with _single_calls_go_direct() as launched, mock.patch.object(coalesced, "_alone", interrupted):
+    with _single_calls_go_direct() as launched, mock.patch.object(coalesced, "_single_call", interrupted):
         with safecomm._coalescing_manager():
             safecomm.all_reduce(one)
         assert launched == []

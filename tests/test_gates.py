@@ -272,7 +272,7 @@ class Nested:
 def check_nested(made):
     asked = []
     route = types.SimpleNamespace(
-        guards=mock.Mock(one=asked.append, two=lambda *_: asked.append(_), plain=asked.append)
+        guards=mock.Mock(guard1=asked.append, guard2=lambda *_: asked.append(_), plain=asked.append)
     )
     with mock.patch.dict(made._routes, {id(stock.group.WORLD): route}):
         for key in DIRECT:
@@ -308,8 +308,8 @@ def returning(value):
 def check_device(made):
     """On a device what was used on another stream than its own is left a trail of (S1), and works know their home."""
     for key in DIRECT:
-        route = mock.Mock(index=0, streamed=True, asks_in_wait=False)
-        route.guards.one.return_value = route.guards.two.return_value = True
+        route = mock.Mock(index=0, stream_ordered=True, asks_in_wait=False)
+        route.guards.guard1.return_value = route.guards.guard2.return_value = True
         ledger = mock.Mock()
         with (
             mock.patch.dict(made._routes, {id(stock.group.WORLD): route}),
@@ -440,7 +440,7 @@ MUTANTS_OF_GATES = {
     "holds no input": ("storages = (output.untyped_storage(), input.untyped_storage(),)",
                        "storages = (output.untyped_storage(),)"),
     "holds nothing": ("return inner and route.hold(", "return inner and (lambda work, *_: work)("),
-    "polls what tells nothing": ("if not route.streamed:\n            route, work",
+    "polls what tells nothing": ("if not route.stream_ordered:\n            route, work",
                                  "if False:\n            route, work"),
     "waits twice": ("handle(once=True)", "Work()"),
     "gives gloo the tensor": ("else tensor.detach()", "else tensor"),
@@ -586,7 +586,7 @@ def check_engine(made):
             assert offered(made, "all_reduce") is None
         assert any(event.key == "safecomm::all_reduce" for event in profile.key_averages())
     refuses = Engine()
-    refuses.answer = made.NOT_TAKEN
+    refuses.answer = made.DECLINED
     with engine_of(made, refuses) as engine:
         assert offered(made, "all_reduce") is made.DECLINED
         assert len(engine.calls) == 1
@@ -611,7 +611,7 @@ class Buckets:
         self.puts_off = puts_off
         self.calls = []
 
-    def put_off(self, row, op, *tensors):
+    def defer(self, row, op, *tensors):
         self.calls.append(row.key)
         return self.puts_off
 
@@ -644,7 +644,7 @@ def check_buckets(made):
             assert offered(made, "all_reduce") is None
             assert engine.calls == []
             assert offered(made, "all_reduce", asynchronous=True) is None
-            assert engine.calls == ["all_reduce"]  # after what was put off
+            assert engine.calls == ["all_reduce"]  # after what was deferred
             assert buckets.calls[-1] == "closed"
 
 
@@ -714,7 +714,7 @@ MUTANTS_OF_TAKERS = {
     "forgets buckets": ("if BUCKETS and (buckets := BUCKETS.get(group)) is not None:", "if False:"),
     "puts off what was asked for now": ("row.collected and not asynchronous and", "row.collected and"),
     "puts off what can't be": ("if row.collected and not asynchronous", "if not asynchronous"),
-    "overtakes what was put off": ("with buckets.closed():", "with contextlib.nullcontext():"),
+    "overtakes what was deferred": ("with buckets.closed():", "with contextlib.nullcontext():"),
     "forgets the engine after buckets": ("taken = offer(row, group, tensors, op, asynchronous)", "taken = DECLINED"),
     "runs after buckets, and again": ("return GENERAL if taken is DECLINED else taken", "return GENERAL"),
     "gives an engine anything": ("not row.kind or not row.engine", "False"),
@@ -723,7 +723,7 @@ MUTANTS_OF_TAKERS = {
     "shows a profiler nothing": ("if _profiler._is_profiler_enabled and not SPAN.open:", "if False:"),
     "asks no capture": ("captures.check_group(row.name, group, flat)", "pass"),
     "tells no capture": ("captures.note(row.name, group, with_memory(flat), caller())", "pass"),
-    "takes what an engine leaves": ("TAKEN:\n        return DECLINED", "TAKEN:\n        return None"),
+    "takes what an engine leaves": ("is DECLINED:\n        return DECLINED", "is DECLINED:\n        return"),
     "takes flags as they are": ("asynchronous = is_true(asynchronous)", "pass"),
 }  # fmt: skip
 

@@ -282,7 +282,7 @@ def test_what_a_graph_leaves_while_another_is_taken_over_is_not_forgotten_s6(dev
 
     def leave() -> None:
         storage = tensors.pop().untyped_storage()
-        handoffs.leave(INDEX, (1,), (storage,), code, 0)
+        handoffs.add_leftover(INDEX, (1,), (storage,), code, 0)
 
     class Dies(dict[Any, None]):
         def pop(self, key: Any, *default: Any) -> Any:
@@ -305,7 +305,7 @@ def test_what_a_graph_leaves_while_another_is_taken_over_is_not_forgotten_s6(dev
 
 def test_what_another_thread_takes_over_is_not_taken_over_again_s6(device, ledger) -> None:
     handoffs = ledger.handoffs
-    handoffs.leave(INDEX, (1,), (device.allocate(0, 64).untyped_storage(),), sys._getframe().f_code, 0)
+    handoffs.add_leftover(INDEX, (1,), (device.allocate(0, 64).untyped_storage(),), sys._getframe().f_code, 0)
 
     def other() -> None:
         handoffs.unfinished.pop(other, None)

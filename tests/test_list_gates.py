@@ -293,7 +293,7 @@ def check_device(made):
     for key in present():
         row, way = ROWS[key], getattr(made, f"_{key.upper()}")
         for queries in (False, True):
-            route = mock.Mock(index=0, streamed=True, asks_in_wait=queries, rank=0)
+            route = mock.Mock(index=0, stream_ordered=True, asks_in_wait=queries, rank=0)
             route.launch = lambda function, *given: function(*given)
             ledger = mock.Mock()
             with (

@@ -189,8 +189,8 @@ def test_lists_like_one_of_the_last_are_told_by_one_call(monkeypatch):
         inner = getattr(lists, name)
         monkeypatch.setattr(lists, name, lambda *args, name=name, inner=inner: asked.append(name) or inner(*args))
     for name in ("_SLICES", "_READ"):
-        monkeypatch.setattr(lists, name, lists._Likes())
-    monkeypatch.setattr(lists, "_WRITTEN", (lists._Likes(), lists._Likes()))
+        monkeypatch.setattr(lists, name, lists._ListGuards())
+    monkeypatch.setattr(lists, "_WRITTEN", (lists._ListGuards(), lists._ListGuards()))
     each = ["_are_slices", "_can_be_copied", "_can_be_copied"]
     assert told((3,)) == told((3,)) == 2 * each, "such that never come again are not worth it"
     assert told((3,)) == 2 * each
@@ -565,7 +565,7 @@ def staged(monkeypatch, gathers, *, home=True, recorded=None, failure=None):
         done.append("slot")
         return torch.zeros(shape, dtype=dtype)
 
-    def at_home(stream, pointers):
+    def all_allocated_on(stream, pointers):
         assert pointers == sorted(one.data_ptr() for one in [*pieces, tensor])
         assert stream == 5
         return home
@@ -581,7 +581,7 @@ def staged(monkeypatch, gathers, *, home=True, recorded=None, failure=None):
     monkeypatch.setattr(lists, "_launch_all_gather" if gathers else "_launch_reduce_scatter", launch)
     monkeypatch.setitem(IN_USE, 0, types.SimpleNamespace(if_room=room))
     monkeypatch.setattr(lists, "_current", lambda index: 5)
-    monkeypatch.setattr(lists, "_all_allocated_on", at_home)
+    monkeypatch.setattr(lists, "_all_allocated_on", all_allocated_on)
     monkeypatch.setattr(LEDGER, "hand_off", hand_off)
     if recorded is not None:
         monkeypatch.setitem(captures.RECORDING, 7, object())

@@ -36,9 +36,10 @@ from safecomm.collectives import takers
 from safecomm.collectives.routes import ROUTES
 from safecomm.collectives.takers import ENGINES
 from safecomm.core import captures
-from safecomm.peers import choice, low_latency, pieces
-from safecomm.peers.choice import LowLatencyLimits
-from safecomm.peers.staging import SLOT, Layout
+from safecomm.peers import limits as low_latency_limits
+from safecomm.peers import list_exchange, low_latency
+from safecomm.peers.limits import LowLatencyLimits
+from safecomm.peers.staging import SLOT, StagingLayout
 from safecomm.tools import tune_low_latency
 
 pytest.importorskip("triton", reason="the kernels are Triton's, which is not installed")
@@ -370,14 +371,14 @@ def test_a_list_may_overlap_itself_and_the_input_s8():
 def test_tensors_that_a_peer_may_still_read_are_not_received_into_s1():
     """gloo sends all before it receives any, so that only the decision shows it here."""
     out = [torch.zeros(4) for _ in range(3)]
-    assert pieces.alike(out, torch.zeros(4), 0, 3, written=True)
-    assert pieces.alike(out, out[0], 0, 3, written=True)  # in place
-    assert not pieces.alike(out, out[1], 0, 3, written=True)
+    assert list_exchange.alike(out, torch.zeros(4), 0, 3, written=True)
+    assert list_exchange.alike(out, out[0], 0, 3, written=True)  # in place
+    assert not list_exchange.alike(out, out[1], 0, 3, written=True)
     memory = torch.zeros(16)
     apart = [memory[:4], memory[8:12]]
-    assert pieces.alike(apart, memory[4:8], 0, 2, written=True)
-    assert not pieces.alike(apart, memory[2:6], 0, 2, written=True)
-    assert pieces.alike(apart, memory[2:6], 0, 2, written=False)
+    assert list_exchange.alike(apart, memory[4:8], 0, 2, written=True)
+    assert not list_exchange.alike(apart, memory[2:6], 0, 2, written=True)
+    assert list_exchange.alike(apart, memory[2:6], 0, 2, written=False)
 
 
 @on(2, 3, interpreted=True)
@@ -567,16 +568,16 @@ def test_limits_say_which_kernel():
 def test_limits_are_read_from_a_file(tmp_path):
     path = tmp_path / "tuned.json"
     path.write_text(json.dumps({"low_latency": {"2": {"one_shot": 1, "two_shot": 2, "scatter": 3, "gather": 4}}}))
-    assert choice.read(path, 2) == LowLatencyLimits(one_shot=1, two_shot=2, scatter=3, gather=4)
-    assert choice.read(path, 4) is None
+    assert low_latency_limits.read(path, 2) == LowLatencyLimits(one_shot=1, two_shot=2, scatter=3, gather=4)
+    assert low_latency_limits.read(path, 4) is None
     for wrong in ("", "{}", '{"low_latency": {"2": {"one_shot": 1}}}', '{"low_latency": []}'):
         path.write_text(wrong)
         with pytest.raises(ValueError, match="no limits of low_latency"):
-            choice.read(path, 2)
+            low_latency_limits.read(path, 2)
 
 
 def test_there_are_limits_for_up_to_eight_ranks():
-    assert [choice.defaults(world) is None for world in (2, 3, 4, 5, 8, 9)] == [False] * 5 + [True]
+    assert [low_latency_limits.defaults(world) is None for world in (2, 3, 4, 5, 8, 9)] == [False] * 5 + [True]
 
 
 # --- memory ---------------------------------------------------------------------------------------------------------
@@ -584,11 +585,11 @@ def test_there_are_limits_for_up_to_eight_ranks():
 
 @given(st.integers(2, 8), st.integers(1, 1 << 20), st.integers(0, 1 << 20))
 def test_lanes_lie_behind_each_other_and_hold_the_largest_call(world, one_shot, two_shot):
-    layout = Layout(world, one_shot, two_shot)
+    layout = StagingLayout(world, one_shot, two_shot)
     end = turns = 0
     for width, two in itertools.product((2, 4), (False, True)):
         assert layout.area(width, two) == end
-        assert layout.turns(width, two) == turns
+        assert layout.chunks_before(width, two) == turns
         chunks = layout.chunks(two)
         assert chunks * SLOT * (world if two else 1) >= (two_shot if two else one_shot)
         end += chunks * 3 * world * SLOT * (2 if two else 1)
@@ -597,7 +598,7 @@ def test_lanes_lie_behind_each_other_and_hold_the_largest_call(world, one_shot, 
 
 
 def test_the_bytes_of_staging_are_known_before():
-    assert choice.defaults(2).nbytes(2) == 60 * KIB * KIB
+    assert low_latency_limits.defaults(2).nbytes(2) == 60 * KIB * KIB
     limits = LowLatencyLimits(one_shot=8 * KIB, two_shot=64 * KIB, scatter=0, gather=16 * KIB)
     assert limits.nbytes(4) == 2 * 3 * (4 * 16 * KIB + 2 * 64 * KIB)
 
@@ -608,7 +609,7 @@ def test_the_memory_goes_when_all_ranks_have_switched_it_off_s7():
     import weakref
 
     with switched_on() as ours:
-        assert ours.nbytes > Layout(2, 16 * KIB, 40 * KIB).nbytes
+        assert ours.nbytes > StagingLayout(2, 16 * KIB, 40 * KIB).nbytes
         block = weakref.ref(ENGINES[stock.group.WORLD]._staging)
         tensor = torch.ones(4)
         safecomm.all_reduce(tensor)
@@ -865,7 +866,7 @@ def test_one_rank_that_can_not_keeps_all_as_they_are():
 
 def everywhere_and_an_end(rank):
     low_latency.STAGINGS["gloo"] = SharedStaging
-    choice.DEFAULTS[2] = SMALL
+    low_latency_limits.DEFAULTS[2] = SMALL
     real = low_latency.backends.of
     low_latency.backends.of = lambda group, _: real(group, "cpu")
     low_latency.everywhere()
@@ -937,7 +938,7 @@ def test_tuning_writes_limits_that_low_latency_reads(tmp_path):
     finally:
         del low_latency.STAGINGS["gloo"]
     stock.barrier()
-    assert choice.read(path, 2) is not None
+    assert low_latency_limits.read(path, 2) is not None
     if stock.get_rank() == 0:
         assert "2 KiB" in out.getvalue()
         assert json.loads(path.read_text())["low_latency_measured"]["world"] == 2
@@ -969,7 +970,7 @@ for kernel, kind, dtype, bits, world in (
 ):
     width = bits.primitive_bitwidth // 8
     constants = dict(
-        KIND=kind, DTYPE=dtype, BITS=bits, FREE=free(width), WORLD=world, ME=1, ALIGNED=True, AREA=0, TURNS=16,
+        KIND=kind, DTYPE=dtype, BITS=bits, FREE=free(width), WORLD=world, ME=1, ALIGNED=True, AREA=0, FIRST_PHASE=16,
         BLOCK=SLOT // width, CHUNKS=256, THREADS=32 * WARPS,
     )
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
@@ -1021,7 +1022,7 @@ def test_an_engine_is_asked_once_also_where_one_rank_has_a_mode():
 def test_a_bucketed_block_that_ends_in_another_thread_changes_no_way():
     other = stock.new_group()
     with switched_on() as ours:
-        safecomm.all_reduce(torch.ones(1 << 20))  # the lane is there
+        safecomm.all_reduce(torch.ones(1 << 20))  # the area is there
         block = contextlib.ExitStack()
 
         def end_after(frame, event, arg):

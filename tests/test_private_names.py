@@ -364,15 +364,15 @@ def test_without_the_raw_stream_the_public_one_is_asked(monkeypatch):
 
 def test_an_unowned_tensor_is_the_same_memory_and_keeps_nothing(monkeypatch):
     tensor = torch.arange(12.0).reshape(3, 4).t()[1:]
-    alias = _torch.unowned(tensor)
+    alias = _torch.non_owning_alias(tensor)
     assert torch.equal(alias, tensor)
     assert (alias.data_ptr(), alias.stride()) == (tensor.data_ptr(), tensor.stride())
     assert _torch.only_holder(alias.untyped_storage()) is False
     assert alias.untyped_storage()._cdata != tensor.untyped_storage()._cdata
     empty = torch.empty(0)
-    assert _torch.unowned(empty) is empty
+    assert _torch.non_owning_alias(empty) is empty
     monkeypatch.delattr(torch._C, "_construct_storage_from_data_pointer")
-    assert a_fresh_copy().unowned(tensor) is tensor
+    assert a_fresh_copy().non_owning_alias(tensor) is tensor
 
 
 def test_without_a_way_to_get_torchs_kernel_only_record_stream_is_replaced(monkeypatch):

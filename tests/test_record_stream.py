@@ -638,7 +638,7 @@ def test_what_is_still_held_is_handed_over_s1(device, ledger, monkeypatch, kept_
             handed.append((self.storage.data_ptr(), of))
 
     monkeypatch.setattr(record_stream._torch, "Override", with_an_original)
-    monkeypatch.setattr(record_stream, "_over", Over)
+    monkeypatch.setattr(record_stream, "_tensor_of", Over)
     monkeypatch.setattr(record_stream, "stream_object", lambda index, raw: (index, raw))
     with avoid_record_streams():
         tensor = used_on(device, 1)
@@ -833,7 +833,7 @@ def test_a_live_graph_of_a_group_is_refused_or_reset_s7(device, ledger, capturin
         graph.capture_end()
         device.switch(0)
         captures.refuse_live(Anything())
-        captures.set_unedited(reset)
+        captures.set_tolerant(reset)
         try:
             if reset:
                 captures.refuse_live(group)
@@ -844,7 +844,7 @@ def test_a_live_graph_of_a_group_is_refused_or_reset_s7(device, ledger, capturin
                 (one,) = error.value.graphs
                 one.reset()
         finally:
-            captures.set_unedited(False)
+            captures.set_tolerant(False)
         assert graph.events == ["ended", "reset"]
         captures.refuse_live(None)
     device.finish()

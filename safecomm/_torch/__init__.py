@@ -108,10 +108,10 @@ from safecomm._torch.storages import USE_COUNT as USE_COUNT
 from safecomm._torch.storages import StorageWeakRef as StorageWeakRef
 from safecomm._torch.storages import before_sharing as before_sharing
 from safecomm._torch.storages import cdata_of as cdata_of
+from safecomm._torch.storages import non_owning_alias as non_owning_alias
 from safecomm._torch.storages import only_holder as only_holder
 from safecomm._torch.storages import storage_over as storage_over
 from safecomm._torch.storages import storage_use_count as storage_use_count
-from safecomm._torch.storages import unowned as unowned
 from safecomm._torch.streams import current_device as current_device
 from safecomm._torch.streams import current_raw_stream as current_raw_stream
 from safecomm._torch.streams import is_capturing as is_capturing

@@ -137,7 +137,7 @@ def _share(reference: weakref.ref[Any], name: str, call: Callable[[Any], None], 
     return getattr(type(storage), name)(storage, *args, **kwargs)
 
 
-def unowned(tensor: torch.Tensor) -> torch.Tensor:
+def non_owning_alias(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor of the same memory whose storage does not own it; ``tensor`` itself if torch can't make one.
 
     The memory lives as long as the new tensor, because the tensor refers to the storage that owns the memory. The

@@ -540,10 +540,10 @@ class Arena:
         """
         stats = self.stats()
         holders: dict[int, list[str]] = {}
-        for entry in [*LEDGER.holds(), *LEDGER.quarantine]:
-            for storage in entry.storages:
+        for hold in [*LEDGER.holds(), *LEDGER.quarantine]:
+            for storage in hold.storages:
                 if isinstance(storage, torch.UntypedStorage):
-                    holders.setdefault(storage.data_ptr(), []).append(f"{entry.op} from {entry.site}")
+                    holders.setdefault(storage.data_ptr(), []).append(f"{hold.op} from {hold.site}")
         head = (
             f"{self!r}: {stats.in_use} bytes in use of {stats.capacity}, high water {stats.high_water}, "
             f"waste {stats.waste}, fallbacks {stats.fallbacks} ({stats.fallback_bytes} bytes)"

@@ -51,7 +51,7 @@ _Call = tuple[torch.Tensor, ...]
 """The tensors of a call, the output first. An all_reduce has one."""
 
 
-class Run:
+class Batch:
     """Consecutive calls of one kind and operation: those that can share a bucket, or those that can't."""
 
     def __init__(self, row: Row | None, op: Any, shared: Any) -> None:
@@ -61,10 +61,10 @@ class Run:
         self.shared = shared  # what the calls have in common; None if each goes on its own
         self.outputs: list[torch.Tensor] = []
         self.inputs: list[torch.Tensor] = []  # none of an all_reduce
-        # Whether the tensors of another call are like those of one that is in the run, in all that putting it off
+        # Whether the tensors of another call are like those of one that is in the batch, in all that deferring it
         # depends on. Two of them, because weights and biases take turns.
-        self.like = self.other = _torch.unlike
-        self._likes: dict[tuple[int, ...], Callable[..., bool]] = {}  # by the numbers of dimensions
+        self.guard = self.guard_before = _torch.unlike
+        self._guards: dict[tuple[int, ...], Callable[..., bool]] = {}  # by the numbers of dimensions
 
     def add(self, tensors: _Call) -> None:
         """Add a call at the end."""
@@ -73,10 +73,10 @@ class Run:
         dims = tuple([tensor.dim() for tensor in tensors])
         if len(self.outputs) == 1:  # the only one, maybe
             return
-        like = self._likes.get(dims)
-        if like is None or like is self.like or like is self.other:  # those have just said no
-            like = self._likes[dims] = _torch.look_alike(*tensors)
-        self.like, self.other = like, self.like
+        guard = self._guards.get(dims)
+        if guard is None or guard is self.guard or guard is self.guard_before:  # those have just said no
+            guard = self._guards[dims] = _torch.look_alike(*tensors)
+        self.guard, self.guard_before = guard, self.guard
 
     def calls(self) -> list[_Call]:
         """Return the tensors of each call."""
@@ -84,57 +84,62 @@ class Run:
 
 
 class Buckets:
-    """The calls of one group that are put off, until :func:`bucketed` ends or something else comes in between."""
+    """The calls of one group that are deferred, until :func:`bucketed` ends or something else comes in between."""
 
     def __init__(self, group: Any, nbytes: int, block: weakref.ref[Any] | None = None) -> None:
         self.group = group
         self.nbytes = nbytes
         self.block = block  # dead when the with statement is over, however it ended; None if it is not known
         self.world: int = group.size()
-        self.runs: list[Run] = []  # what is put off
-        self.run: Run = Run(None, None, None)  # the last of them, if there are any
-        self.index = self.stream = HOST  # device and stream of the calls that are put off
-        self.lock: threading.Lock = (
-            threading.Lock()
-        )  # around the calls and whether the block is over: others may be calling
-        self.over = False  # or has failed
+        self.batches: list[Batch] = []  # what is deferred
+        self.batch: Batch = Batch(None, None, None)  # the last of them, if there are any
+        self.index = self.stream = HOST  # device and stream of the calls that are deferred
+        # Around the calls and whether the block has ended: others may be calling.
+        self.lock: threading.Lock = threading.Lock()
+        self.ended = False  # or has failed
         self.failure: BaseException | None = None
 
     def waiting(self) -> int:
-        """Return how many calls are put off."""
-        return sum(len(run.outputs) for run in self.runs)
+        """Return how many calls are deferred."""
+        return sum(len(batch.outputs) for batch in self.batches)
 
-    def put_off(self, row: Row, op: Any, output: Any, given: Any = None) -> bool:
-        """Note a call that can be put off for later; False if it has to run now.
+    def defer(self, row: Row, op: Any, output: Any, given: Any = None) -> bool:
+        """Defer a call that can be deferred; return False if it has to run now.
 
         ``given``: its input, None for an all_reduce.
         """
         # Not acquire() and try: an exception of a signal handler can come in between, and the block would not end.
         with self.lock:
-            run = self.run
+            batch = self.batch
             if (
-                row is run.row
-                and op is run.op
+                row is batch.row
+                and op is batch.op
                 and type(output) in PLAIN
                 and not output.is_nested  # look_alike() must not be asked
                 # Says no in a transform, which adds to what the dispatcher sees.
-                and (run.like(output) or run.other(output) if run.kind == REDUCE else self._alike(run, output, given))
+                and (
+                    batch.guard(output) or batch.guard_before(output)
+                    if batch.kind == REDUCE
+                    else self._alike(batch, output, given)
+                )
                 and (self.index < 0 or _current(self.index) == self.stream)
-                and not self.over
+                and not self.ended
             ):
-                run.outputs.append(output)
+                batch.outputs.append(output)
                 if given is not None:
-                    run.inputs.append(given)
+                    batch.inputs.append(given)
                 return True
-        return self._put_off(row, op, output, given)
+        return self._defer_other(row, op, output, given)
 
-    def _alike(self, run: Run, output: torch.Tensor, given: Any) -> bool:
+    def _alike(self, batch: Batch, output: torch.Tensor, given: Any) -> bool:
         if type(given) not in PLAIN or given.is_nested:
             return False
-        return fits(run.kind, output, given, self.world) and (run.like(output, given) or run.other(output, given))
+        return fits(batch.kind, output, given, self.world) and (
+            batch.guard(output, given) or batch.guard_before(output, given)
+        )
 
-    def _put_off(self, row: Row, op: Any, output: Any, given: Any) -> bool:
-        """As put_off(), of a call that is not like those of the last run."""
+    def _defer_other(self, row: Row, op: Any, output: Any, given: Any) -> bool:
+        """As defer(), of a call that is not like those of the last batch."""
         tensors = (output,) if row.one else (output, given)
         for tensor in tensors:
             if (
@@ -151,14 +156,14 @@ class Buckets:
         shared = self._shared(row.kind, op, tensors)
         while True:
             with self.lock:
-                if self.over:
+                if self.ended:
                     return False
-                if not self.runs or (stream == self.stream and index == self.index):
+                if not self.batches or (stream == self.stream and index == self.index):
                     self.index, self.stream = index, stream
-                    if not self.runs or shared is None or shared != self.run.shared:
-                        self.run = Run(row, op, shared)
-                        self.runs.append(self.run)
-                    self.run.add(tensors)
+                    if not self.batches or shared is None or shared != self.batch.shared:
+                        self.batch = Batch(row, op, shared)
+                        self.batches.append(self.batch)
+                    self.batch.add(tensors)
                     return True
             with self.closed():  # on the stream where they were called, which the caller has left
                 pass
@@ -174,24 +179,24 @@ class Buckets:
         return kind, id(op), first.dtype, first.device
 
     def open(self) -> None:
-        """Put off what is called from now on, unless the block is over or has failed."""
-        if not self.over and (self.block is None or self.block() is not None):
+        """Defer what is called from now on, unless the block is over or has failed."""
+        if not self.ended and (self.block is None or self.block() is not None):
             BUCKETS[self.group] = self
 
     def close(self) -> None:
-        """Put off nothing any more."""
+        """Defer nothing any more."""
         if BUCKETS.get(self.group) is self:
             del BUCKETS[self.group]
 
     def end(self) -> None:
-        """Put off nothing any more, for good."""
+        """Defer nothing any more, for good."""
         with self.lock:
-            self.over = True  # also for calls of other threads that are on their way
+            self.ended = True  # also for calls of other threads that are on their way
         self.close()
 
     @contextlib.contextmanager
     def closed(self) -> Iterator[None]:
-        """Launch what was put off, and put nothing off inside."""
+        """Launch what was deferred, and defer nothing inside."""
         self.close()
         try:
             self.launch()
@@ -200,12 +205,12 @@ class Buckets:
             self.open()
 
     def launch(self) -> None:
-        """Launch what was put off, in its order, on the stream where it was called. Not while more is put off."""
+        """Launch what was deferred, in its order, on the stream where it was called. Not while more is deferred."""
         with self.lock:
-            runs, self.runs = self.runs, []
-            self.run = Run(None, None, None)
+            batches, self.batches = self.batches, []
+            self.batch = Batch(None, None, None)
             index, stream = self.index, self.stream
-        if not runs:
+        if not batches:
             return
         collected = REGIONS.pop(self.group, None)  # by torch's own manager, which is to collect none of ours
         there: Any = contextlib.nullcontext()
@@ -214,23 +219,23 @@ class Buckets:
         try:
             # In inference mode, where tensors of either kind can be written to.
             with _torch.undisturbed(), there, _torch.inference_mode(True):
-                for run in runs:
-                    self._launch(run)
+                for batch in batches:
+                    self._launch(batch)
         except BaseException as error:
-            self.failure, self.over = error, True
+            self.failure, self.ended = error, True
             raise
         finally:
             if collected is not None:
                 REGIONS[self.group] = collected
 
-    def _launch(self, run: Run) -> None:
-        parts = [slice(0, 1)] if run.shared is None else _buckets(run, self.nbytes)
+    def _launch(self, batch: Batch) -> None:
+        parts = [slice(0, 1)] if batch.shared is None else _buckets(batch, self.nbytes)
         for part in parts:
-            outputs, inputs = run.outputs[part], run.inputs[part]
+            outputs, inputs = batch.outputs[part], batch.inputs[part]
             if len(outputs) == 1:
-                _launch_one(run, outputs[0], *inputs, group=self.group)
+                _launch_one(batch, outputs[0], *inputs, group=self.group)
             else:
-                _launch(run, outputs, inputs, self.group)
+                _launch(batch, outputs, inputs, self.group)
 
 
 def bucketed(
@@ -239,15 +244,15 @@ def bucketed(
     """Launch the many small collectives that are called inside as few large ones.
 
     Synchronous ``all_reduce``, ``all_gather_into_tensor`` and ``reduce_scatter_tensor`` of ``group`` through safecomm
-    are put off: until the end of the block their outputs are not there, and their tensors are not to be changed or
+    are deferred: until the end of the block their outputs are not there, and their tensors are not to be changed or
     resized. At the end they have run, in their order, and each result is where its caller expects it. Consecutive calls
     of one kind, dtype and operation share a bucket: contiguous memory of the arena in use, ordinary memory where there
     is none, which they are copied into and out of. A call that writes where another one of its bucket reads or writes
     begins a new bucket.
 
     Whatever else is called on the group through safecomm, asynchronous calls and :mod:`safecomm.functional` among it,
-    runs when it is called, after what was put off before it. What does not come through safecomm runs when it is
-    called and waits for nothing that was put off: ``torch.distributed``'s own functions where they are not patched,
+    runs when it is called, after what was deferred before it. What does not come through safecomm runs when it is
+    called and waits for nothing that was deferred: ``torch.distributed``'s own functions where they are not patched,
     functional collectives, and compiled code, the calls of safecomm in it included.
 
     All ranks have to make the same calls, with tensors of the same kinds, whose ranges of addresses overlap in the same
@@ -261,7 +266,7 @@ def bucketed(
     refused. Sums of floating-point numbers over more than two ranks may be added in another order than one by one,
     because NCCL chooses by the size.
 
-    An exception inside of the block goes on, and what was put off is not launched.
+    An exception inside of the block goes on, and what was deferred is not launched.
 
     Raises
     ------
@@ -271,7 +276,7 @@ def bucketed(
     OSError
         If the file can't be read.
     SafecommError
-        At the end, if launching what was put off has failed before, and the block went on: some results are not there.
+        At the end, if launching what was deferred has failed before, and the block went on: some results are not there.
 
     Examples
     --------
@@ -337,7 +342,7 @@ class _Bucketed(Block):
         if kind is None:
             if buckets.failure is not None:
                 raise SafecommError(
-                    "bucketed(): what was put off could not be launched, and the block went on; "
+                    "bucketed(): what was deferred could not be launched, and the block went on; "
                     "not all results are there"
                 ) from buckets.failure
             buckets.launch()
@@ -347,11 +352,11 @@ class _Bucketed(Block):
 # --- what is launched -----------------------------------------------------------------------------------------
 
 
-def _buckets(run: Run, limit: int) -> Iterator[slice]:
-    """Yield which calls of ``run`` go together: at most ``limit`` bytes, and none that overlaps with another."""
-    outputs = [tensor.nbytes for tensor in run.outputs]
-    inputs = [tensor.nbytes for tensor in run.inputs]
-    large = inputs if run.kind == SCATTER else outputs
+def _buckets(batch: Batch, limit: int) -> Iterator[slice]:
+    """Yield which calls of ``batch`` go together: at most ``limit`` bytes, and none that overlaps with another."""
+    outputs = [tensor.nbytes for tensor in batch.outputs]
+    inputs = [tensor.nbytes for tensor in batch.inputs]
+    large = inputs if batch.kind == SCATTER else outputs
     begin = 0
     if sum(large) > limit:
         size = 0
@@ -359,10 +364,10 @@ def _buckets(run: Run, limit: int) -> Iterator[slice]:
             size += its
             if size > limit and number > begin:
                 part = slice(begin, number)
-                yield from _apart(run, part, outputs[part] + inputs[part])
+                yield from _apart(batch, part, outputs[part] + inputs[part])
                 begin, size = number, its
     part = slice(begin, len(large))
-    yield from _apart(run, part, outputs[part] + inputs[part])
+    yield from _apart(batch, part, outputs[part] + inputs[part])
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
@@ -388,19 +393,19 @@ def _disjoint(tensors: list[torch.Tensor], nbytes: list[int]) -> bool:
     return all(map(operator.le, ends, starts[1:]))
 
 
-def _apart(run: Run, part: slice, nbytes: list[int]) -> Iterator[slice]:
+def _apart(batch: Batch, part: slice, nbytes: list[int]) -> Iterator[slice]:
     """Yield pieces of ``part`` of the calls in which no two overlap. The tensors of one call may: they are staged."""
-    if _disjoint(run.outputs[part] + run.inputs[part], nbytes):
+    if _disjoint(batch.outputs[part] + batch.inputs[part], nbytes):
         yield part
         return
-    calls = run.calls()[part]
+    calls = batch.calls()[part]
     places = sorted([(*_extent(tensor), number) for number, call in enumerate(calls) for tensor in call])
-    reached, whose = 0, -1
+    furthest, whose = 0, -1
     for first, last, number in places:
-        if first < min(reached, last) and number != whose:
+        if first < min(furthest, last) and number != whose:
             break
-        if last > reached:
-            reached, whose = last, number
+        if last > furthest:
+            furthest, whose = last, number
     else:
         yield part
         return
@@ -419,22 +424,22 @@ def _apart(run: Run, part: slice, nbytes: list[int]) -> Iterator[slice]:
     yield slice(begin, part.stop)
 
 
-def _launch_one(run: Run, output: torch.Tensor, given: Any = None, *, group: Any) -> None:
-    if run.kind == REDUCE:
-        gates.all_reduce(output, run.op, group)
-    elif run.kind == GATHER:
+def _launch_one(batch: Batch, output: torch.Tensor, given: Any = None, *, group: Any) -> None:
+    if batch.kind == REDUCE:
+        gates.all_reduce(output, batch.op, group)
+    elif batch.kind == GATHER:
         _gather_into(output, given, group)
     else:
-        _scatter_into(output, given, run.op, group)
+        _scatter_into(output, given, batch.op, group)
 
 
-def _launch(run: Run, outputs: list[torch.Tensor], inputs: list[torch.Tensor], group: Any) -> None:
-    if run.kind == REDUCE:
-        _all_reduce(outputs, run.op, group)
-    elif run.kind == GATHER:
+def _launch(batch: Batch, outputs: list[torch.Tensor], inputs: list[torch.Tensor], group: Any) -> None:
+    if batch.kind == REDUCE:
+        _all_reduce(outputs, batch.op, group)
+    elif batch.kind == GATHER:
         _all_gather(outputs, inputs, group)
     else:
-        _reduce_scatter(outputs, inputs, run.op, group)
+        _reduce_scatter(outputs, inputs, batch.op, group)
     if captures.RECORDING:
         captures.note("bucketed", group, outputs + inputs, outside(("safecomm.collectives.", "contextlib.")))
     index = outputs[0].get_device()

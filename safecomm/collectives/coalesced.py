@@ -133,8 +133,8 @@ class _Manager(Block):
             return
         # Also what was called through torch's own functions. KeyError, as of c10d's, if somebody has closed the region.
         calls = REGIONS[group] if manager is None else REGIONS.get(group, [])
-        alone = len(calls) == 1 and not device and not region.tensors
-        if alone and (ready := _alone(region, group, calls[0], async_ops)):
+        single = len(calls) == 1 and not device and not region.tensors
+        if single and (ready := _single_call(region, group, calls[0], async_ops)):
             taken = REGIONS.pop(group)
             if len(taken) == 1:  # a signal handler may have made another call since
                 # c10d's manager, if there is one, is left where it is: it would launch the call again.
@@ -150,7 +150,7 @@ class _Manager(Block):
                 return
             calls = REGIONS[group] = taken
         index = index_of(calls[0].tensor) if calls else None
-        kept = index is None or index < 0 or kind_for(group, index).shelves
+        kept = index is None or index < 0 or kind_for(group, index).needs_aliases
         for call in calls:
             tensor, other = call.tensor, call.dst_tensor
             # Else what is done to them is recorded, or raises.
@@ -181,7 +181,9 @@ class _Manager(Block):
             cm.works[:0] = own
 
 
-def _alone(region: Region, group: Any, call: Any, async_ops: bool) -> tuple[Any, Route, Any, list[torch.Tensor]] | None:
+def _single_call(
+    region: Region, group: Any, call: Any, async_ops: bool
+) -> tuple[Any, Route, Any, list[torch.Tensor]] | None:
     """Return what it takes to launch the only ``call`` of a region as it is; None where that is c10d's to do."""
     route = ROUTES.fast.get(id(group))
     if route is None or not route.single_call_equivalent or not _ORDINARY:
@@ -232,7 +234,7 @@ class _Together(NamedTuple):
         """Launch them as c10d does at the end of a region, and return what the region's caller gets."""
         function, options, route, given, others = self
         aliases: list[torch.Tensor] = []
-        if route.index < 0 or route.kind.shelves:
+        if route.index < 0 or route.kind.needs_aliases:
             given, others = _aliases(given, aliases), _aliases(others, aliases)
         to_launch = (others, given) if others else (given,)
         if route.asks_in_wait:

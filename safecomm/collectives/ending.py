@@ -81,7 +81,7 @@ class _Destruction(threading.Thread):
             f"ever for CUDA graphs that run collectives of the group. {len(graphs)} are alive, captured at "
             f"{'; '.join(captures.places_of(graphs))}."
         )
-        if not captures.unedited():
+        if not captures.tolerant():
             raise LiveGraphError(
                 f"{what} Reset those that do, which the graphs of this error let you do, and destroy the group again: "
                 "that waits for what torch has begun. The process can end as it is.",

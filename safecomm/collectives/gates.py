@@ -109,7 +109,7 @@ def _all_reduce(tensor: Any, op: Any = c10d.ReduceOp.SUM, group: Any = None, asy
             route is not None
             and not _has_torch_function(tensor)  # a subclass, or a TorchFunctionMode is active
             and not tensor.is_nested  # the guards must not be asked
-            and (route.guards.one(tensor) or route.guards.plain(tensor))
+            and (route.guards.guard1(tensor) or route.guards.plain(tensor))
             and not _modes()
             and not _profiler._is_profiler_enabled
             and (async_op is False or (async_op is True and not _inflight()))
@@ -124,7 +124,7 @@ def _all_reduce(tensor: Any, op: Any = c10d.ReduceOp.SUM, group: Any = None, asy
     _count_all_reduce()
     if async_op:
         storages = (tensor.untyped_storage(),)
-        alias = tensor if route.streamed or tensor.requires_grad else tensor.detach()
+        alias = tensor if route.stream_ordered or tensor.requires_grad else tensor.detach()
         if route.asks_in_wait:
             inner = route.launch(_launch_all_reduce, launcher, [alias], options)
         else:
@@ -183,7 +183,7 @@ def _all_gather_single(output_tensor: Any, input_tensor: Any, group: Any = None,
             route is not None
             and not _has_torch_function(output_tensor, input_tensor)  # a subclass, or a TorchFunctionMode is active
             and not input_tensor.is_nested and not output_tensor.is_nested  # the guards must not be asked
-            and (route.guards.two(output_tensor, input_tensor) or route.guards.two_before(output_tensor, input_tensor) or route.guards.plain(output_tensor, input_tensor))
+            and (route.guards.guard2(output_tensor, input_tensor) or route.guards.guard2_before(output_tensor, input_tensor) or route.guards.plain(output_tensor, input_tensor))
             and not _modes()
             and not _profiler._is_profiler_enabled
             and (async_op is False or (async_op is True and not _inflight()))
@@ -199,7 +199,7 @@ def _all_gather_single(output_tensor: Any, input_tensor: Any, group: Any = None,
     if async_op:
         storages = (output_tensor.untyped_storage(), input_tensor.untyped_storage(),)
         to_write, to_read = output_tensor, input_tensor
-        if not (route.streamed or output_tensor.requires_grad or input_tensor.requires_grad):
+        if not (route.stream_ordered or output_tensor.requires_grad or input_tensor.requires_grad):
             to_write, to_read = output_tensor.detach(), input_tensor.data
         if route.asks_in_wait:
             inner = route.launch(_launch_all_gather_single, launcher, to_write, to_read, options)
@@ -280,7 +280,7 @@ def _reduce_scatter_single(output: Any, input: Any, op: Any = c10d.ReduceOp.SUM,
             route is not None
             and not _has_torch_function(output, input)  # a subclass, or a TorchFunctionMode is active
             and not input.is_nested and not output.is_nested  # the guards must not be asked
-            and (route.guards.two(output, input) or route.guards.two_before(output, input) or route.guards.plain(output, input))
+            and (route.guards.guard2(output, input) or route.guards.guard2_before(output, input) or route.guards.plain(output, input))
             and not _modes()
             and not _profiler._is_profiler_enabled
             and (async_op is False or (async_op is True and not _inflight()))
@@ -296,13 +296,13 @@ def _reduce_scatter_single(output: Any, input: Any, op: Any = c10d.ReduceOp.SUM,
     if async_op:
         storages = (output.untyped_storage(), input.untyped_storage(),)
         to_write, to_read = output, input
-        if not (route.streamed or output.requires_grad or input.requires_grad):
+        if not (route.stream_ordered or output.requires_grad or input.requires_grad):
             to_write, to_read = output.detach(), input.data
         if route.asks_in_wait:
             inner = route.launch(_launch_reduce_scatter_single, launcher, to_write, to_read, options)
         else:
             inner = _launch_reduce_scatter_single(launcher, to_write, to_read, options)
-        if not route.streamed:
+        if not route.stream_ordered:
             route, work = route.unordered(to), handle(once=True)
             return inner and route.hold(work, _name_reduce_scatter_single, inner, storages, alloc_stream, _caller(_getframe(1)))
         return inner and route.hold(Work(), _name_reduce_scatter_single, inner, storages, alloc_stream, _caller(_getframe(1)))
@@ -380,7 +380,7 @@ def _broadcast(tensor: Any, src: Any = None, group: Any = None, async_op: bool =
             route is not None
             and not _has_torch_function(tensor)  # a subclass, or a TorchFunctionMode is active
             and not tensor.is_nested  # the guards must not be asked
-            and (route.guards.one(tensor) or route.guards.plain(tensor))
+            and (route.guards.guard1(tensor) or route.guards.plain(tensor))
             and not _modes()
             and not _profiler._is_profiler_enabled
             and (async_op is False or (async_op is True and not _inflight()))
@@ -395,7 +395,7 @@ def _broadcast(tensor: Any, src: Any = None, group: Any = None, async_op: bool =
     _count_broadcast()
     if async_op:
         storages = (tensor.untyped_storage(),)
-        alias = tensor if route.streamed or tensor.requires_grad else tensor.detach()
+        alias = tensor if route.stream_ordered or tensor.requires_grad else tensor.detach()
         if route.asks_in_wait:
             inner = route.launch(_launch_broadcast, launcher, [alias], options)
         else:
@@ -454,7 +454,7 @@ def _reduce(tensor: Any, dst: Any = None, op: Any = c10d.ReduceOp.SUM, group: An
             route is not None
             and not _has_torch_function(tensor)  # a subclass, or a TorchFunctionMode is active
             and not tensor.is_nested  # the guards must not be asked
-            and (route.guards.one(tensor) or route.guards.plain(tensor))
+            and (route.guards.guard1(tensor) or route.guards.plain(tensor))
             and not _modes()
             and not _profiler._is_profiler_enabled
             and (async_op is False or (async_op is True and not _inflight()))
@@ -469,7 +469,7 @@ def _reduce(tensor: Any, dst: Any = None, op: Any = c10d.ReduceOp.SUM, group: An
     _count_reduce()
     if async_op:
         storages = (tensor.untyped_storage(),)
-        alias = tensor if route.streamed or tensor.requires_grad else tensor.detach()
+        alias = tensor if route.stream_ordered or tensor.requires_grad else tensor.detach()
         if route.asks_in_wait:
             inner = route.launch(_launch_reduce, launcher, [alias], options)
         else:
@@ -528,7 +528,7 @@ def _all_to_all_single(output: Any, input: Any, output_split_sizes: Any = None, 
             route is not None
             and not _has_torch_function(output, input)  # a subclass, or a TorchFunctionMode is active
             and not input.is_nested and not output.is_nested  # the guards must not be asked
-            and (route.guards.two(output, input) or route.guards.two_before(output, input) or route.guards.plain(output, input))
+            and (route.guards.guard2(output, input) or route.guards.guard2_before(output, input) or route.guards.plain(output, input))
             and not _modes()
             and not _profiler._is_profiler_enabled
             and (async_op is False or (async_op is True and not _inflight()))
@@ -544,7 +544,7 @@ def _all_to_all_single(output: Any, input: Any, output_split_sizes: Any = None, 
     if async_op:
         storages = (output.untyped_storage(), input.untyped_storage(),)
         to_write, to_read = output, input
-        if not (route.streamed or output.requires_grad or input.requires_grad):
+        if not (route.stream_ordered or output.requires_grad or input.requires_grad):
             to_write, to_read = output.detach(), input.data
         if route.asks_in_wait:
             inner = route.launch(_launch_all_to_all_single, launcher, to_write, to_read, outputs, inputs, options)

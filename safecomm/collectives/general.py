@@ -26,8 +26,8 @@ from safecomm.collectives.holding import (
     counter,
     finish,
     holds_itself,
+    needs_aliases,
     relaxed,
-    shelves,
     span,
 )
 from safecomm.collectives.regions import REGIONS, Region
@@ -87,13 +87,13 @@ def forwarded(row: Row, *, asks: bool = True) -> Any:
     deprecated = getattr(original, "__deprecated__", None)
     point_to_point = not row.ordered
     # A barrier has nothing to hold, and no engine takes it: unless somebody is to see it, it is c10d's at once.
-    hosts_alone = not row.tensors and not row.kind and not backends.SOME_QUERY
+    of_the_host = not row.tensors and not row.kind and not backends.SOME_ASK_IN_WAIT
     after = [frozenset(names[count:]) for count in range(len(names) + 1)]
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if compiling() or (point_to_point and inside.batch):
             return original(*args, **kwargs)
-        if hosts_alone and not (BUCKETS or recording or profiler._is_profiler_enabled):
+        if of_the_host and not (BUCKETS or recording or profiler._is_profiler_enabled):
             count()
             if busy:
                 LEDGER.sweep()
@@ -129,12 +129,12 @@ def forwarded(row: Row, *, asks: bool = True) -> Any:
         collected = row.collected and bool(REGIONS) and type(REGIONS.get(group)) is Region
         if asynchronous and not collected and not as_they_are(tensors):
             args, kwargs = _mapped(host_alias, args, kwargs)
-        if point_to_point and holds_itself(group) and shelves(group, tensors):
+        if point_to_point and holds_itself(group) and needs_aliases(group, tensors):
             args, kwargs = _mapped(device_alias, args, kwargs)
         if recording:
             captures.check_group(name, group, tensors)
         try:
-            if backends.SOME_QUERY:
+            if backends.SOME_ASK_IN_WAIT:
                 with relaxed(group, tensors):
                     result = original(*args, **kwargs)
             else:

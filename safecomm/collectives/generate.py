@@ -198,26 +198,26 @@ def gate(row: Row) -> str:
     hold = f"return inner and route.hold(Work(), _name_{row.key}, inner, storages, alloc_stream, {frame})"
     if not row.pollable:
         hold = (
-            "if not route.streamed:\n"
+            "if not route.stream_ordered:\n"
             f"            route, work = route.unordered(to), handle(once=True)\n"
             f"            return inner and route.hold(work, _name_{row.key}, inner, storages, alloc_stream, {frame})\n"
             f"        {hold}"
         )
     if row.one:
         (tensor,) = row.tensors
-        guards = f"route.guards.one({tensor})"
+        guards = f"route.guards.guard1({tensor})"
         written = f"[{tensor}]"
         # See tensors.host_alias.
-        aliased = f"alias = {tensor} if route.streamed or {tensor}.requires_grad else {tensor}.detach()"
+        aliased = f"alias = {tensor} if route.stream_ordered or {tensor}.requires_grad else {tensor}.detach()"
         aliases = "[alias]"
     else:
         output, given = row.tensors
         both = f"{output}, {given}"
-        guards = f"route.guards.two({both}) or route.guards.two_before({both})"
+        guards = f"route.guards.guard2({both}) or route.guards.guard2_before({both})"
         written = both
         aliased = (
             f"to_write, to_read = {both}\n"
-            f"        if not (route.streamed or {output}.requires_grad or {given}.requires_grad):\n"
+            f"        if not (route.stream_ordered or {output}.requires_grad or {given}.requires_grad):\n"
             f"            to_write, to_read = {output}.detach(), {given}.data"
         )
         aliases = "to_write, to_read"

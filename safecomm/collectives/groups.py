@@ -54,14 +54,14 @@ def destroy_process_group(group: Any = None) -> None:
         for device_type in ("cpu", "cuda"):
             patience = min(patience, _torch.group_timeout(process_group, device_type) or patience)
         # A program that can't be edited may leave a receive posted for a message that never comes. torch ends at once.
-        unedited = captures.unedited()
+        tolerant = captures.tolerant()
         try:
-            await_works(LEDGER, patience, target, unpollable=not unedited)
+            await_works(LEDGER, patience, target, unpollable=not tolerant)
         except PendingWorkError as error:
-            if not unedited:
+            if not tolerant:
                 raise
             log.warning("destroy_process_group() goes on all the same: %s", error)
-        if unedited:  # before, because c10d lets go of the group in it
+        if tolerant:  # before, because c10d lets go of the group in it
             ROUTES.close(target, "its group was destroyed before it was over")
         _end_engines(target, patience)
     ending.destroy(_c10d_destroy, group, process_group, patience, whole=target is None)

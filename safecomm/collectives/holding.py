@@ -74,7 +74,7 @@ def kind_for(group: Any, index: int) -> Kind:
 
 def relaxed(group: Any, tensors: list[Any]) -> AbstractContextManager[Any]:
     """Return the context for a function of c10d's that may wait for what it launches; see ``Route.relaxed``."""
-    if not backends.SOME_QUERY or not isinstance(group, c10d.ProcessGroup):
+    if not backends.SOME_ASK_IN_WAIT or not isinstance(group, c10d.ProcessGroup):
         return _NOTHING
     index = None
     if tensors:
@@ -104,11 +104,11 @@ def holds_itself(group: Any) -> bool:
     return isinstance(group, c10d.ProcessGroup) and type(REGIONS.get(group)) in (Region, type(None))
 
 
-def shelves(group: Any, tensors: list[Any]) -> bool:
+def needs_aliases(group: Any, tensors: list[Any]) -> bool:
     """Return whether the backend that ``tensors`` go to has more hold them than need be, unless it is given aliases."""
     for tensor in tensors:
         if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
-            return kind_for(group, tensor.get_device()).shelves
+            return kind_for(group, tensor.get_device()).needs_aliases
     return False
 
 
@@ -215,19 +215,19 @@ def _collect(row: Row, result: Any, group: Any, region: Region, tensors: list[An
 
 def _ends_in_order(row: Row, group: Any, index: int | None) -> bool:
     """Return whether the works of ``row`` are kept with the others of their group; else they are kept apart."""
-    return row.ordered and (row.pollable or index != HOST or not kind_for(group, HOST).blind)
+    return row.ordered and (row.pollable or index != HOST or kind_for(group, HOST).pollable_p2p)
 
 
 def _hold_work(row: Row, inner: c10d.Work, group: Any, index: int, tensors: list[Any], frame: types.FrameType) -> Work:
     ordered = _ends_in_order(row, group, index)
     storages = storages_of(tensors)
     route = ROUTES.fast.get(id(group))
-    if route is not None and route.index == index and route.streamed and ordered and not row.staged:
+    if route is not None and route.index == index and route.stream_ordered and ordered and not row.staged:
         work = route.hold(Work(), row.name, inner, storages, alloc_stream_of_few(index, storages), frame)
         if type(inner) is not c10d.Work:  # somebody's own, of which only wait() need be what it says
             work.needs_full_wait = "only its wait() can be trusted"
         return work
-    work = handle(once=not ordered and kind_for(group, index).blind)
+    work = handle(once=not (ordered or kind_for(group, index).pollable_p2p))
     return ROUTES.hold(work, row.name, inner, group, index, storages, frame, staged=row.staged, unordered=not ordered)
 
 
@@ -268,7 +268,7 @@ def hold_region(cm: Any, group: Any, region: Region, frame: types.FrameType) -> 
     storages = storages_of(region.tensors)
     if cm.works:
         (inner,) = cm.works
-        once = not region.ordered and kind_for(group, index).blind
+        once = not (region.ordered or kind_for(group, index).pollable_p2p)
         work = ROUTES.hold(
             handle(once=once), "_coalescing_manager", inner, group, index, storages, frame,
             aliases=tuple(region.aliases), staged=region.staged, unordered=not region.ordered,

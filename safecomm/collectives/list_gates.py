@@ -75,7 +75,7 @@ def _route_of(group: Any, tensors: list[Any], asynchronous: Any) -> Route | None
 
 def _given(route: Route, tensors: list[torch.Tensor], asynchronous: bool) -> list[torch.Tensor]:
     """Return what the backend is given in place of ``tensors``; see ``tensors.host_alias``."""
-    if not asynchronous or route.streamed:
+    if not asynchronous or route.stream_ordered:
         return tensors
     for tensor in tensors:
         if tensor.requires_grad:

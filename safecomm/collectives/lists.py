@@ -113,10 +113,10 @@ def whole_of(tensors: list[Any], tensor: torch.Tensor, backend: Any) -> torch.Te
             ):
                 return None
         together = [*tensors, tensor]
-        if tensor.is_nested or not _SLICES.like(together):
+        if tensor.is_nested or not _SLICES.match(together):
             if not _are_slices(tensors, tensor):
                 return None
-            _SLICES.learn(together)
+            _SLICES.add_guard(together)
         return first.as_strided((count * tensor.numel(),), (1,), first.storage_offset())
     except (RuntimeError, IndexError):  # none there, or tensors without memory or shape: c10d says what it says of them
         return None
@@ -143,21 +143,21 @@ def _are_slices(tensors: list[torch.Tensor], tensor: torch.Tensor) -> bool:
     )
 
 
-class _Likes:
+class _ListGuards:
     """The lists that one way was found to do: whether tensors are like those of any, in one call of C++ for each."""
 
     def __init__(self) -> None:
         self._known: dict[int, list[Callable[..., bool]]] = {}  # by the number of tensors
         self._met: list[Any] = []  # the last that were like none of them
 
-    def like(self, tensors: list[torch.Tensor]) -> bool:
+    def match(self, tensors: list[torch.Tensor]) -> bool:
         """Return whether ``tensors`` are like those of any list that is known. None of them may be nested."""
         for like in self._known.get(len(tensors), ()):  # noqa: SIM110 (a generator takes longer than the question)
             if like(*tensors):
                 return True
         return False
 
-    def learn(self, tensors: list[torch.Tensor]) -> None:
+    def add_guard(self, tensors: list[torch.Tensor]) -> None:
         """Know ``tensors`` from now on, if there were such ones already: to know lists that never come again costs."""
         kind = len(tensors), tensors[-1].shape, tensors[-1].dtype
         if kind not in self._met:
@@ -167,7 +167,7 @@ class _Likes:
             self._known[len(tensors)] = [_torch.look_alike(*tensors, shaped=True), *known[: KINDS - 1]]
 
 
-_SLICES, _READ, _WRITTEN = _Likes(), _Likes(), (_Likes(), _Likes())
+_SLICES, _READ, _WRITTEN = _ListGuards(), _ListGuards(), (_ListGuards(), _ListGuards())
 """Lists that are slices; in pieces that are read; in pieces that are written to, outside and inside of inference mode,
 of whose tensors ``like()`` inside of it can't tell others."""
 
@@ -188,11 +188,11 @@ def addresses_of(pieces: list[Any], tensor: torch.Tensor, size: int, *, written:
     for one in pieces:
         if type(one) is not _Tensor or one.is_nested:
             return None
-    likes, together = _WRITTEN[_inference()] if written else _READ, [*pieces, tensor]
-    if not likes.like(together):
+    guards, together = _WRITTEN[_inference()] if written else _READ, [*pieces, tensor]
+    if not guards.match(together):
         if not _can_be_copied(pieces, tensor, written):
             return None
-        likes.learn(together)
+        guards.add_guard(together)
     nbytes = tensor.nbytes
     found = sorted([one.data_ptr() for one in pieces])
     if not nbytes or not found[0]:

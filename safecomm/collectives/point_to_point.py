@@ -15,7 +15,7 @@ import torch
 import torch.distributed.distributed_c10d as c10d
 
 from safecomm.collectives.general import forwarded, inside, stand_in
-from safecomm.collectives.holding import caller, counter, finish, holds_itself, shelves
+from safecomm.collectives.holding import caller, counter, finish, holds_itself, needs_aliases
 from safecomm.collectives.table import ROWS
 from safecomm.collectives.takers import at_once, default_group
 from safecomm.collectives.tensors import device_alias, with_memory
@@ -109,7 +109,7 @@ def batch_isend_irecv(p2p_op_list: Any) -> Any:
     tensors = [op.tensor for op in operations]
     given = p2p_op_list
     if operations and len(operations) == len(p2p_op_list) and holds_itself(group):
-        alias = shelves(group, tensors)
+        alias = needs_aliases(group, tensors)
         given = [_given(op, alias) for op in operations]
     if captures.RECORDING:
         captures.check_group("batch_isend_irecv", group, tensors)

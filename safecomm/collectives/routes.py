@@ -133,13 +133,13 @@ class Routes:
         route = Route(self, key, stream)
         route.group = weakref.ref(group, lambda _: self._forget(key))
         route.kind = kind
-        route.silent = kind.silent
-        route.streamed = kind.streamed and not results
-        route.ordered = route.streamed and not unordered  # point-to-point may have a communicator for each peer
+        route.hides_failures = kind.hides_failures
+        route.stream_ordered = kind.stream_ordered and not results
+        route.ordered = route.stream_ordered and not unordered  # point-to-point may have a communicator for each peer
         # A gloo send or receive does not tell that it is complete before somebody has waited for it (is_completed()
         # stays False, torch 2.13), and a second wait for it hangs. So it is never polled, and waited for once.
-        route.pollable = not (kind.blind and unordered)
-        route.asks_in_wait = kind.queries and not capture  # where the current stream is captured, nothing is asked
+        route.pollable = kind.pollable_p2p or not unordered
+        route.asks_in_wait = kind.asks_in_wait and not capture  # where the current stream is captured, nothing is asked
         # Where a dropped handle goes unnoticed, any work may be one that nobody is going to wait for.
         route.defer_polling = not capture and route.pollable and not results and COUNTED
         self.all[key] = route
@@ -150,9 +150,9 @@ class Routes:
                 route.world = group.size()
                 route.rank = group.rank()
                 # What wraps another compares the names of what the ranks call, which differ.
-                short = kind.short and _torch.unwrapped(backend) is backend
-                route.single_call_equivalent = short and not _torch.regions_differ()
-                route.wait_is_stream_order = short and _torch.waits_only_block_streams()
+                bare = _torch.unwrapped(backend) is backend
+                route.single_call_equivalent = kind.single_call_equivalent and bare and not _torch.regions_differ()
+                route.wait_is_stream_order = kind.wait_is_stream_order and bare and _torch.waits_only_block_streams()
                 with self._lock:
                     fast = self._kept_back if self._wanted_off else self.fast
                     fast.setdefault(id(group), route)  # a group may have a route for each of two devices

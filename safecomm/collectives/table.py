@@ -16,7 +16,7 @@ import torch.distributed.distributed_c10d as c10d
 from safecomm import _torch
 
 REDUCE, SCATTER, GATHER = "all_reduce", "reduce_scatter", "all_gather"
-"""The kinds of collectives that can be put off or run by an engine."""
+"""The kinds of collectives that can be deferred or run by an engine."""
 
 OPS = tuple(getattr(c10d.ReduceOp, name) for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"))
 """The reduce operations that are members of an enum. A premultiplied sum is another object."""
@@ -70,7 +70,7 @@ class Row:
 _LIST = "it takes lists: its gate is in list_gates.py"
 _COALESCED = "it is rare, and c10d stages it"
 _PEER = "what it is given is held apart, and by aliases: see point_to_point.py"
-_RARE = "it is new in torch 2.14, and rare where latency matters"
+_NEW = "it is new in torch 2.14, and rare where latency matters"
 _OLD = "it is private and old: c10d's calls its successor"
 _HOST_ONLY = "it has no tensors"
 
@@ -113,8 +113,8 @@ ROWS: dict[str, Row] = {
         Row("all_to_all", ("output_tensor_list", "input_tensor_list"), launch=_torch.all_to_all, because=_LIST),
         Row("gather", ("tensor", "gather_list"), ("dst",), launch=_torch.gather, because=_LIST),
         Row("scatter", ("tensor", "scatter_list"), ("src",), launch=_torch.scatter, because=_LIST),
-        Row("gather_single", ("tensor", "gather_tensor"), ("dst",), because=_RARE),
-        Row("gather_into_tensor", ("tensor", "gather_tensor"), ("dst",), because=_RARE),
+        Row("gather_single", ("tensor", "gather_tensor"), ("dst",), because=_NEW),
+        Row("gather_into_tensor", ("tensor", "gather_tensor"), ("dst",), because=_NEW),
         Row("barrier", (), because=_HOST_ONLY),
         *(Row(name, ("tensor",), ordered=False, pollable=False, because=_PEER, module="point_to_point")
           for name in ("isend", "irecv", "send", "recv")),
@@ -124,7 +124,7 @@ ROWS: dict[str, Row] = {
 """The collectives, by c10d's newest names. Not every torch has all of them."""
 
 COLLECTIVE_OF = {name: row.kind for row in ROWS.values() if row.collected for name in (row.key, row.alias) if name}
-"""The collectives that can be put off, or run by an engine, by the names of c10d's functions."""
+"""The collectives that can be deferred, or run by an engine, by the names of c10d's functions."""
 
 LISTS = {row.key: row.kind for row in ROWS.values() if row.kind and row.staged}
 """The list forms that an engine can run, likewise."""

@@ -1,8 +1,8 @@
 """Who may take a call before the backend does, and in which order they are asked: here and nowhere else.
 
 1. A *coalescing region* of the group: it collects the calls that c10d's own would collect.
-2. The *buckets* of :func:`safecomm.bucketed`: they put off synchronous calls, and whatever else is called on the group
-   runs after what they have put off.
+2. The *buckets* of :func:`safecomm.bucketed`: they defer synchronous calls, and whatever else is called on the group
+   runs after what they have deferred.
 3. The *engine* of :func:`safecomm.low_latency`: it runs small calls by kernels of its own.
 
 All ranks that make the same calls ask the same takers: what differs between ranks, such as a profiler, a mode, a
@@ -41,19 +41,16 @@ _current = LEDGER.streams.current
 _alloc_stream = LEDGER.streams.alloc_stream
 
 BUCKETS: dict[Any, Any] = {}
-"""What ``bucketed()`` puts off, by group."""
+"""What ``bucketed()`` defers, by group."""
 
 ENGINES: dict[Any, Any] = {}
 """What ``low_latency()`` has put before the backend, by group; under None, what does so for groups without one."""
 
-NOT_TAKEN: Any = object()
-"""What an engine answers for a call that is the backend's."""
-
 DECLINED: Any = object()
-"""Nobody takes the call."""
+"""Nobody takes the call. Also what an engine answers for a call that is the backend's."""
 
 GENERAL: Any = object()
-"""The call is c10d's function's: it collects it, or is to run after what was put off."""
+"""The call is c10d's function's: it collects it, or is to run after what was deferred."""
 
 
 def offer(row: Row, group: Any, tensors: tuple[Any, ...], op: Any, asynchronous: Any) -> Any:
@@ -75,7 +72,7 @@ def offer(row: Row, group: Any, tensors: tuple[Any, ...], op: Any, asynchronous:
                 return region.collect(function, tensors[-1], other, op, asynchronous)
         return GENERAL
     if BUCKETS and (buckets := BUCKETS.get(group)) is not None:
-        if row.collected and not asynchronous and buckets.put_off(row, op, *tensors):
+        if row.collected and not asynchronous and buckets.defer(row, op, *tensors):
             return None
         with buckets.closed():
             taken = offer(row, group, tensors, op, asynchronous)
@@ -97,13 +94,13 @@ def _ordinary(route: Route, tensors: tuple[Any, ...], asynchronous: bool) -> boo
     try:
         if len(tensors) == 1:
             (tensor,) = tensors
-            if _has_torch_function(tensor) or tensor.is_nested or not (guards.one(tensor) or guards.plain(tensor)):
+            if _has_torch_function(tensor) or tensor.is_nested or not (guards.guard1(tensor) or guards.plain(tensor)):
                 return False
         else:
             output, given = tensors
             if _has_torch_function(output, given) or given.is_nested or output.is_nested:
                 return False
-            if not (guards.two(output, given) or guards.two_before(output, given) or guards.plain(output, given)):
+            if not (guards.guard2(output, given) or guards.guard2_before(output, given) or guards.plain(output, given)):
                 return False
     except (AttributeError, RuntimeError, TypeError):  # not a tensor, or one with attributes of its own
         return False
@@ -117,7 +114,7 @@ def _run(engine: Any, row: Row, group: Any, tensors: tuple[Any, ...], op: Any, a
     if recording:
         captures.check_group(row.name, group, flat)
     result = engine.run(group, row.name, given, op, asynchronous)
-    if result is NOT_TAKEN:
+    if result is DECLINED:
         return DECLINED
     _COUNT[row.key]()
     if recording:
@@ -148,6 +145,6 @@ def default_group() -> Any:
 
 
 def at_once(group: Any) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which calls on ``group`` are not put off, also inside of :func:`safecomm.bucketed`."""
+    """Return a context in which calls on ``group`` are not deferred, also inside of :func:`safecomm.bucketed`."""
     buckets = BUCKETS.get(group or default_group()) if BUCKETS else None
     return contextlib.nullcontext() if buckets is None else buckets.closed()

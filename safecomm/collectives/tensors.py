@@ -139,5 +139,5 @@ def device_alias(argument: Any) -> Any:
     the tensor does not own. The ledger holds it.
     """
     if type(argument) in PLAIN and argument.is_cuda and argument.layout is torch.strided:
-        return _torch.unowned(argument)
+        return _torch.non_owning_alias(argument)
     return argument

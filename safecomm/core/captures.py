@@ -43,7 +43,7 @@ _live: dict[int, CapturedGraph] = {}
 _watchers: list[object] = []
 _own_begin: Any = None  # what stands in torch's place while there are watchers, and what did before
 _lock = threading.Lock()
-_unedited = False
+_tolerant = False
 _places: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()  # of the captures of all graphs
 
 _UNJOINED = "unjoined work"
@@ -86,7 +86,7 @@ class CapturedGraph:
     """
 
     def __init__(
-        self, ledger: Ledger, graph: Any, pool: Any, older: list[tuple[int, int]], index: int, stream: int,
+        self, ledger: Ledger, graph: Any, pool: Any, shared_ranges: list[tuple[int, int]], index: int, stream: int,
         capture: int, frame: types.FrameType,
     ) -> None:  # fmt: skip
         self._ledger = ledger
@@ -97,7 +97,7 @@ class CapturedGraph:
         self._code, self._instruction = frame.f_code, frame.f_lasti
         self._graph = weakref.ref(graph)
         self._pool = tuple(pool)
-        self._older = older  # memory of the pool that other graphs have, which share it
+        self._shared_ranges = shared_ranges  # memory of the pool that other graphs have, which share it
         self._arguments: list[_Argument] = []
         self._slots: dict[int, torch.UntypedStorage] = {}  # of an arena, by address
         self._groups: dict[int, weakref.ref[Any]] = {}
@@ -159,7 +159,7 @@ class CapturedGraph:
             return
         inside = pointer in self._slots or (
             self._ledger.streams.pool(pointer) == self._pool
-            and not any(start <= pointer < end for start, end in self._older)
+            and not any(start <= pointer < end for start, end in self._shared_ranges)
         )
         one = _Argument()
         one.op = op
@@ -249,7 +249,7 @@ class CapturedGraph:
         self._follow(graph)
         graph.__dict__["replay"] = self.replay
         graph.__dict__["reset"] = self.reset
-        self._older.clear()
+        self._shared_ranges.clear()
         if RECORDING.get(self.capture) is self:  # without a driver all captures have one id
             RECORDING.pop(self.capture, None)
         self._during.close()
@@ -290,7 +290,9 @@ class CapturedGraph:
         held = {one.pointer: one.storage for one in self._arguments if one.storage is not None}
         storages = (*held.values(), *self._slots.values())
         if storages:
-            self._ledger.handoffs.leave(self.index, tuple(self._replayed), storages, self._code, self._instruction)
+            self._ledger.handoffs.add_leftover(
+                self.index, tuple(self._replayed), storages, self._code, self._instruction
+            )
         self._leave_slots()
         self._arguments.clear()
         self._groups.clear()
@@ -355,7 +357,7 @@ def _around_begin(original: Any) -> Any:
     def capture_begin(graph: Any, pool: Any = None, *args: Any, **kwargs: Any) -> None:
         pool = getattr(pool, "id", pool)  # of a MemPool, which torch 2.14 takes as well
         # A pool by its name, because a graph does not tell its pool before the capture has ended.
-        older = [] if pool is None else LEDGER.streams.allocated(tuple(pool))
+        shared_ranges = [] if pool is None else LEDGER.streams.allocated(tuple(pool))
         pool = torch.cuda.graph_pool_handle() if pool is None else pool
         if _watchers:
             for prepare in BEFORE:
@@ -366,7 +368,7 @@ def _around_begin(original: Any) -> Any:
         capture = LEDGER.streams.capture(stream)
         # Where somebody has put theirs between two of ours, the inner one has begun already.
         if capture and _watchers and capture not in RECORDING:
-            CapturedGraph(LEDGER, graph, pool, older, index, stream, capture, _caller()).begin(graph)
+            CapturedGraph(LEDGER, graph, pool, shared_ranges, index, stream, capture, _caller()).begin(graph)
 
     return capture_begin
 
@@ -379,7 +381,7 @@ def _end_capture(captured: CapturedGraph) -> None:
         if LEDGER.streams.capture(captured.stream) == captured.capture:  # else CUDA has given the capture up
             LEDGER.sweep()
             unjoined = LEDGER.join_unwaited(captured.capture, captured.stream)
-            if unjoined and _unedited:
+            if unjoined and _tolerant:
                 where = captured.site, "; ".join(unjoined)
                 log.warning("the capture at %s ended with works that nobody has waited for, and waits for: %s", *where)
                 unjoined = []
@@ -428,7 +430,7 @@ def note(op: str, group: Any, tensors: list[Any], frame: types.FrameType) -> Non
 
 def check_group(op: str, group: Any, tensors: list[Any]) -> None:
     """Raise CaptureBoundaryError if a collective that is about to be captured would have to make a communicator."""
-    if _unedited:  # torch is to say so, or to make one all the same
+    if _tolerant:  # torch is to say so, or to make one all the same
         return
     captured = any(isinstance(t, torch.Tensor) and t.is_cuda and _here(t.get_device()) is not None for t in tensors)
     if captured and not _torch.is_initialized(group, "cuda"):
@@ -439,15 +441,15 @@ def check_group(op: str, group: Any, tensors: list[Any]) -> None:
         )
 
 
-def set_unedited(on: bool) -> None:
+def set_tolerant(on: bool) -> None:
     """Say whether the program is one that can't be edited to leave nothing behind at the end of a group."""
-    global _unedited
-    _unedited = on
+    global _tolerant
+    _tolerant = on
 
 
-def unedited() -> bool:
-    """Return whether :func:`set_unedited` has said so."""
-    return _unedited
+def tolerant() -> bool:
+    """Return whether :func:`set_tolerant` has said so."""
+    return _tolerant
 
 
 def refuse_live(group: Any) -> None:
@@ -456,7 +458,7 @@ def refuse_live(group: Any) -> None:
     In a program that can't be edited, reset them.
     """
     alive = tuple(one for one in tuple(_live.values()) if one._graph() is not None and one.uses(group))
-    if _unedited:
+    if _tolerant:
         for captured in alive:
             log.warning("the graph captured at %s was reset, because its group is being destroyed", captured.site)
             captured.reset()

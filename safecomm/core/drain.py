@@ -135,7 +135,7 @@ def _await(holds: list[Any], done: Callable[[Any], bool], deadline: float | None
     pause = 1e-5
     while left := [hold for hold in holds if not done(hold)]:
         if deadline is not None and time.monotonic() > deadline:
-            raise _late(left)
+            raise _pending_error(left)
         time.sleep(pause)
         pause = min(pause * 2, 1e-2)
 
@@ -146,7 +146,7 @@ def _await_in_thread(wait: Callable[[], Any], hold: Hold, deadline: float | None
     thread.start()
     thread.join(None if deadline is None else max(deadline - time.monotonic(), 0))
     if thread.is_alive():
-        raise _late([hold])
+        raise _pending_error([hold])
 
 
 def _await_unpollable(hold: Any, deadline: float | None) -> None:
@@ -179,7 +179,7 @@ def _empty_quarantine(ledger: Ledger, group: Any, deadline: float | None) -> Non
         ledger.release(hold)
 
 
-def _late(holds: list[Any]) -> PendingWorkError:
+def _pending_error(holds: list[Any]) -> PendingWorkError:
     shown = "; ".join(str(hold.describe()) for hold in holds[:8])
     return PendingWorkError(
         f"{len(holds)} works are not over in time: {shown}{'; ...' if len(holds) > 8 else ''}. "

@@ -112,7 +112,7 @@ class Handoffs:
 
     # --- what graphs leave ------------------------------------------------------------------------------------
 
-    def leave(
+    def add_leftover(
         self, index: int, streams: tuple[int, ...], storages: tuple[Any, ...], code: types.CodeType, instruction: int
     ) -> None:
         """Take over ``storages``, which only graphs have used, on ``streams``. May be called from a destructor."""

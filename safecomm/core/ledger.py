@@ -102,7 +102,14 @@ class WorkQueue(Queue):
     """The works of one group on one device, in one capture or in none."""
 
     __slots__ = (
-        "asks_in_wait", "current", "ledger", "ordered", "pollable", "silent", "streamed", "wait_is_stream_order",
+        "asks_in_wait",
+        "current",
+        "hides_failures",
+        "ledger",
+        "ordered",
+        "pollable",
+        "stream_ordered",
+        "wait_is_stream_order",
     )  # fmt: skip
 
     def __init__(self, ledger: Ledger, table: dict[Any, Any], key: Any, index: int, stream: int, capture: int) -> None:
@@ -110,18 +117,15 @@ class WorkQueue(Queue):
         self.ledger: Ledger = ledger
         self.current: Callable[[int], int] = ledger.streams.current
         # Set by who makes the queue (``collectives/routes.py``), and never after its first hold.
-        self.streamed: bool = (
-            False  # waiting for a work orders a stream; with other backends than NCCL it blocks the host
-        )
+        # Waiting for a work orders a stream; with other backends than NCCL it blocks the host.
+        self.stream_ordered: bool = False
         self.ordered: bool = False  # works end in the order in which they were made
         self.pollable: bool = True  # the backend tells when a work is complete
         self.asks_in_wait: bool = False  # launches and waits ask the device: they are made by launch() and wait_for()
-        self.silent: bool = (
-            False  # the backend's synchronize() says nothing of a failure, and its future orders streams
-        )
-        self.wait_is_stream_order: bool = (
-            False  # block_current_stream() does what the backend's first wait() for a work does
-        )
+        # The backend's synchronize() says nothing of a failure, and its future orders streams.
+        self.hides_failures: bool = False
+        # block_current_stream() does what the backend's first wait() for a work does.
+        self.wait_is_stream_order: bool = False
 
     def hold(
         self,
@@ -430,7 +434,9 @@ class Ledger(Rules):
         dropped = dropped and not work.has_future
         complete = work.inner.is_completed()
         # Rule 3 wants that nobody will wait, and that the host need not block to order a stream.
-        ahead = queue.streamed and dropped and queue.too_far_behind(self.lag) and None not in self.alloc_streams(work)
+        ahead = (
+            queue.stream_ordered and dropped and queue.too_far_behind(self.lag) and None not in self.alloc_streams(work)
+        )
         if not (complete or ahead):
             return False
         if self._captured_now(work):

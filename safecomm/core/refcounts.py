@@ -80,11 +80,11 @@ def _calibrate() -> Counts:
     slot = _Slot()
     # The storage is never bound to a local variable: a tracer could keep a reference to that.
     slot.storage = torch.empty(1, device="cpu").untyped_storage()
-    alone = getrefcount(slot.storage)
+    unshared = getrefcount(slot.storage)
     slot.template = torch.empty(0, dtype=torch.uint8, device="cpu").set_(slot.storage)
     unused = getrefcount(slot.storage)
     # A version of CPython may need fewer references for a call; none needs more, but a tracer may hold one to a local.
-    return Counts(min(held_once, 3), min(queued, 4), unused, unused - alone + 1)
+    return Counts(min(held_once, 3), min(queued, 4), unused, unused - unshared + 1)
 
 
 def _check(told: bool, what: str) -> None:
@@ -94,16 +94,16 @@ def _check(told: bool, what: str) -> None:
 
 def _test_objects(counts: Counts) -> None:
     """Ask of objects, in the ways that the ledger and the arena's layout do, whether one container alone has them."""
-    entries: OrderedDict[object, None] = OrderedDict()
+    things: OrderedDict[object, None] = OrderedDict()
     for _ in range(_ROUNDS):
-        entries[object()] = None
-        while (entry := next(iter(entries), None)) is not None:
-            _check(getrefcount(entry) <= counts.queued, "an object that one container has counts as shared")
-            handle = entry
-            _check(getrefcount(entry) > counts.queued, "a second reference to an object is not counted")
+        things[object()] = None
+        while (thing := next(iter(things), None)) is not None:
+            _check(getrefcount(thing) <= counts.queued, "an object that one container has counts as shared")
+            handle = thing
+            _check(getrefcount(thing) > counts.queued, "a second reference to an object is not counted")
             del handle
-            _check(getrefcount(entry) <= counts.queued, "a reference that is gone is still counted")
-            del entries[entry]
+            _check(getrefcount(thing) <= counts.queued, "a reference that is gone is still counted")
+            del things[thing]
         table = {0: object()}
         for thing in tuple(table.values()):
             _check(getrefcount(thing) == counts.held_once + 1, "two containers do not count as two")

@@ -123,7 +123,7 @@ class Work(WorkHold, _Base):
         """Order the current stream after the collective without blocking the host. Raises as :meth:`wait` does."""
         inner = self.inner
         # The base class's, which NCCL2 has, orders nothing once the future has been asked for (torch 2.15).
-        self._order(inner.synchronize if self.queue.silent else inner.block_current_stream)
+        self._order(inner.synchronize if self.queue.hides_failures else inner.block_current_stream)
 
     def _order(self, order: Callable[[], None]) -> None:
         queue = self.queue
@@ -133,9 +133,9 @@ class Work(WorkHold, _Base):
                 return
             ledger.guard_staging(self)
         order()
-        if queue.silent and not self.inner.is_success():
+        if queue.hides_failures and not self.inner.is_success():
             ledger.fail(self, RuntimeError("it has failed, and nothing was ordered after it"))
-        elif queue.streamed:  # elsewhere the work may still be running on the host: the ledger looks again later
+        elif queue.stream_ordered:  # elsewhere the work may still be running on the host: the ledger looks again later
             ledger.waited(self)
 
     def is_completed(self) -> bool:
@@ -163,7 +163,7 @@ class Work(WorkHold, _Base):
         orders the current stream by it.
         """
         queue = self.queue
-        if queue.silent and queue.index >= 0:
+        if queue.hides_failures and queue.index >= 0:
             queue.ledger.check_boundary(self)
         self._keep_results()
         self.has_future = True  # the future stands for the handle from now on
@@ -274,11 +274,11 @@ class RegionWork(Work):
 class OnceWork(Work):
     """A :class:`Work` whose backend can be waited for only once: a second wait for a gloo send hangs (torch 2.13)."""
 
-    __slots__ = ("_failure", "_over", "_turn")
+    __slots__ = ("_complete", "_failure", "_wait_lock")
 
-    _over: bool
+    _complete: bool
     _failure: Exception | None
-    _turn: threading.Lock
+    _wait_lock: threading.Lock
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         try:
@@ -294,20 +294,20 @@ class OnceWork(Work):
 
     def finish(self, timeout: timedelta | None = None) -> None:
         """Wait for the backend, and release nothing. From several threads at once the first one waits, for all."""
-        if not self._turn.acquire(timeout=-1 if timeout is None else timeout.total_seconds()):
+        if not self._wait_lock.acquire(timeout=-1 if timeout is None else timeout.total_seconds()):
             raise TimeoutError(f"{self.op} launched at {self.site} is not over after {timeout}")
         try:
             if self._failure is not None:
                 raise self._failure
-            if not self._over:
+            if not self._complete:
                 try:
-                    self._over = self.inner.wait() if timeout is None else self.inner.wait(timeout)
+                    self._complete = self.inner.wait() if timeout is None else self.inner.wait(timeout)
                 except Exception as error:
                     # Another one of its kind, because the traceback of this one keeps the caller's locals alive.
                     self._failure = type(error)(*error.args)
                     raise
         finally:
-            self._turn.release()
+            self._wait_lock.release()
 
 
 class MemberWork(Work):
@@ -349,9 +349,9 @@ def handle(*, once: bool) -> Work:
     if not once:
         return Work()
     work = OnceWork()
-    work._over = False
+    work._complete = False
     work._failure = None
-    work._turn = threading.Lock()
+    work._wait_lock = threading.Lock()
     return work
 
 

@@ -56,7 +56,7 @@ _OTHER_DEVICES = 100  # samples after which devices that were not in use are ask
 class _Site:
     """What one line of the program holds by one kind of call in one group."""
 
-    __slots__ = ("changed", "count", "entries", "group", "longest", "nbytes", "number", "op", "peak", "place", "total")
+    __slots__ = ("changed", "count", "group", "holds", "longest", "nbytes", "number", "op", "peak", "place", "total")
 
     def __init__(self, number: int, op: str, group: str, place: str) -> None:
         self.number = number
@@ -65,7 +65,7 @@ class _Site:
         self.place = place
         self.nbytes = 0  # held now
         self.peak = 0  # the most since the last sample
-        self.entries = 0  # that hold it
+        self.holds = 0  # that hold it
         self.count = 0  # calls so far
         self.total = 0  # bytes of these
         self.longest = 0.0  # seconds that one of them was held
@@ -99,7 +99,7 @@ class _Counters:
                     key = None
                 self.sites[key] = site
             site.changed = True
-            site.entries += 1
+            site.holds += 1
             site.count += 1
             site.total += nbytes
             site.nbytes += nbytes
@@ -115,7 +115,7 @@ class _Counters:
         _, site, nbytes = noted
         with self.lock:
             site.changed = True
-            site.entries -= 1
+            site.holds -= 1
             site.nbytes -= nbytes
             site.longest = max(site.longest, time.perf_counter() - hold.since)
             self.nbytes -= nbytes
@@ -294,7 +294,7 @@ class record_memory(contextlib.ContextDecorator):  # noqa: N801
                             site.number,
                             site.nbytes,
                             site.peak,
-                            site.entries,
+                            site.holds,
                             site.count,
                             site.total,
                             round(site.longest, 6),
@@ -350,13 +350,13 @@ class _Allocator:
 
     def __init__(self) -> None:
         self._devices: list[int] = []
-        self._turn = 0
+        self._samples_taken = 0
 
     def read(self) -> dict[str, int]:
         if not torch.cuda.is_available() or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             return {}
-        devices = self._devices if self._turn % _OTHER_DEVICES else list(range(torch.cuda.device_count()))
-        self._turn += 1
+        devices = self._devices if self._samples_taken % _OTHER_DEVICES else list(range(torch.cuda.device_count()))
+        self._samples_taken += 1
         found = {"active": 0, "allocated": 0, "reserved": 0}
         used = []
         for index in devices:

@@ -105,7 +105,7 @@ class Result(WorkHold):
             self.forget()  # whoever waits for it, is to see the error
             return True
         self.works = ()
-        if not self.alone():
+        if not self.only_holder():
             self.awaits_others = True
             return False
         with _torch.probing(), torch.no_grad():
@@ -123,7 +123,7 @@ class Result(WorkHold):
         self.tensor = None
         self.works = ()
 
-    def alone(self) -> bool:
+    def only_holder(self) -> bool:
         """Return whether nobody else has a tensor of the storage, or the storage."""
         uses, references = self.count()
         return uses <= self.counted[0] and references <= self.counted[1]
@@ -276,7 +276,7 @@ class Functional:
         route = ROUTES.of(group, index, results=True)
         # Nobody knows what the works of others are. gloo's are complete before their copies to a device are, and those
         # of its reduce-scatter not before somebody has waited.
-        if not (route.kind.direct and op != "reduce_scatter_single" if index == HOST else route.kind.streamed):
+        if not (route.kind.direct and op != "reduce_scatter_single" if index == HOST else route.kind.stream_ordered):
             return
         result = Result()
         result.queue = route

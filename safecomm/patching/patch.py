@@ -231,7 +231,7 @@ def _apply() -> None:
         if ORIGINALS[name] in remaps:
             remaps[replacement] = remaps[ORIGINALS[name]]
     _state.on = True
-    captures.set_unedited(True)
+    captures.set_tolerant(True)
     captures.watch(_state)
     _state.buffers = Buffers()
     _state.functional = Functional()
@@ -255,7 +255,7 @@ def _remove() -> None:
             if vars(module).get(name) is replacement:
                 setattr(module, name, ORIGINALS[name])
     _state.on = False
-    captures.set_unedited(False)
+    captures.set_tolerant(False)
     captures.unwatch(_state)
     changes = {replacement: ORIGINALS[name] for name, replacement in REPLACEMENTS.items()}
     keep: tuple[Any, ...] = _KEEP

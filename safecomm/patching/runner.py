@@ -169,6 +169,6 @@ def _summary(process: int) -> None:
         f"safecomm: {LEDGER.handoffs.count} uses of memory on another stream than its own, "
         f"{patching.converted()} calls of record_stream, "
         f"{len(LEDGER.dropped_at)} lines that drop handles, {LEDGER.failures} works that failed",
-        f"safecomm: {sum(entry.nbytes for entry in held)} bytes in {len(held)} entries still held at the end{memory}",
+        f"safecomm: {sum(hold.nbytes for hold in held)} bytes in {len(held)} holds at the end{memory}",
     ]
     print("\n".join(lines), file=sys.stderr, flush=True)

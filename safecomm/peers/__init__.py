@@ -1,1 +1,1 @@
-"""low_latency(): small collectives as one kernel over the memory of the peers. Kernels, staging, choice of engine."""
+"""low_latency(): small collectives as one kernel over the memory of the peers. Kernels, staging, limits."""

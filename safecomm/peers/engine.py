@@ -18,7 +18,7 @@ from safecomm import _torch
 from safecomm.collectives.holding import relaxed
 from safecomm.collectives.lists import STAGED
 from safecomm.collectives.table import COLLECTIVE_OF, GATHER, LISTS, OPS, REDUCE, SCATTER
-from safecomm.collectives.takers import NOT_TAKEN
+from safecomm.collectives.takers import DECLINED
 from safecomm.collectives.tensors import storages_of
 from safecomm.core import captures
 from safecomm.core.call_site import line_of, outside
@@ -26,10 +26,10 @@ from safecomm.core.ledger import LEDGER
 from safecomm.core.streams import HOST
 from safecomm.errors import LowLatencyError, PeerTimeoutError
 from safecomm.guards import PLAIN
-from safecomm.peers import pieces
-from safecomm.peers.choice import DTYPES, TWO_SHOT, LowLatencyLimits
+from safecomm.peers import list_exchange
+from safecomm.peers.limits import DTYPES, TWO_SHOT, LowLatencyLimits
 from safecomm.peers.order import Order
-from safecomm.peers.staging import MOST, SLOT, WIDTHS, Layout, free
+from safecomm.peers.staging import MOST, SLOT, WIDTHS, StagingLayout, free
 
 PROGRAMS = 256
 """The largest grid. A program waits for the peers' program of its number, so all must fit on the device at once."""
@@ -69,7 +69,7 @@ class Engine:
     """
 
     def __init__(
-        self, group: Any, index: int, staging: Any, layout: Layout, limits: LowLatencyLimits, timeout: timedelta,
+        self, group: Any, index: int, staging: Any, layout: StagingLayout, limits: LowLatencyLimits, timeout: timedelta,
         store: Any, *, check: bool,
     ) -> None:  # fmt: skip
         from safecomm.peers import kernels  # which imports Triton
@@ -91,7 +91,7 @@ class Engine:
         self._word_memory = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=index != HOST)
         self._word = ctypes.c_int64.from_address(self._word_memory.data_ptr())
         head = [int(timeout.total_seconds() * 1e9), self._word_memory.data_ptr(), 0, *staging.bases]
-        self._first_turn = len(head)
+        self._first_phase = len(head)
         self._table = torch.tensor(head + [0] * layout.all_chunks, dtype=torch.int64, device=device)
         self._table_pointer = self._table.data_ptr()
         self._launchers: dict[Any, Callable[..., None]] = {}
@@ -115,7 +115,7 @@ class Engine:
     # --- a call ---------------------------------------------------------------------------------------------
 
     def run(self, group: Any, name: str, tensors: list[Any], op: Any, asynchronous: bool) -> Any:
-        """Run a call of c10d's function ``name`` on ``group``, which is this one's, or return NOT_TAKEN.
+        """Run a call of c10d's function ``name`` on ``group``, which is this one's, or return DECLINED.
 
         ``tensors``: what is given as the output, and as the input where that is another. Returns what c10d's function
         would: None, or a Work for an asynchronous call.
@@ -125,7 +125,7 @@ class Engine:
         out, data = tensors[0], tensors[-1]
         index = self.index
         if not _is_plain(data, index) or (out is not data and not _is_plain(out, index)):
-            return NOT_TAKEN
+            return DECLINED
         if index != HOST and _torch.current_device() != index:
             with torch.cuda.device(index):
                 return self.run(group, name, tensors, op, asynchronous)
@@ -146,7 +146,7 @@ class Engine:
             how = f"{'by a kernel' if plan else 'by the backend'}{', captured' if capture else ''}"
             self.compare(f"{name} of {data.numel()} elements of {data.dtype}, operation {op}, {how}")
         if not plan:
-            return NOT_TAKEN
+            return DECLINED
         launchers, count = plan
         addresses = out.data_ptr(), data.data_ptr()
         aligned = not (addresses[0] | addresses[1]) & 15
@@ -180,14 +180,14 @@ class Engine:
         tensor, whole = given if scatter else (given[1], given[0])
         index = self.index
         if not _is_plain(tensor, index):
-            return NOT_TAKEN
+            return DECLINED
         if index != HOST and _torch.current_device() != index:
             with torch.cuda.device(index):
                 return self._run_list(group, name, given, op, asynchronous)
         number = _number(op)
         known = tensor.dtype in DTYPES and number >= 0 if scatter else tensor.dtype in STAGED
-        direct = known and pieces.alike(whole, tensor, self._rank, self._world, written=not scatter)
-        taken = direct or (known and pieces.can_be_copied(whole, tensor, self._world))
+        direct = known and list_exchange.alike(whole, tensor, self._rank, self._world, written=not scatter)
+        taken = direct or (known and list_exchange.can_be_copied(whole, tensor, self._world))
         stream = capture = 0
         if index != HOST:
             stream = LEDGER.current(index)
@@ -199,9 +199,9 @@ class Engine:
             how = "by a kernel" if taken and small else "from tensor to tensor" if taken else "by the backend"
             self.compare(f"{name} of {tensor.numel()} elements of {tensor.dtype}, operation {op}, {how}")
         if not taken:
-            return NOT_TAKEN
+            return DECLINED
         if small:
-            sent = pieces.readable(whole, tensor, direct)
+            sent = list_exchange.readable(whole, tensor, direct)
             addresses = (tensor.data_ptr(), *[one.data_ptr() for one in sent])
             launcher = self._list_launcher(tensor.dtype, tensor.numel(), addresses)
             self._launch(name, launcher, addresses + self._unused, tensor.numel(), number, stream, capture)
@@ -222,10 +222,10 @@ class Engine:
         """Run a list form by the backend's sends and receives, on the current stream."""
         with relaxed(self.group, [tensor]):
             if scatter:
-                own, others = pieces.scatter(self._through, whole, tensor, self._rank, direct=direct)
+                own, others = list_exchange.scatter(self._through, whole, tensor, self._rank, direct=direct)
                 self._combine(tensor, own, others, number)
             else:
-                pieces.gather(self._through, whole, tensor, direct=direct)
+                list_exchange.gather(self._through, whole, tensor, direct=direct)
         if self.index != HOST:
             self._exchanged.add(LEDGER.current(self.index))
         return LaunchedKernel(self, [tensor] if scatter else whole) if asynchronous else None
@@ -282,7 +282,7 @@ class Engine:
         return launcher
 
     @property
-    def late(self) -> bool:
+    def timed_out(self) -> bool:
         """Whether a call has given up."""
         return self._word.value != 0
 
@@ -354,7 +354,7 @@ class Engine:
         return {
             "FREE": free(width),
             "AREA": self._layout.area(width, two_shot),
-            "TURNS": self._first_turn + self._layout.turns(width, two_shot),
+            "FIRST_PHASE": self._first_phase + self._layout.chunks_before(width, two_shot),
         }
 
     def before_capture(self, index: int) -> None:
@@ -397,7 +397,7 @@ class Engine:
         if self.index == HOST or not patience:
             return self.index == HOST
         streams = LEDGER.streams
-        events = [self.order.mark(), *[streams.record_event(self.index, stream) for stream in self._exchanged]]
+        events = [self.order.last_event(), *[streams.record_event(self.index, stream) for stream in self._exchanged]]
         deadline = time.monotonic() + patience.total_seconds()
         with streams.relaxed_capture_mode():
             while any(event is not None and not streams.query_event(event) for event in events):

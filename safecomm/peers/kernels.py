@@ -4,10 +4,10 @@ The data is its own flag. Staging that is free holds the bits of negative zero, 
 positive zero in its place), so an element that is anything else has arrived: there is no barrier, no flag beside the
 data, and no order between stores that anybody has to rely on. ``docs/low-latency.md`` has the proof.
 
-A tensor is cut into *chunks*. One program works on a chunk at a time, and each chunk has three *sections* of staging,
-which take turns: while a call uses one, it clears the one after the next. (Not the next one: a peer may already be one
-call ahead, and what it has sent would be lost.) Whose turn it is lies in device memory, where replays of a CUDA graph
-advance it too.
+A tensor is cut into *chunks*. One program works on a chunk at a time, and each chunk has three *phases*, each with
+staging of its own, which take turns: while a call uses one, it clears the one after the next. (Not the next one: a peer
+may already be one call ahead, and what it has sent would be lost.) The phase of a chunk lies in device memory, where
+replays of a CUDA graph advance it too.
 
 Addresses come as numbers, because Triton's launcher asks the driver about each pointer that it is given. Imported when
 low_latency() is switched on, and not before: it imports Triton.
@@ -38,11 +38,11 @@ SUM, AVG, MAX, MIN = _constants(4)
 
 REDUCE, SCATTER, GATHER = _constants(3)
 
-# What the table of a group holds, in numbers of 8 bytes; behind it come the addresses of the ranks' staging, and whose
-# turn it is for each chunk.
+# What the table of a group holds, in numbers of 8 bytes; behind it come the addresses of the ranks' staging, and the
+# phase of each chunk.
 LIMIT, WORD, FAILED, BASES = _constants(4)
 
-*_, SECTIONS = _constants(4)
+*_, PHASES = _constants(4)
 *_, LOOKS = _constants(65)
 
 if INTERPRETED:
@@ -90,8 +90,8 @@ def _positive(bits, FREE: tl.constexpr):
 
 
 @triton.jit
-def _arrived(pointers, mask, patience, late, FREE: tl.constexpr):
-    """Return what a peer has sent, once all of it is there; and 1 for late if that took too long, or was late already.
+def _arrived(pointers, mask, wait_budget, timed_out, FREE: tl.constexpr):
+    """Return what a peer has sent, once all of it is there; and 1 if that took too long, or has timed out before.
 
     The clock is slow to read, so it is left alone until a few looks were in vain. Each thread reads its own, so whether
     it took too long is reduced like the elements: all threads must leave the loop, which has barriers, together.
@@ -108,11 +108,11 @@ def _arrived(pointers, mask, patience, late, FREE: tl.constexpr):
             looks = 0
             now = _clock()
             began = tl.where(began == 0, now, began)
-            tired = tl.max(((bits == FREE) & (now - began >= patience)).to(tl.int32), axis=0)
-            if (late | tired) != 0:
-                late = 1
+            tired = tl.max(((bits == FREE) & (now - began >= wait_budget)).to(tl.int32), axis=0)
+            if (timed_out | tired) != 0:
+                timed_out = 1
                 waiting = 0
-    return bits, late
+    return bits, timed_out
 
 
 @triton.jit
@@ -127,9 +127,9 @@ def _combine(total, value, op):
 
 
 @triton.jit
-def _unless(late, bits, FREE: tl.constexpr, BITS: tl.constexpr):
-    """Return ``bits``, and NaN in their place if they were late."""
-    return tl.where(late != 0, -1 - FREE, bits).to(BITS)
+def _unless(timed_out, bits, FREE: tl.constexpr, BITS: tl.constexpr):
+    """Return ``bits``, and NaN in their place if the peer has timed out."""
+    return tl.where(timed_out != 0, -1 - FREE, bits).to(BITS)
 
 
 @triton.jit
@@ -140,9 +140,9 @@ def _averaged(total, op, WORLD: tl.constexpr):
 
 
 @triton.jit
-def _rounded(total, op, late, DTYPE: tl.constexpr, BITS: tl.constexpr, WORLD: tl.constexpr):
-    """Return the bits of the result: NaN if a peer was late, so that nobody can take it for one."""
-    total = tl.where(late != 0, float("nan"), _averaged(total, op, WORLD))
+def _rounded(total, op, timed_out, DTYPE: tl.constexpr, BITS: tl.constexpr, WORLD: tl.constexpr):
+    """Return the bits of the result: NaN if a peer has timed out, so that nobody can take it for one."""
+    total = tl.where(timed_out != 0, float("nan"), _averaged(total, op, WORLD))
     return total.to(DTYPE).to(BITS, bitcast=True)
 
 
@@ -153,15 +153,15 @@ def _clear(pointers, SLOTS: tl.constexpr, BLOCK: tl.constexpr, FREE: tl.constexp
 
 
 @triton.jit
-def _fail(table, late, call):
-    """Tell the calls that come after that a peer was late; and the host, if this call is the first."""
-    if late != 0:
+def _fail(table, timed_out, call):
+    """Tell the calls that come after that a peer has timed out; and the host, if this call is the first."""
+    if timed_out != 0:
         if tl.atomic_cas(table + FAILED, tl.full([], 0, tl.int64), tl.full([], 1, tl.int64)) == 0:
             tl.store(tl.load(table + WORD).to(tl.pointer_type(tl.int64)), call.to(tl.int64))
 
 
 @triton.jit
-def _manners(table, padded):
+def _wait_budget(table, padded):
     """Return how long to wait for a peer, and how many elements to send.
 
     A call after one that has given up waits for nobody. It sends nothing either, because a peer that is only slow may
@@ -181,7 +181,7 @@ def _multiple(count, ALIGNED: tl.constexpr):
 def one_shot(
     out: tl.int64, data: tl.int64, address: tl.int64, call: tl.int32, size: tl.int32, op: tl.int32,
     KIND: tl.constexpr, DTYPE: tl.constexpr, BITS: tl.constexpr, FREE: tl.constexpr, WORLD: tl.constexpr,
-    ME: tl.constexpr, ALIGNED: tl.constexpr, AREA: tl.constexpr, TURNS: tl.constexpr, BLOCK: tl.constexpr,
+    ME: tl.constexpr, ALIGNED: tl.constexpr, AREA: tl.constexpr, FIRST_PHASE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Exchange ``size`` elements with every rank, all in one go.
 
@@ -195,12 +195,12 @@ def one_shot(
     padded = (count + 15) // 16 * 16  # staging is used in pieces of 16 bytes; what is past the tensor's end is zero
     within = tl.arange(0, BLOCK)
     slot: tl.constexpr = BLOCK * (BITS.primitive_bitwidth // 8)
-    patience, sendable = _manners(table, padded)
-    late = 0
+    wait_budget, sendable = _wait_budget(table, padded)
+    timed_out = 0
     for chunk in range(tl.program_id(0), tl.cdiv(count, BLOCK), tl.num_programs(0)):
         at = chunk * BLOCK + within
-        section = tl.load(table + TURNS + chunk).to(tl.int32)
-        place = AREA + ((chunk * SECTIONS + section) * WORLD + ME).to(tl.int64) * slot
+        phase = tl.load(table + FIRST_PHASE + chunk).to(tl.int32)
+        place = AREA + ((chunk * PHASES + phase) * WORLD + ME).to(tl.int64) * slot
         bits = _taken(source, at, count, FREE)
         for step in tl.static_range(1, WORLD):
             peer = (ME + step) % WORLD
@@ -211,37 +211,37 @@ def one_shot(
             tl.store(target + ME * count + at, bits, mask=at < count)
     for chunk in range(tl.program_id(0), tl.cdiv(count, BLOCK), tl.num_programs(0)):
         at = chunk * BLOCK + within
-        section = tl.load(table + TURNS + chunk).to(tl.int32)
-        used = AREA + ((chunk * SECTIONS + section) * WORLD).to(tl.int64) * slot
-        free = AREA + ((chunk * SECTIONS + (section + 2) % SECTIONS) * WORLD).to(tl.int64) * slot
+        phase = tl.load(table + FIRST_PHASE + chunk).to(tl.int32)
+        used = AREA + ((chunk * PHASES + phase) * WORLD).to(tl.int64) * slot
+        free = AREA + ((chunk * PHASES + (phase + 2) % PHASES) * WORLD).to(tl.int64) * slot
         _clear(_staging(table, ME, free, BITS) + within, WORLD, BLOCK, FREE, BITS)
         total = tl.zeros([BLOCK], tl.float32)
         for rank in tl.static_range(WORLD):
             if rank != ME:
                 sent = _staging(table, ME, used + rank * slot, BITS) + within
-                bits, late = _arrived(sent, at < padded, patience, late, FREE)
+                bits, timed_out = _arrived(sent, at < padded, wait_budget, timed_out, FREE)
             elif KIND != GATHER:
                 bits = _taken(source + (ME * count if KIND == SCATTER else 0), at, count, FREE)
             if KIND != GATHER:
                 value = bits.to(DTYPE, bitcast=True).to(tl.float32)
                 total = value if rank == 0 else _combine(total, value, op)
             elif rank != ME:
-                tl.store(target + rank * count + at, _unless(late, bits, FREE, BITS), mask=at < count)
+                tl.store(target + rank * count + at, _unless(timed_out, bits, FREE, BITS), mask=at < count)
         if KIND != GATHER:
-            tl.store(target + at, _rounded(total, op, late, DTYPE, BITS, WORLD), mask=at < count)
-        tl.store(table + TURNS + chunk, ((section + 1) % SECTIONS).to(tl.int64))
-        _fail(table, late, call)
+            tl.store(target + at, _rounded(total, op, timed_out, DTYPE, BITS, WORLD), mask=at < count)
+        tl.store(table + FIRST_PHASE + chunk, ((phase + 1) % PHASES).to(tl.int64))
+        _fail(table, timed_out, call)
 
 
 @triton.jit(do_not_specialize=["out", "data", "address", "call", "size", "op"])
 def two_shot(
     out: tl.int64, data: tl.int64, address: tl.int64, call: tl.int32, size: tl.int32, op: tl.int32,
     KIND: tl.constexpr, DTYPE: tl.constexpr, BITS: tl.constexpr, FREE: tl.constexpr, WORLD: tl.constexpr,
-    ME: tl.constexpr, ALIGNED: tl.constexpr, AREA: tl.constexpr, TURNS: tl.constexpr, BLOCK: tl.constexpr,
+    ME: tl.constexpr, ALIGNED: tl.constexpr, AREA: tl.constexpr, FIRST_PHASE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Reduce as :func:`one_shot` does, with less to send: a rank reduces one piece of each chunk, for all of them.
 
-    A chunk has ``WORLD`` pieces of ``BLOCK`` elements, and a section two parts of as many slots: for what the peers
+    A chunk has ``WORLD`` pieces of ``BLOCK`` elements, and a phase two parts of as many slots: for what the peers
     send for the piece that is this rank's, and for the results of the pieces that are theirs.
     """
     table = _pointer(address, tl.int64, True)
@@ -251,20 +251,20 @@ def two_shot(
     padded = (count + 15) // 16 * 16
     within = tl.arange(0, BLOCK)
     slot: tl.constexpr = BLOCK * (BITS.primitive_bitwidth // 8)
-    patience, sendable = _manners(table, padded)
-    late = 0
+    wait_budget, sendable = _wait_budget(table, padded)
+    timed_out = 0
     for chunk in range(tl.program_id(0), tl.cdiv(count, WORLD * BLOCK), tl.num_programs(0)):
-        section = tl.load(table + TURNS + chunk).to(tl.int32)
-        place = AREA + ((chunk * SECTIONS + section) * 2 * WORLD + ME).to(tl.int64) * slot
+        phase = tl.load(table + FIRST_PHASE + chunk).to(tl.int32)
+        place = AREA + ((chunk * PHASES + phase) * 2 * WORLD + ME).to(tl.int64) * slot
         for step in tl.static_range(1, WORLD):
             peer = (ME + step) % WORLD
             at = (chunk * WORLD + peer) * BLOCK + within
             bits = _taken(source, at, count, FREE)
             tl.store(_staging(table, peer, place, BITS) + within, bits, mask=at < sendable)
     for chunk in range(tl.program_id(0), tl.cdiv(count, WORLD * BLOCK), tl.num_programs(0)):
-        section = tl.load(table + TURNS + chunk).to(tl.int32)
-        used = AREA + ((chunk * SECTIONS + section) * 2 * WORLD).to(tl.int64) * slot
-        free = AREA + ((chunk * SECTIONS + (section + 2) % SECTIONS) * 2 * WORLD).to(tl.int64) * slot
+        phase = tl.load(table + FIRST_PHASE + chunk).to(tl.int32)
+        used = AREA + ((chunk * PHASES + phase) * 2 * WORLD).to(tl.int64) * slot
+        free = AREA + ((chunk * PHASES + (phase + 2) % PHASES) * 2 * WORLD).to(tl.int64) * slot
         _clear(_staging(table, ME, free, BITS) + within, 2 * WORLD, BLOCK, FREE, BITS)
         at = (chunk * WORLD + ME) * BLOCK + within
         total = tl.zeros([BLOCK], tl.float32)
@@ -273,27 +273,27 @@ def two_shot(
                 bits = _taken(source, at, count, FREE)
             else:
                 sent = _staging(table, ME, used + rank * slot, BITS) + within
-                bits, late = _arrived(sent, at < padded, patience, late, FREE)
+                bits, timed_out = _arrived(sent, at < padded, wait_budget, timed_out, FREE)
             value = bits.to(DTYPE, bitcast=True).to(tl.float32)
             total = value if rank == 0 else _combine(total, value, op)
-        result = _positive(_rounded(total, op, late, DTYPE, BITS, WORLD), FREE)
+        result = _positive(_rounded(total, op, timed_out, DTYPE, BITS, WORLD), FREE)
         for step in tl.static_range(1, WORLD):
             peer = (ME + step) % WORLD
             there = _staging(table, peer, used + (WORLD + ME) * slot, BITS) + within
-            tl.store(there, result, mask=at < sendable * (1 - late))
+            tl.store(there, result, mask=at < sendable * (1 - timed_out))
         tl.store(target + at, result, mask=at < count)
-        _fail(table, late, call)
+        _fail(table, timed_out, call)
     for chunk in range(tl.program_id(0), tl.cdiv(count, WORLD * BLOCK), tl.num_programs(0)):
-        section = tl.load(table + TURNS + chunk).to(tl.int32)
-        used = AREA + ((chunk * SECTIONS + section) * 2 * WORLD).to(tl.int64) * slot
+        phase = tl.load(table + FIRST_PHASE + chunk).to(tl.int32)
+        used = AREA + ((chunk * PHASES + phase) * 2 * WORLD).to(tl.int64) * slot
         for rank in tl.static_range(WORLD):
             if rank != ME:
                 at = (chunk * WORLD + rank) * BLOCK + within
                 sent = _staging(table, ME, used + (WORLD + rank) * slot, BITS) + within
-                bits, late = _arrived(sent, at < padded, patience, late, FREE)
-                tl.store(target + at, _unless(late, bits, FREE, BITS), mask=at < count)
-        tl.store(table + TURNS + chunk, ((section + 1) % SECTIONS).to(tl.int64))
-        _fail(table, late, call)
+                bits, timed_out = _arrived(sent, at < padded, wait_budget, timed_out, FREE)
+                tl.store(target + at, _unless(timed_out, bits, FREE, BITS), mask=at < count)
+        tl.store(table + FIRST_PHASE + chunk, ((phase + 1) % PHASES).to(tl.int64))
+        _fail(table, timed_out, call)
 
 
 @triton.jit
@@ -321,7 +321,7 @@ def scatter_pieces(
     out: tl.int64, p0: tl.int64, p1: tl.int64, p2: tl.int64, p3: tl.int64, p4: tl.int64, p5: tl.int64, p6: tl.int64,
     p7: tl.int64, address: tl.int64, call: tl.int32, size: tl.int32, op: tl.int32,
     DTYPE: tl.constexpr, BITS: tl.constexpr, FREE: tl.constexpr, WORLD: tl.constexpr, ME: tl.constexpr,
-    ALIGNED: tl.constexpr, AREA: tl.constexpr, TURNS: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
+    ALIGNED: tl.constexpr, AREA: tl.constexpr, FIRST_PHASE: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
     THREADS: tl.constexpr,
 ):  # fmt: skip
     """``SCATTER`` of :func:`one_shot`, with a piece for each rank at an address of its own, and of more elements.
@@ -336,22 +336,22 @@ def scatter_pieces(
     padded = (count + 15) // 16 * 16
     within = tl.arange(0, BLOCK)
     slot: tl.constexpr = BLOCK * (BITS.primitive_bitwidth // 8)
-    patience, sendable = _manners(table, padded)
-    late = 0
+    wait_budget, sendable = _wait_budget(table, padded)
+    timed_out = 0
     for chunk in range(tl.program_id(0), tl.minimum(tl.cdiv(count, BLOCK), CHUNKS), tl.num_programs(0)):
-        section = tl.load(table + TURNS + chunk).to(tl.int32)
+        phase = tl.load(table + FIRST_PHASE + chunk).to(tl.int32)
         for block in range(chunk, tl.cdiv(count, BLOCK), CHUNKS):
             if block != chunk:
                 _fence(THREADS)
             at = block * BLOCK + within
-            place = AREA + ((chunk * SECTIONS + section) * WORLD + ME).to(tl.int64) * slot
+            place = AREA + ((chunk * PHASES + phase) * WORLD + ME).to(tl.int64) * slot
             for step in tl.static_range(1, WORLD):
                 source = _piece((ME + step) % WORLD, p0, p1, p2, p3, p4, p5, p6, p7)
                 bits = _taken(_pointer(source, BITS, ALIGNED), at, count, FREE)
                 there = _staging(table, (ME + step) % WORLD, place, BITS) + within
-                tl.store(there, bits, mask=at < sendable * (1 - late))
-            used = AREA + ((chunk * SECTIONS + section) * WORLD).to(tl.int64) * slot
-            free = AREA + ((chunk * SECTIONS + (section + 2) % SECTIONS) * WORLD).to(tl.int64) * slot
+                tl.store(there, bits, mask=at < sendable * (1 - timed_out))
+            used = AREA + ((chunk * PHASES + phase) * WORLD).to(tl.int64) * slot
+            free = AREA + ((chunk * PHASES + (phase + 2) % PHASES) * WORLD).to(tl.int64) * slot
             _clear(_staging(table, ME, free, BITS) + within, WORLD, BLOCK, FREE, BITS)
             total = tl.zeros([BLOCK], tl.float32)
             for rank in tl.static_range(WORLD):
@@ -359,13 +359,13 @@ def scatter_pieces(
                     bits = _taken(_pointer(_piece(ME, p0, p1, p2, p3, p4, p5, p6, p7), BITS, ALIGNED), at, count, FREE)
                 else:
                     sent = _staging(table, ME, used + rank * slot, BITS) + within
-                    bits, late = _arrived(sent, at < padded, patience, late, FREE)
+                    bits, timed_out = _arrived(sent, at < padded, wait_budget, timed_out, FREE)
                 value = bits.to(DTYPE, bitcast=True).to(tl.float32)
                 total = value if rank == 0 else _combine(total, value, op)
-            tl.store(target + at, _rounded(total, op, late, DTYPE, BITS, WORLD), mask=at < count)
-            section = (section + 1) % SECTIONS
-        tl.store(table + TURNS + chunk, section.to(tl.int64))
-        _fail(table, late, call)
+            tl.store(target + at, _rounded(total, op, timed_out, DTYPE, BITS, WORLD), mask=at < count)
+            phase = (phase + 1) % PHASES
+        tl.store(table + FIRST_PHASE + chunk, phase.to(tl.int64))
+        _fail(table, timed_out, call)
 
 
 @triton.jit(do_not_specialize=["out", "own", "others", "size", "op"])

@@ -20,13 +20,13 @@ import torch.distributed.distributed_c10d as c10d
 
 from safecomm import _torch, backends, replacing
 from safecomm.collectives.table import GATHER, REDUCE, SCATTER
-from safecomm.collectives.takers import ENGINES, NOT_TAKEN, default_group
+from safecomm.collectives.takers import DECLINED, ENGINES, default_group
 from safecomm.core import captures
 from safecomm.core.call_site import place
 from safecomm.core.streams import HOST
 from safecomm.errors import LowLatencyError, SafecommError
-from safecomm.peers.choice import LowLatencyLimits, defaults, read
 from safecomm.peers.engine import Engine
+from safecomm.peers.limits import LowLatencyLimits, defaults, read
 from safecomm.peers.staging import SymmetricStaging
 
 log: logging.Logger = logging.getLogger("safecomm")
@@ -176,13 +176,13 @@ class low_latency:  # noqa: N801
         captures.unwatch()
         _KEPT.append(engine)
         deadline = time.monotonic() + patience.total_seconds()
-        idle = engine.idle(patience) and not engine.late
+        idle = engine.idle(patience) and not engine.timed_out
         if idle and patience:
             engine.store.set(f"over/{engine.group.rank()}", "1")
 
         def wait() -> None:
             left = timedelta(seconds=max(deadline - time.monotonic(), 1.0))
-            if idle and patience and _all_over(engine, left):
+            if idle and patience and _all_complete(engine, left):
                 _KEPT.remove(engine)
 
         return wait
@@ -332,7 +332,7 @@ def _device(index: int) -> str:
     return "" if index == HOST else str(getattr(torch.cuda.get_device_properties(index), "uuid", index))
 
 
-def _all_over(engine: Engine, patience: timedelta) -> bool:
+def _all_complete(engine: Engine, patience: timedelta) -> bool:
     """Wait until all ranks are done with the group's calls; False if one does not get there in time.
 
     Through the group's store and not by a collective, which could not be given up.
@@ -395,7 +395,7 @@ class _Everywhere:
     def run(self, group: Any, name: str, tensors: list[Any], op: Any, asynchronous: bool) -> Any:
         """As :meth:`Engine.run`; it switches low_latency() on for ``group`` first, which all its ranks do here."""
         if not isinstance(group, c10d.ProcessGroup) or captures.capturing():
-            return NOT_TAKEN
+            return DECLINED
         ENGINES[group] = _Stays()
         if backends.of(group, "cuda").name in STAGINGS and group.size() > 1:
             try:
@@ -412,7 +412,7 @@ class _Stays:
 
     def run(self, group: Any, name: str, tensors: list[Any], op: Any, asynchronous: bool) -> Any:
         """Leave the call to the backend."""
-        return NOT_TAKEN
+        return DECLINED
 
     def leave(self, patience: timedelta) -> Callable[[], None]:
         """Do nothing."""

@@ -32,7 +32,7 @@ class Order:
         if event is not None:
             self._streams.recycle_event(self._index, event)
 
-    def mark(self) -> Any:
+    def last_event(self) -> Any:
         """Return an event after the last eager call or replay; None if there was none."""
         if self._event is None and self._eager is not None:
             self._event = self._streams.record_event(self._index, self._eager)
@@ -41,7 +41,7 @@ class Order:
     def before_capture(self, index: int) -> None:
         """Note where the last eager call is: a stream that is being captured can't be asked any more."""
         if index == self._index:
-            self.mark()
+            self.last_event()
 
     def follow_captured(self, stream: int, capture: int) -> bool:
         """Let what ``stream`` is given next begin after the last call of ``capture``; return whether it is the first.

@@ -19,8 +19,8 @@ SLOT = 4 << 10
 MOST = 8
 """Ranks that a kernel knows addresses for."""
 
-SECTIONS = 3
-"""Sections of a chunk, which take turns."""
+PHASES = 3
+"""Phases of a chunk: each call uses the staging of one of them, in turn."""
 
 WIDTHS = {2: torch.int16, 4: torch.int32}
 """Bytes of an element, and the integers of that width. Each has staging of its own: their negative zeros differ."""
@@ -31,15 +31,15 @@ def free(width: int) -> int:
     return int(torch.iinfo(WIDTHS[width]).min)
 
 
-class _Lane(NamedTuple):
+class _Area(NamedTuple):
     begin: int  # bytes from the beginning of the block
     end: int
-    turns: int  # the number of chunks of the lanes before
+    chunks_before: int  # the number of chunks of the areas before
 
 
 @dataclass(frozen=True)
-class Layout:
-    """What lies where in a block: for each width, a lane of the one-shot kernel and one of the two-shot kernel.
+class StagingLayout:
+    """What lies where in a block: for each width, an area of the one-shot kernel and one of the two-shot kernel.
 
     ``one_shot``: the largest number of bytes that a rank sends to a peer in one call. ``two_shot``: the largest tensor
     of the two-shot kernel, in bytes.
@@ -50,46 +50,46 @@ class Layout:
     two_shot: int
 
     def chunks(self, two_shot: bool) -> int:
-        """Return the number of chunks of a lane."""
+        """Return the number of chunks of an area."""
         if two_shot:
             return -(-self.two_shot // (SLOT * self.world))
         return -(-self.one_shot // SLOT)
 
-    def _lanes(self) -> dict[tuple[int, bool], _Lane]:
-        """Return the lanes, by the width and whether it is the two-shot kernel's, in their order."""
-        lanes = {}
-        begin = turns = 0
+    def _areas(self) -> dict[tuple[int, bool], _Area]:
+        """Return the areas, by the width and whether it is the two-shot kernel's, in their order."""
+        areas = {}
+        begin = chunks_before = 0
         for width in WIDTHS:
             for two_shot in (False, True):
                 chunks = self.chunks(two_shot)
-                nbytes = chunks * SECTIONS * self.world * SLOT * (2 if two_shot else 1)
-                lanes[width, two_shot] = _Lane(begin, begin + nbytes, turns)
+                nbytes = chunks * PHASES * self.world * SLOT * (2 if two_shot else 1)
+                areas[width, two_shot] = _Area(begin, begin + nbytes, chunks_before)
                 begin += nbytes
-                turns += chunks
-        return lanes
+                chunks_before += chunks
+        return areas
 
     def area(self, width: int, two_shot: bool) -> int:
-        """Return where a lane begins, in bytes from the beginning of the block."""
-        return self._lanes()[width, two_shot].begin
+        """Return where an area begins, in bytes from the beginning of the block."""
+        return self._areas()[width, two_shot].begin
 
-    def turns(self, width: int, two_shot: bool) -> int:
-        """Return the number of chunks of the lanes before this one."""
-        return self._lanes()[width, two_shot].turns
+    def chunks_before(self, width: int, two_shot: bool) -> int:
+        """Return the number of chunks of the areas before this one."""
+        return self._areas()[width, two_shot].chunks_before
 
     @property
     def nbytes(self) -> int:
         """Bytes of a rank's block: ``2 x 3 x world x (one_shot + 2 x two_shot / world)``, rounded up to whole slots."""
-        return max(lane.end for lane in self._lanes().values())
+        return max(area.end for area in self._areas().values())
 
     @property
     def all_chunks(self) -> int:
-        """The number of chunks of all lanes."""
+        """The number of chunks of all areas."""
         return len(WIDTHS) * (self.chunks(False) + self.chunks(True))
 
     def clear(self, block: torch.Tensor) -> None:
         """Make all of ``block`` free."""
-        for (width, _), lane in self._lanes().items():
-            block[lane.begin : lane.end].view(WIDTHS[width]).fill_(free(width))
+        for (width, _), area in self._areas().items():
+            block[area.begin : area.end].view(WIDTHS[width]).fill_(free(width))
 
 
 class SymmetricStaging:
@@ -98,7 +98,7 @@ class SymmetricStaging:
     Raises RuntimeError if torch or the machine can't.
     """
 
-    def __init__(self, layout: Layout, device: torch.device) -> None:
+    def __init__(self, layout: StagingLayout, device: torch.device) -> None:
         self.block: Any = _torch.symmetric_memory().empty(layout.nbytes, dtype=torch.uint8, device=device)
         layout.clear(self.block)
         self.bases: list[int] = []

@@ -22,7 +22,7 @@ import torch.distributed as stock
 from safecomm.collectives import gates
 from safecomm.collectives.table import GATHER, REDUCE, ROWS, SCATTER
 from safecomm.diagnostics.table import laid_out
-from safecomm.peers.choice import ONE_SHOT, TWO_SHOT, KiB, LowLatencyLimits, MiB
+from safecomm.peers.limits import ONE_SHOT, TWO_SHOT, KiB, LowLatencyLimits, MiB
 from safecomm.peers.low_latency import low_latency
 
 CALLS = 20

@@ -138,7 +138,11 @@ def s1_address_reused_by_another_stream():
 def s1_a_wait_that_only_blocks_the_stream_blocks_it():
     """A late peer, and a copy right after the wait, on a stream that nothing else has ordered after the collective."""
     kind = ROUTES.of(stock.group.WORLD, torch.cuda.current_device()).kind
-    side, wrong, brief = torch.cuda.Stream(), 0, kind.short and hasattr(stock.Work, "block_current_stream")
+    side, wrong, brief = (
+        torch.cuda.Stream(),
+        0,
+        kind.wait_is_stream_order and hasattr(stock.Work, "block_current_stream"),
+    )
     for trial in range(20):
         memory = torch.full((4 * MIB,), float(rank() + 1), device="cuda")
         torch.cuda.synchronize()

@@ -62,10 +62,10 @@ class Holders:
         self._referrers: dict[int, list[Any]] = {}
         self._objects: dict[int, Any] = {}  # keeps the ids true
         self._works: dict[int, list[str]] = {}
-        for entry in [*LEDGER.holds(), *LEDGER.quarantine]:
-            for storage in entry.storages:
+        for hold in [*LEDGER.holds(), *LEDGER.quarantine]:
+            for storage in hold.storages:
                 if isinstance(storage, torch.UntypedStorage):
-                    pending = entry.describe()
+                    pending = hold.describe()
                     what = f"{pending.op} launched at {pending.site}, {pending.state}"
                     self._works.setdefault(_torch.cdata_of(storage), []).append(what)
         self._find_tensors_and_graphs(set(survivors))

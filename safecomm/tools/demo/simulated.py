@@ -84,7 +84,7 @@ class Block:
 
 class _Thread(threading.local):
     current = 0  # the stream
-    lenient = False
+    relaxed = False
 
 
 class SimulatedDevice:
@@ -184,11 +184,11 @@ class SimulatedDevice:
 
     @contextmanager
     def relaxed_capture_mode(self) -> Iterator[None]:
-        before, self._thread.lenient = self._thread.lenient, True
+        before, self._thread.relaxed = self._thread.relaxed, True
         try:
             yield
         finally:
-            self._thread.lenient = before
+            self._thread.relaxed = before
 
     def synchronize(self, index: int) -> None:
         self.calls["synchronize"] += 1
@@ -232,7 +232,7 @@ class SimulatedDevice:
         """Return what :meth:`query` does, for somebody else than the ledger."""
         if capture:
             self._fault("a captured event is queried")
-        if self.capturing and (self.here().capture or not self._thread.lenient):
+        if self.capturing and (self.here().capture or not self._thread.relaxed):
             self._fault("an event is queried during a capture")
         return not past & ~self.done
 
@@ -297,10 +297,10 @@ class SimulatedDevice:
         # Real memory, because the ledger reads the address and counts the references of real storages.
         tensor = torch.empty(nbytes, dtype=torch.uint8)
         if nbytes:
-            self.adopt(tensor, stream)
+            self.track(tensor, stream)
         return tensor
 
-    def adopt(self, tensor: torch.Tensor, stream: int | None) -> None:
+    def track(self, tensor: torch.Tensor, stream: int | None) -> None:
         """Take ``tensor``, which was allocated just now, for memory of ``stream``."""
         self.settle()  # what has died may have had the same address
         storage = tensor.untyped_storage()

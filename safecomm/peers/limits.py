@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from safecomm.collectives.table import REDUCE, SCATTER
-from safecomm.peers.staging import Layout
+from safecomm.peers.staging import StagingLayout
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """Others go to NCCL: of integers, every bit pattern is data, and complex numbers are rare."""
@@ -43,9 +43,9 @@ class LowLatencyLimits:
             if type(value) is not int or not 0 <= value <= LARGEST:
                 raise ValueError(f"LowLatencyLimits({name}={value!r}): expected bytes, from 0 to {LARGEST}")
 
-    def layout(self, world: int) -> Layout:
+    def layout(self, world: int) -> StagingLayout:
         """Return where the staging of a group of ``world`` ranks has what."""
-        return Layout(world, max(self.one_shot, self.scatter, self.gather), self.two_shot)
+        return StagingLayout(world, max(self.one_shot, self.scatter, self.gather), self.two_shot)
 
     def nbytes(self, world: int) -> int:
         """Return the bytes of staging that each of ``world`` ranks needs.
