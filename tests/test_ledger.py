@@ -741,7 +741,7 @@ class HandoffsOrderNothing(Handoffs):
 class FreesLeasesAtOnce(Handoffs):
     """Does not wait for the last replay."""
 
-    def leave(self, *_):
+    def add_leftover(self, *_):
         pass
 
 

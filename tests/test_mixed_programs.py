@@ -139,10 +139,10 @@ def converts_nothing():
 def forgets_the_last_replay():
     """Lets go of what a graph has used as soon as it has ended."""
 
-    def leave(handoffs, *what):
+    def add_leftover(handoffs, *what):
         pass
 
-    return mock.patch.object(Handoffs, "leave", leave)
+    return mock.patch.object(Handoffs, "add_leftover", add_leftover)
 
 
 def gives_captures_what_runs():

@@ -201,7 +201,7 @@ def test_the_number_of_lines_of_the_program_is_bounded(tmp_path, monkeypatch):
         counters.held(entry)
         assert counters.nbytes == 100 * (number + 1)
     assert len(counters.sites) == 4
-    assert counters.sites[None].entries == 7
+    assert counters.sites[None].holds == 7
 
 
 def under_a_variable(rank, path):
