@@ -21,7 +21,7 @@ import torch
 from safecomm import _torch
 from safecomm._torch import BUFFER_ID, new_question, pointer_attribute, questions
 
-Segment = tuple[int | None, int, int, Any]
+Segment = tuple[int | None, int, int, object]
 """What is known of a piece of memory: its stream, the first address, the one past the last, the allocator's pool."""
 
 _UNKNOWN: Segment = (None, 0, 0, None)
@@ -91,10 +91,10 @@ class Allocations:
         self._claims.pop(start, None)
         self._segments.clear()
 
-    def pool(self, pointer: int) -> Any:
+    def pool(self, pointer: int) -> object:
         return self._segment(pointer)[3]
 
-    def allocated(self, pool: Any) -> list[tuple[int, int]]:
+    def allocated(self, pool: object) -> list[tuple[int, int]]:
         return [
             (block["address"], block["address"] + block["size"])
             for segment in _torch.segments()

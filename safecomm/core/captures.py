@@ -36,15 +36,17 @@ RECORDING: dict[int, CapturedGraph] = {}
 BEFORE: list[Callable[[int], None]] = []
 """Called with the index of the device, before a capture begins there."""
 
-DURING: list[Callable[[], AbstractContextManager[Any]]] = []
+DURING: list[Callable[[], AbstractContextManager[object]]] = []
 """Contexts that are open while a capture is recorded."""
 
 _live: dict[int, CapturedGraph] = {}
 _watchers: list[object] = []
-_own_begin: Any = None  # what stands in torch's place while there are watchers, and what did before
+# What stands in torch's place while there are watchers, and what did before.
+_own_begin: tuple[object, Any] | None = None
 _lock = threading.Lock()
 _tolerant = False
-_places: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()  # of the captures of all graphs
+# Of the captures of all graphs.
+_places: weakref.WeakKeyDictionary[torch.cuda.CUDAGraph, str] = weakref.WeakKeyDictionary()
 
 _UNJOINED = "unjoined work"
 """What is in CUDA's error of a capture that ends while a stream that it has taken in goes on."""
@@ -69,7 +71,7 @@ class Lease:
 class _Argument(Hold):
     """A storage that a captured collective uses, and one of the tensors over it."""
 
-    storage: Any  # None if it is the pool's
+    storage: torch.UntypedStorage | None  # None if it is the pool's
     pointer: int
     tensor: weakref.ref[torch.Tensor]
     tensor_pointer: int
@@ -100,12 +102,12 @@ class CapturedGraph:
         self._shared_ranges = shared_ranges  # memory of the pool that other graphs have, which share it
         self._arguments: list[_Argument] = []
         self._slots: dict[int, torch.UntypedStorage] = {}  # of an arena, by address
-        self._groups: dict[int, weakref.ref[Any]] = {}
+        self._groups: dict[int, weakref.ref[object]] = {}
         self._replayed: dict[int, None] = {}  # the streams that it was replayed on
         self.before_replay: list[Callable[[int], None]] = []  # called with the stream of a replay that is about to be
         self._during = contextlib.ExitStack()
-        self._finalizer: Any = None
-        self._deaths: tuple[weakref.ref[Any], ...] = ()
+        self._finalizer: weakref.finalize[[], torch.cuda.CUDAGraph] | None = None
+        self._deaths: tuple[weakref.ref[torch.cuda.CUDAGraph], ...] = ()
 
     def __repr__(self) -> str:
         if RECORDING.get(self.capture) is self:
@@ -144,14 +146,14 @@ class CapturedGraph:
         held.update({one.pointer: one.bytes for one in list(self._arguments) if one.storage is not None})
         return sum(held.values())
 
-    def uses(self, group: Any) -> bool:
+    def uses(self, group: object) -> bool:
         """Return whether a collective of ``group`` (None: of any group) was captured."""
         if group is None:
             return bool(self._groups)
         reference = self._groups.get(id(group))
         return reference is not None and reference() is group
 
-    def add(self, op: str, group: Any, tensor: torch.Tensor, frame: types.FrameType) -> None:
+    def add(self, op: str, group: object, tensor: torch.Tensor, frame: types.FrameType) -> None:
         """Note that ``tensor`` is an argument of a captured collective."""
         storage = tensor.untyped_storage()
         pointer = storage.data_ptr()
@@ -229,7 +231,7 @@ class CapturedGraph:
         self._end()
         self._ledger.sweep()
 
-    def begin(self, graph: Any) -> None:
+    def begin(self, graph: torch.cuda.CUDAGraph) -> None:
         """Record what is captured into ``graph`` from now on, until its ``capture_end``, or until it dies."""
         try:
             self._follow(graph)
@@ -350,11 +352,11 @@ def refuse_capture(what: str) -> None:
         )
 
 
-def _around_begin(original: Any) -> Any:
+def _around_begin(original: Callable[..., object]) -> Callable[..., None]:
     """Return what stands in for ``torch.cuda.CUDAGraph.capture_begin``."""
 
     @functools.wraps(original)
-    def capture_begin(graph: Any, pool: Any = None, *args: Any, **kwargs: Any) -> None:
+    def capture_begin(graph: torch.cuda.CUDAGraph, pool: Any = None, *args: object, **kwargs: object) -> None:
         pool = getattr(pool, "id", pool)  # of a MemPool, which torch 2.14 takes as well
         # A pool by its name, because a graph does not tell its pool before the capture has ended.
         shared_ranges = [] if pool is None else LEDGER.streams.allocated(tuple(pool))
@@ -419,7 +421,7 @@ def _end_capture(captured: CapturedGraph) -> None:
     )
 
 
-def note(op: str, group: Any, tensors: list[Any], frame: types.FrameType) -> None:
+def note(op: str, group: object, tensors: list[torch.Tensor], frame: types.FrameType) -> None:
     """Note the ``tensors``, each with memory of its own, of a collective that was just called, if it was captured."""
     for tensor in tensors:
         if tensor.is_cuda and tensor.layout is torch.strided:
@@ -428,7 +430,7 @@ def note(op: str, group: Any, tensors: list[Any], frame: types.FrameType) -> Non
                 captured.add(op, group, tensor, frame)
 
 
-def check_group(op: str, group: Any, tensors: list[Any]) -> None:
+def check_group(op: str, group: object, tensors: list[torch.Tensor]) -> None:
     """Raise CaptureBoundaryError if a collective that is about to be captured would have to make a communicator."""
     if _tolerant:  # torch is to say so, or to make one all the same
         return
@@ -452,7 +454,7 @@ def tolerant() -> bool:
     return _tolerant
 
 
-def refuse_live(group: Any) -> None:
+def refuse_live(group: object) -> None:
     """Raise LiveGraphError if graphs are alive that run collectives of ``group``; None: of any group.
 
     In a program that can't be edited, reset them.
@@ -471,20 +473,20 @@ def refuse_live(group: Any) -> None:
         )
 
 
-def alive() -> list[Any]:
+def alive() -> list[torch.cuda.CUDAGraph]:
     """Return the CUDA graphs that are there, of whomever, but for those that ``gc.freeze()`` has hidden."""
     # The type and not isinstance(), which asks proxies for what they stand for.
     return [one for one in gc.get_objects() if issubclass(type(one), torch.cuda.CUDAGraph)]
 
 
-def places_of(graphs: list[Any]) -> list[str]:
+def places_of(graphs: list[torch.cuda.CUDAGraph]) -> list[str]:
     """Return where ``graphs`` were captured, as far as that was seen."""
     seen = {id(graph): captured.site for captured in tuple(_live.values()) if (graph := captured._graph()) is not None}
     unseen = "places that nobody saw, without patch()"
     return sorted({seen.get(id(graph)) or _places.get(graph, unseen) for graph in graphs})
 
 
-def _note_place(graph: Any) -> None:
+def _note_place(graph: torch.cuda.CUDAGraph) -> None:
     """Note where a capture begins: torch calls this for each."""
     _places[graph] = place(_caller())
 

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+from torch.distributed import ProcessGroup
+
 from safecomm.core.holds import Hold, Pending, keys_of
 from safecomm.core.ledger import LEDGER, Ledger, WorkHold
 from safecomm.core.streams import HOST
@@ -34,7 +36,7 @@ def pending() -> list[Pending]:
     return LEDGER.pending()
 
 
-def drain(*, wait: bool = False, timeout: timedelta | None = None, group: Any = None) -> int:
+def drain(*, wait: bool = False, timeout: timedelta | None = None, group: ProcessGroup | None = None) -> int:
     """Give back the memory of all works that are complete; with ``wait``, of all works, once they are complete.
 
     Every call of a collective does the first by itself, for the oldest works of each group; this is for the end of a
@@ -66,7 +68,9 @@ def drain(*, wait: bool = False, timeout: timedelta | None = None, group: Any = 
     return drain_ledger(LEDGER, wait=wait, timeout=timeout, group=group)
 
 
-def drain_ledger(ledger: Ledger, *, wait: bool = False, timeout: timedelta | None = None, group: Any = None) -> int:
+def drain_ledger(
+    ledger: Ledger, *, wait: bool = False, timeout: timedelta | None = None, group: ProcessGroup | None = None
+) -> int:
     """Do for ``ledger`` what :func:`drain` does."""
     if wait:
         deadline = _deadline(timeout)
@@ -80,7 +84,7 @@ def drain_ledger(ledger: Ledger, *, wait: bool = False, timeout: timedelta | Non
     return sum(hold.nbytes for hold in _unfinished(ledger, group) + quarantined)
 
 
-def await_works(ledger: Ledger, timeout: timedelta | None, group: Any, *, unpollable: bool = True) -> None:
+def await_works(ledger: Ledger, timeout: timedelta | None, group: object, *, unpollable: bool = True) -> None:
     """Block the host until all works of ``group`` (None: of all groups) are complete, and release them.
 
     Works that fail go to the quarantine. Without ``unpollable`` not for works of which the backend does not tell, which
@@ -114,13 +118,13 @@ def _is_unpollable(hold: Hold) -> bool:
     return isinstance(hold, WorkHold) and not hold.queue.pollable
 
 
-def _unfinished(ledger: Ledger, group: Any = None) -> list[Any]:
+def _unfinished(ledger: Ledger, group: object = None) -> list[Hold]:
     """Return the holds that the device will be done with: not those that wait for others who still use the memory."""
     # What a capture holds ends with the capture, which may be another thread's.
     return [hold for hold in ledger.holds(group) if not hold.queue.capture and not hold.waits_for_others()]
 
 
-def _await_all(ledger: Ledger, group: Any, deadline: float | None, *, unpollable: bool = True) -> None:
+def _await_all(ledger: Ledger, group: object, deadline: float | None, *, unpollable: bool = True) -> None:
     def gone(hold: Hold) -> bool:
         ledger.sweep(thorough=True)
         return hold.awaits_others or hold not in hold.queue.holds
@@ -130,7 +134,7 @@ def _await_all(ledger: Ledger, group: Any, deadline: float | None, *, unpollable
         _await(holds, gone, deadline)
 
 
-def _await(holds: list[Any], done: Callable[[Any], bool], deadline: float | None) -> None:
+def _await(holds: list[Hold], done: Callable[[Hold], bool], deadline: float | None) -> None:
     """Block the host until all ``holds`` are ``done``; raise PendingWorkError at the deadline."""
     pause = 1e-5
     while left := [hold for hold in holds if not done(hold)]:
@@ -140,7 +144,7 @@ def _await(holds: list[Any], done: Callable[[Any], bool], deadline: float | None
         pause = min(pause * 2, 1e-2)
 
 
-def _await_in_thread(wait: Callable[[], Any], hold: Hold, deadline: float | None) -> None:
+def _await_in_thread(wait: Callable[[], object], hold: Hold, deadline: float | None) -> None:
     """Block the host until ``wait``, called in a thread, has returned; raise PendingWorkError at the deadline."""
     thread = threading.Thread(target=wait, daemon=True)
     thread.start()
@@ -161,7 +165,7 @@ def _await_unpollable(hold: Any, deadline: float | None) -> None:
         hold.wait()
 
 
-def _empty_quarantine(ledger: Ledger, group: Any, deadline: float | None) -> None:
+def _empty_quarantine(ledger: Ledger, group: object, deadline: float | None) -> None:
     for hold in keys_of(ledger.quarantine):
         if not hold.belongs_to(group):
             continue
@@ -179,7 +183,7 @@ def _empty_quarantine(ledger: Ledger, group: Any, deadline: float | None) -> Non
         ledger.release(hold)
 
 
-def _pending_error(holds: list[Any]) -> PendingWorkError:
+def _pending_error(holds: list[Hold]) -> PendingWorkError:
     shown = "; ".join(str(hold.describe()) for hold in holds[:8])
     return PendingWorkError(
         f"{len(holds)} works are not over in time: {shown}{'; ...' if len(holds) > 8 else ''}. "

@@ -11,10 +11,10 @@ from __future__ import annotations
 import time
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
-from safecomm.core.holds import Hold, Queue, keys_of
+from safecomm.core.holds import Hold, Queue, Sweeper, keys_of
 from safecomm.core.rules import Rules
 from safecomm.core.streams import HOST, alloc_stream_of, capture_of
 
@@ -43,23 +43,23 @@ class Handoffs:
 
     def __init__(self, rules: Rules, budget: int | None = None) -> None:
         self.count: int = 0  # how often memory was used on another stream than its own
-        self.queues: dict[Any, Any] = {}
+        self.queues: dict[Hashable, Queue] = {}
         self._rules = rules
         self._streams = rules.streams
         self._budget = budget
         # What dead graphs have left: the device index, the streams, the storages, and the call site.
-        self.leftovers: dict[object, tuple[int, tuple[int, ...], tuple[Any, ...], types.CodeType, int]] = {}
+        self.leftovers: dict[object, tuple[int, tuple[int, ...], tuple[object, ...], types.CodeType, int]] = {}
         # What is to be done because a graph has died, or a block has ended, if an exception kept it from being done.
-        self.unfinished: dict[Callable[[], None], Any] = {}
+        self.unfinished: dict[Callable[[], None], object] = {}
         # Is nonempty while there are any of these, so that the next call looks after them.
         self.leftover_queue: Queue = Queue(self, rules.nonempty, self.queues, "leftovers", HOST)
 
     def add(
         self,
         op: str,
-        group: Any,
+        group: object,
         index: int,
-        storages: tuple[Any, ...],
+        storages: tuple[object, ...],
         code: types.CodeType,
         instruction: int,
         since: float,
@@ -99,7 +99,15 @@ class Handoffs:
         if (observer := self._rules.observer) is not None:
             observer.held(hold)
 
-    def queue(self, key: Any, index: int, stream: int, capture: int, make: type[Queue] = Queue, by: Any = None) -> Any:
+    def queue(
+        self,
+        key: Hashable,
+        index: int,
+        stream: int,
+        capture: int,
+        make: Callable[..., Queue] = Queue,
+        by: Sweeper | None = None,
+    ) -> Any:
         """Return the queue under ``key``, made by ``make`` if there is none, whose holds ``by`` decides about."""
         queue = self.queues.get(key)
         if queue is None:
@@ -113,7 +121,7 @@ class Handoffs:
     # --- what graphs leave ------------------------------------------------------------------------------------
 
     def add_leftover(
-        self, index: int, streams: tuple[int, ...], storages: tuple[Any, ...], code: types.CodeType, instruction: int
+        self, index: int, streams: tuple[int, ...], storages: tuple[object, ...], code: types.CodeType, instruction: int
     ) -> None:
         """Take over ``storages``, which only graphs have used, on ``streams``. May be called from a destructor."""
         self.leftovers[object()] = index, streams, storages, code, instruction
@@ -134,7 +142,7 @@ class Handoffs:
                 self._rules.nonempty[self.leftover_queue] = None
 
     def _convert(
-        self, index: int, streams: tuple[int, ...], storages: tuple[Any, ...], code: types.CodeType, instruction: int
+        self, index: int, streams: tuple[int, ...], storages: tuple[object, ...], code: types.CodeType, instruction: int
     ) -> bool:
         # A graph is replayed through its object, which notes the stream. For a graph that was not, the stream that is
         # current now is the best guess.

@@ -17,7 +17,7 @@ import types
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -27,7 +27,7 @@ from safecomm import _torch
 from safecomm.core.call_site import line_of
 from safecomm.core.streams import HOST
 
-K = TypeVar("K")
+K = TypeVar("K", bound=Hashable)
 
 
 class _State(str):
@@ -46,7 +46,7 @@ class _State(str):
     def __ne__(self, other: object) -> bool:
         return not self == other
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
         return str, (str(self),)
 
 
@@ -87,14 +87,14 @@ class Hold:
 
     op: str
     queue: Queue
-    storages: tuple[Any, ...]
+    storages: tuple[object, ...]
     since: float
     code: types.CodeType  # with instruction, the call site: cheap to take, and a line number when somebody asks
     instruction: int
-    event: Any = None  # at the last use; of handoffs, and of recorded uses from when nobody else uses the memory
+    event: object = None  # at the last use; of handoffs, and of recorded uses from when nobody else uses the memory
     stream: int = 0  # of the event; of a staged or captured work: the stream of its launch
-    group: weakref.ref[Any] | None = None  # a handoff's group; a work's is its queue's
-    aliases: tuple[Any, ...] = ()  # what c10d was given in place of the caller's tensors; emptied at release
+    group: weakref.ref[object] | None = None  # a handoff's group; a work's is its queue's
+    aliases: tuple[torch.Tensor, ...] = ()  # what c10d was given in place of the caller's tensors; emptied at release
     in_a_table: bool = False  # it is found by its storage in a table, and taken out of it at release
     # It is complete, and only waits until the program can't wait for it any more: a result of a functional collective.
     awaits_others: bool = False
@@ -122,11 +122,11 @@ class Hold:
         """Where the call was made, as ``file:line in function``."""
         return line_of(self.code, self.instruction)
 
-    def belongs_to(self, group: Any) -> bool:
+    def belongs_to(self, group: object) -> bool:
         """Return whether this is a hold of ``group``; of any, if that is None."""
         return group is None or group is self.of_group()
 
-    def of_group(self) -> Any:
+    def of_group(self) -> object:
         """Return the group whose call this is of; None if there is none, or if it is gone."""
         reference = self.group or self.queue.group
         return None if reference is None else reference()
@@ -169,13 +169,13 @@ class Queue:
     )  # fmt: skip
 
     def __init__(
-        self, sweeper: Sweeper, nonempty: dict[Queue, None], table: dict[Any, Any], key: Any, index: int,
+        self, sweeper: Sweeper, nonempty: dict[Queue, None], table: dict[K, Any], key: K, index: int,
         stream: int = 0, capture: int = 0, budget: int = 0,
     ) -> None:  # fmt: skip
         self.sweeper: Sweeper = sweeper
         self.nonempty: dict[Queue, None] = nonempty  # the ledger's: the queues that have holds
         self.table: dict[Any, Any] = table  # where this queue is found under its key
-        self.key: Any = key
+        self.key: Hashable = key
         self.index: int = index  # device index, or HOST
         self.stream: int = stream  # of the uses, or of the first launch
         self.capture: int = capture  # the graph capture that all of it is part of; 0 for none
@@ -185,7 +185,7 @@ class Queue:
         )
         # Weak, because a group that is still referred to when the interpreter ends can take the process down (gloo,
         # torch 2.13). None for handoffs.
-        self.group: weakref.ref[Any] | None = None
+        self.group: weakref.ref[object] | None = None
         # Not a plain dict: finding its first key takes longer with every key deleted before it.
         self.holds: OrderedDict[Any, None] = OrderedDict()
 
@@ -220,7 +220,9 @@ class Queue:
         return _pile_up(self.holds, lag, self.budget)
 
 
-def first_of(holds: OrderedDict[Any, None], count: int, order: Callable[[Any], Any] = iter) -> tuple[Any, ...]:
+def first_of(
+    holds: OrderedDict[K, None], count: int, order: Callable[[OrderedDict[K, None]], Iterator[K]] = iter
+) -> tuple[K, ...]:
     """Return the first ``count`` of ``holds``, also while other threads, or finalizers, change them."""
     while True:
         try:
@@ -264,7 +266,7 @@ def leave_all_empty(aliases: Iterable[torch.Tensor]) -> None:
             alias.data = like
 
 
-def keys_of(table: Mapping[K, Any]) -> list[K]:
+def keys_of(table: Mapping[K, object]) -> list[K]:
     """Return the keys of ``table``, which other threads and dying graphs and groups change at any time.
 
     A list: making a tuple of a dictionary can run the garbage collector in the middle (before Python 3.12), and the

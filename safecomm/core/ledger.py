@@ -27,7 +27,7 @@ import logging
 import operator
 import time
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from itertools import islice
@@ -112,7 +112,9 @@ class WorkQueue(Queue):
         "wait_is_stream_order",
     )  # fmt: skip
 
-    def __init__(self, ledger: Ledger, table: dict[Any, Any], key: Any, index: int, stream: int, capture: int) -> None:
+    def __init__(
+        self, ledger: Ledger, table: dict[Any, Any], key: Hashable, index: int, stream: int, capture: int
+    ) -> None:
         super().__init__(ledger, ledger.nonempty, table, key, index, stream, capture, ledger.budget)
         self.ledger: Ledger = ledger
         self.current: Callable[[int], int] = ledger.streams.current
@@ -131,8 +133,8 @@ class WorkQueue(Queue):
         self,
         work: W,
         op: str,
-        inner: Any,
-        storages: tuple[Any, ...],
+        inner: object,
+        storages: tuple[object, ...],
         alloc_stream: int | None,
         frame: types.FrameType,
     ) -> W:
@@ -164,7 +166,7 @@ class WorkQueue(Queue):
         """Return the queue for the same works in the capture that ``stream`` is part of."""
         raise NotImplementedError
 
-    def relaxed(self) -> AbstractContextManager[Any]:
+    def relaxed(self) -> AbstractContextManager[object]:
         """Return the context for a launch that may ask the device, so that it ends no other thread's capture (S5).
 
         For backends whose ``wait()`` asks: they ask for earlier works as they launch one too (torch 2.15). Not in a
@@ -176,7 +178,7 @@ class WorkQueue(Queue):
         capturing = stream and self.ledger.streams.is_capturing(self.index, stream)
         return _NOTHING if capturing else self.ledger.streams.relaxed_capture_mode()
 
-    def launch(self, function: Callable[..., Any], *given: Any) -> Any:
+    def launch(self, function: Callable[..., Any], *given: object) -> Any:
         """Launch by ``function(*given)``, and end no other thread's capture by it; see :meth:`relaxed`."""
         with self.relaxed():
             return function(*given)
@@ -225,7 +227,9 @@ class Ledger(Rules):
 
     # --- rule 1: waited for ---------------------------------------------------------------------------------
 
-    def hand_off(self, op: str, group: Any, index: int, storages: tuple[Any, ...], frame: types.FrameType) -> None:
+    def hand_off(
+        self, op: str, group: object, index: int, storages: tuple[object, ...], frame: types.FrameType
+    ) -> None:
         """Hold those of ``storages``, used on the current stream of ``index``, that were allocated on another (S1)."""
         self.handoffs.add(op, group, index, storages, frame.f_code, frame.f_lasti, _now())
 
@@ -392,7 +396,7 @@ class Ledger(Rules):
             return False
         return True
 
-    def _capturing(self, queues: list[Any]) -> int:
+    def _capturing(self, queues: list[Queue]) -> int:
         """Return the capture that a current stream of the device of any of ``queues`` is part of; 0 if none is."""
         indices = {queue.index for queue in queues}
         indices.update(hold.queue.index for hold in keys_of(self.quarantine))
@@ -470,7 +474,7 @@ class Ledger(Rules):
         unknown = None in streams
         for stream in (streams - {None}) | {current} if unknown else streams:
             # Making another stream the current one takes longer than all the rest.
-            there: Any = _NOTHING if stream == current else self.streams.using(index, stream)  # type: ignore[arg-type]
+            there: AbstractContextManager[object] = _NOTHING if stream == current else self.streams.using(index, stream)  # type: ignore[arg-type]
             with there:
                 if not self._wait_here(work):
                     return False
@@ -516,7 +520,7 @@ class Ledger(Rules):
 
     # --- all of it ------------------------------------------------------------------------------------------
 
-    def holds(self, group: Any = None) -> list[Any]:
+    def holds(self, group: object = None) -> list[Any]:
         """Return the holds of ``group`` (None: of all groups), without the quarantine."""
         return [hold for queue in keys_of(self.nonempty) for hold in keys_of(queue.holds) if hold.belongs_to(group)]
 

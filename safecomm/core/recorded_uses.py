@@ -316,7 +316,7 @@ class RecordedUses:
         with self._rules.lock:
             self._rules.release_all(self.by_storage.get(_torch.cdata_of(storage), {}).values())
 
-    def hand_over(self, give: Callable[[torch.UntypedStorage, int, int], Any]) -> None:
+    def hand_over(self, give: Callable[[Any, int, int], object]) -> None:
         """Release recorded uses after ``give`` was called with what each holds, the device index, and the stream.
 
         But for those of captures, and of memory that an arena keeps, for which the allocator would do nothing. Those go

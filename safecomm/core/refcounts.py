@@ -32,7 +32,7 @@ def _no_count(_: object) -> int:
     return sys.maxsize
 
 
-getrefcount: Callable[[Any], int] = getattr(sys, "getrefcount", _no_count)
+getrefcount: Callable[[object], int] = getattr(sys, "getrefcount", _no_count)
 
 _ROUNDS = 64
 """How often the self-test counts: by then the interpreter has specialised the code that counts."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
-from typing import Any
 
 from safecomm import _torch
 from safecomm.core.holds import Hold, Observer, Queue
@@ -35,7 +34,7 @@ class Rules:
         self.observer: Observer | None = None
         # Around whatever polls an event of a hold or looks at recorded uses, which takes several steps: another thread
         # must not recycle the event in between. No collective takes the lock while there are only works.
-        self.lock: Any = threading.RLock()
+        self.lock: threading.RLock = threading.RLock()
 
     def release(self, hold: Hold) -> None:
         """Let go of the memory of ``hold``: every release of the package is made here.

@@ -46,10 +46,10 @@ class Streams(Protocol):
     def unclaim(self, start: int, /) -> None:
         """Undo the claim that begins at ``start``."""
 
-    def pool(self, pointer: int, /) -> Any:
+    def pool(self, pointer: int, /) -> object:
         """Return the allocator's pool, such as that of a graph, that the memory at ``pointer`` is part of."""
 
-    def allocated(self, pool: Any, /) -> list[tuple[int, int]]:
+    def allocated(self, pool: object, /) -> list[tuple[int, int]]:
         """Return the pieces of memory of ``pool`` that are in use, as pairs of first address and the one past the last.
 
         Takes time; not for the hot path.
@@ -61,7 +61,7 @@ class Streams(Protocol):
     def is_capturing(self, index: int, stream: int, /) -> bool:
         """Return whether ``stream``, the current one of device ``index``, is capturing."""
 
-    def record_event(self, index: int, stream: int, /) -> Any:
+    def record_event(self, index: int, stream: int, /) -> object:
         """Return an event recorded on ``stream``."""
 
     def query_event(self, event: Any, /) -> bool:
@@ -76,10 +76,10 @@ class Streams(Protocol):
     def pause(self, index: int, stream: int, /) -> None:
         """Let ``stream`` do nothing for a few microseconds, so that kernels ready on other streams start first."""
 
-    def using(self, index: int, stream: int, /) -> AbstractContextManager[Any]:
+    def using(self, index: int, stream: int, /) -> AbstractContextManager[object]:
         """Return a context manager under which ``stream`` is the current one."""
 
-    def relaxed_capture_mode(self) -> AbstractContextManager[Any]:
+    def relaxed_capture_mode(self) -> AbstractContextManager[object]:
         """Return a context manager under which events may be queried while another thread captures."""
 
     def synchronize(self, index: int, /) -> None:
@@ -94,7 +94,7 @@ def capture_of(streams: Streams, stream: int) -> int:
     return streams.capture(stream) if stream else 0  # 0 is the legacy default stream, which can't capture
 
 
-def alloc_stream_of(streams: Streams, storage: Any, no_memory: int) -> int | None:
+def alloc_stream_of(streams: Streams, storage: object, no_memory: int) -> int | None:
     """Return the stream that ``storage`` was allocated on; None if unknown, ``no_memory`` if it has no memory."""
     # A tensor subclass without memory of its own is held as an object, and has no address.
     pointer = storage.data_ptr() if type(storage) is torch.UntypedStorage else 0
@@ -125,20 +125,20 @@ class CudaStreams(Allocations):
 
     def __init__(self) -> None:
         super().__init__()
-        self._streams: dict[tuple[int, int], Any] = {}
-        self._events: dict[int, list[Any]] = {}
+        self._streams: dict[tuple[int, int], torch.cuda.Stream] = {}
+        self._events: dict[int, list[torch.cuda.Event]] = {}
 
     current = staticmethod(_torch.current_raw_stream)
     capture = staticmethod(_torch.capture_id)
     is_capturing = staticmethod(_torch.is_capturing)
 
-    def _stream(self, index: int, stream: int) -> Any:
+    def _stream(self, index: int, stream: int) -> torch.cuda.Stream:
         known = self._streams.get((index, stream))
         if known is None:
             known = self._streams[index, stream] = stream_object(index, stream)
         return known
 
-    def record_event(self, index: int, stream: int) -> Any:
+    def record_event(self, index: int, stream: int) -> torch.cuda.Event:
         pool = self._events.get(index)
         event = pool.pop() if pool else torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self._stream(index, stream))
@@ -147,20 +147,20 @@ class CudaStreams(Allocations):
     def query_event(self, event: Any) -> bool:
         return bool(event.query())
 
-    def recycle_event(self, index: int, event: Any) -> None:
+    def recycle_event(self, index: int, event: torch.cuda.Event) -> None:
         self._events.setdefault(index, []).append(event)
 
-    def wait_event(self, index: int, stream: int, event: Any) -> None:
+    def wait_event(self, index: int, stream: int, event: torch.cuda.Event) -> None:
         self._stream(index, stream).wait_event(event)
 
     def pause(self, index: int, stream: int) -> None:
         with self.using(index, stream):
             _torch.spin(PAUSE)
 
-    def using(self, index: int, stream: int) -> AbstractContextManager[Any]:
+    def using(self, index: int, stream: int) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._stream(index, stream))
 
-    def relaxed_capture_mode(self) -> AbstractContextManager[Any]:
+    def relaxed_capture_mode(self) -> AbstractContextManager[object]:
         return _Relaxed()
 
     def synchronize(self, index: int) -> None:

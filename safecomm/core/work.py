@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch.distributed.distributed_c10d import Work as C10dWork
@@ -156,7 +156,7 @@ class Work(WorkHold, _Base):
             ledger.completed(self)
         return done
 
-    def get_future(self) -> Any:
+    def get_future(self) -> torch.futures.Future[Any]:
         """Return torch's future of the collective. The memory stays held until the collective is complete.
 
         Raises SafecommError where :meth:`result` does, and CaptureBoundaryError where :meth:`wait` does if the backend
@@ -169,7 +169,7 @@ class Work(WorkHold, _Base):
         self.has_future = True  # the future stands for the handle from now on
         return self.inner.get_future()
 
-    def _asking(self) -> AbstractContextManager[Any]:
+    def _asking(self) -> AbstractContextManager[object]:
         """Return the context for what may ask the device, so that it ends no other thread's capture."""
         return self.queue.ledger.streams.relaxed_capture_mode() if self.queue.asks_in_wait else _NOTHING
 
@@ -211,7 +211,7 @@ class Work(WorkHold, _Base):
     def _source_rank(self) -> int:
         return self.inner._source_rank()
 
-    def _get_op_type(self) -> Any:
+    def _get_op_type(self) -> object:
         return self.inner._get_op_type()  # type: ignore[attr-defined]
 
     def _get_duration(self) -> float:
@@ -226,11 +226,11 @@ class Work(WorkHold, _Base):
         """The backend's time limit for the collective (torch 2.15 and later)."""
         return self.inner.timeout  # type: ignore[attr-defined, no-any-return]
 
-    def boxed(self) -> Any:
+    def boxed(self) -> torch.ScriptObject:
         """Return the backend's handle as a TorchScript object, which the compiler's operators pass around."""
         return self.inner.boxed()
 
-    def __reduce_ex__(self, _: object) -> Any:
+    def __reduce_ex__(self, _: object) -> NoReturn:
         raise TypeError("a safecomm.Work can't be copied or pickled: it holds the memory of one running collective")
 
     def __dir__(self) -> list[str]:
@@ -333,10 +333,10 @@ class MemberWork(Work):
     def is_completed(self) -> bool:
         return self._region.is_completed()
 
-    def get_future(self) -> Any:
+    def get_future(self) -> torch.futures.Future[Any]:
         return self._region.get_future()
 
-    def _asking(self) -> AbstractContextManager[Any]:
+    def _asking(self) -> AbstractContextManager[object]:
         return _NOTHING  # it has no event
 
     def __repr__(self) -> str:
