@@ -31,7 +31,7 @@ from safecomm.collectives.holding import (
     span,
 )
 from safecomm.collectives.regions import REGIONS, Region
-from safecomm.collectives.routes import ROUTES, Route
+from safecomm.collectives.routes import ROUTES, RootOptions, Route
 from safecomm.collectives.table import OP_IDS, OPS, ROWS, Row
 from safecomm.collectives.takers import BUCKETS, DECLINED, ENGINES, GENERAL, default_group, is_true, offer
 from safecomm.collectives.tensors import (
@@ -48,7 +48,7 @@ from safecomm.guards import PLAIN
 
 log: logging.Logger = logging.getLogger("safecomm")
 
-F = TypeVar("F", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[..., object])
 
 SUM = c10d.ReduceOp.SUM
 
@@ -90,7 +90,7 @@ def forwarded(row: Row, *, asks: bool = True) -> Any:
     of_the_host = not row.tensors and not row.kind and not backends.SOME_ASK_IN_WAIT
     after = [frozenset(names[count:]) for count in range(len(names) + 1)]
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> object:
         if compiling() or (point_to_point and inside.batch):
             return original(*args, **kwargs)
         if of_the_host and not (BUCKETS or recording or profiler._is_profiler_enabled):
@@ -118,8 +118,12 @@ def forwarded(row: Row, *, asks: bool = True) -> Any:
         return general(args, kwargs, group, tensors, asynchronous)
 
     def general(
-        args: tuple[Any, ...], kwargs: dict[str, Any], group: Any, tensors: list[Any], asynchronous: bool
-    ) -> Any:
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+        group: object,
+        tensors: list[torch.Tensor],
+        asynchronous: bool,
+    ) -> object:
         if profiler._is_profiler_enabled and not SPAN.open:
             with span(name):
                 return general(args, kwargs, group, tensors, asynchronous)
@@ -156,18 +160,18 @@ def forwarded(row: Row, *, asks: bool = True) -> Any:
             return None  # the ordinary program: nothing to hold
         return finish(row, result, group, tensors, caller())
 
-    def _binds(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def _binds(args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
         """Return whether there is none of the arguments too many; c10d is to say so where there is."""
         return len(args) < len(after) and after[len(args)].issuperset(kwargs)
 
-    def _operation(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:
+    def _operation(args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[object, tuple[object, ...]]:
         """Return the reduce operation, if there is one, and what is given as the tensors."""
         op = None if op_place is None else args[op_place] if op_place < len(args) else kwargs.get("op", SUM)
         return op, tuple([args[place] if place < len(args) else kwargs.get(argument) for place, argument in places])
 
     def _mapped(
-        function: Callable[[Any], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        function: Callable[[object], object], args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> tuple[tuple[object, ...], dict[str, object]]:
         positional = list(args)
         for place, argument in places:
             if place < len(args):
@@ -176,10 +180,10 @@ def forwarded(row: Row, *, asks: bool = True) -> Any:
                 kwargs = {**kwargs, argument: function(kwargs[argument])}
         return tuple(positional), kwargs
 
-    def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Any]]:
-        tensors: list[Any] = []
+    def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[object, list[torch.Tensor]]:
+        tensors: list[torch.Tensor] = []
         for place, argument in places:
-            value = args[place] if place < len(args) else kwargs.get(argument)
+            value: Any = args[place] if place < len(args) else kwargs.get(argument)
             if type(value) in PLAIN:
                 tensors.append(value)
             elif type(value) is list and PLAIN.issuperset(map(type, value)):
@@ -192,7 +196,7 @@ def forwarded(row: Row, *, asks: bool = True) -> Any:
     return stand_in(call, original)
 
 
-def _options(launch: _torch.Launch, op: Any, asynchronous: bool) -> Any:
+def _options(launch: _torch.Launch, op: object, asynchronous: bool) -> Any:
     options = launch.options()
     if hasattr(options, "reduceOp"):
         options.reduceOp = op
@@ -201,7 +205,7 @@ def _options(launch: _torch.Launch, op: Any, asynchronous: bool) -> Any:
     return options
 
 
-def prepared(launch: _torch.Launch | None) -> tuple[Any, dict[int, Any], dict[int, Any]]:
+def prepared(launch: _torch.Launch | None) -> tuple[Any, dict[int, object], dict[int, object]]:
     """Return what launches, and its options for synchronous and for asynchronous calls, by the id of the operation.
 
     None and empty tables where torch has no such launch.
@@ -212,14 +216,16 @@ def prepared(launch: _torch.Launch | None) -> tuple[Any, dict[int, Any], dict[in
     return launch.function, synchronous, asynchronous
 
 
-def prepared_for_all(launch: _torch.Launch | None) -> tuple[Any, tuple[Any, Any]]:
+def prepared_for_all(launch: _torch.Launch | None) -> tuple[Any, tuple[object, object]]:
     """As :func:`prepared`, of a collective that has no reduce operation."""
     if launch is None:
         return None, (None, None)
     return launch.function, (_options(launch, SUM, False), _options(launch, SUM, True))
 
 
-def prepared_by_root(row: Row) -> tuple[Any, Callable[[Route, Any, Any, Any, Any, bool], Any]]:
+def prepared_by_root(
+    row: Row,
+) -> tuple[Any, Callable[[Route, c10d.ProcessGroup, Any, int | None, object, bool], RootOptions | None]]:
     """Return what launches calls of ``row``, which has a root, and what gives their options.
 
     The function that gives options takes the route, the group, the root as a rank of all and as one of the group (c10d
@@ -228,13 +234,15 @@ def prepared_by_root(row: Row) -> tuple[Any, Callable[[Route, Any, Any, Any, Any
     """
     name, launch = row.name, row.launch
 
-    def options(route: Route, group: Any, root: Any, group_root: Any, op: Any, asynchronous: bool) -> Any:
+    def options(
+        route: Route, group: c10d.ProcessGroup, root: Any, group_root: int | None, op: object, asynchronous: bool
+    ) -> RootOptions | None:
         # Before anything is looked up: an array is no key, a root of 1.0 is as good a key as 1, and c10d takes the one
         # and refuses the other.
         if (type(root), type(group_root)) not in _ONE_ROOT:
             return None
         key = name, root, group_root, id(op), asynchronous
-        found = route.root_options.get(key)
+        found: RootOptions | None = route.root_options.get(key)
         # A rank of all means something only in a group that c10d knows: it may have been destroyed past safecomm.
         if found is not None and (root is None or _torch.group_name(group)):
             return found
@@ -271,11 +279,11 @@ def split_sizes(sizes: Any) -> list[int] | None:
 _INTEGERS = frozenset({int})
 
 
-def _flat(function: Callable[..., Any]) -> Callable[..., Any]:
+def _flat(function: Callable[..., c10d.Work | None]) -> Callable[..., c10d.Work | None]:
     return lambda launcher, tensor, options: function(launcher, [tensor], options)
 
 
-DIRECT: dict[str, tuple[Callable[..., Any], dict[int, Any], dict[int, Any]]] = {
+DIRECT: dict[str, tuple[Callable[..., c10d.Work | None], dict[int, object], dict[int, object]]] = {
     row.name: (_flat(row.launch.function) if row.one else row.launch.function, *prepared(row.launch)[1:])
     for row in ROWS.values()
     if row.collected and row.launch is not None
@@ -287,7 +295,7 @@ What to call with the group, or its backend where groups have no hooks, the tens
 """
 
 
-TOGETHER: dict[str, tuple[Any, dict[int, Any], dict[int, Any]]] = {
+TOGETHER: dict[str, tuple[Callable[..., c10d.Work | None], dict[int, object], dict[int, object]]] = {
     row.name: prepared(_torch.COALESCED[row.kind])
     for row in ROWS.values()
     if row.collected and row.launch is not None and _torch.COALESCED[row.kind] is not None
@@ -295,7 +303,7 @@ TOGETHER: dict[str, tuple[Any, dict[int, Any], dict[int, Any]]] = {
 """How several calls of a coalescing region are launched by its group, as :data:`DIRECT`."""
 
 
-def stand_in(wrapper: F, original: Any) -> F:
+def stand_in(wrapper: F, original: Callable[..., object]) -> F:
     """Give ``wrapper`` the name, signature and documentation of ``original``, with what safecomm does beside it."""
     functools.update_wrapper(wrapper, original)
     wrapper.__doc__ = effects.help_of(original.__name__, original.__doc__)
@@ -305,7 +313,7 @@ def stand_in(wrapper: F, original: Any) -> F:
     return wrapper
 
 
-def direct(gate: F, row: Row, launch: Any) -> Any:
+def direct(gate: F, row: Row, launch: object) -> Any:
     """Return ``gate`` as the stand-in for c10d's function of ``row``.
 
     Return that function with a hold around it if nothing launches its calls directly, if it takes other arguments in
@@ -319,7 +327,7 @@ def direct(gate: F, row: Row, launch: Any) -> Any:
     return stand_in(gate, original)
 
 
-def _names(function: Any) -> list[str]:
+def _names(function: Callable[..., object]) -> list[str]:
     return list(inspect.signature(function).parameters)
 
 

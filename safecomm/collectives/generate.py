@@ -107,7 +107,7 @@ EARLIER = """
         # torch 2.13 and 2.14 warn of the earlier name; since 2.15 it is an alias that does not.
         _deprecated_${key} = getattr(getattr(c10d, "${alias}", None), "__deprecated__", None)
 
-        def _${alias}(${signature}) -> Any:
+        def _${alias}(${signature}) -> object:
             if _deprecated_${key} is not None and not _compiling():
                 warnings.warn(_deprecated_${key}, FutureWarning, stacklevel=2)
             return ${key}(${passed})
@@ -129,10 +129,26 @@ else:
 
 _TYPES = {
     "group": "c10d.ProcessGroup | None",
-    "op": "Any",
+    "op": "c10d.ReduceOp | c10d.ReduceOp.RedOpType",
     "device_ids": "list[int] | None",
     "timeout": "timedelta | None",
+    "async_op": "bool",
 }
+
+
+def _type_of(row: Row, name: str) -> str:
+    """Return the type of the argument ``name`` of ``row``."""
+    if name in _TYPES:
+        return _TYPES[name]
+    if name.endswith("split_sizes"):
+        return "list[int] | None"
+    if name not in row.tensors:
+        return "int | None"
+    if name.endswith("_lists"):
+        return "list[list[torch.Tensor]]"
+    if name in ("gather_list", "scatter_list"):
+        return "list[torch.Tensor] | None"
+    return "list[torch.Tensor]" if name.endswith(("_list", "tensors")) else "torch.Tensor"
 
 
 def typed(row: Row) -> str:
@@ -141,23 +157,10 @@ def typed(row: Row) -> str:
     optional = [*row.given, "group"]
     last = ["device_ids", "timeout"] if row.key == "barrier" else root
 
-    def told(name: str) -> str:
-        if name in _TYPES:
-            return _TYPES[name]
-        if name.endswith("split_sizes"):
-            return "list[int] | None"
-        if name not in row.tensors:
-            return "int | None"
-        if name.endswith("_lists"):
-            return "list[list[torch.Tensor]]"
-        if name in ("gather_list", "scatter_list"):
-            return "list[torch.Tensor] | None"
-        return "list[torch.Tensor]" if name.endswith(("_list", "tensors")) else "torch.Tensor"
-
     can_be_left_out = ("gather_list", "scatter_list", "gather_tensor")
-    tensors = [f"{name}: {told(name)}{' = ...' if name in can_be_left_out else ''}" for name in row.tensors]
-    lefts = [f"{name}: {told(name)} = ..." for name in optional]
-    after = [f"{name}: {told(name)} = ..." for name in last]
+    tensors = [f"{name}: {_type_of(row, name)}{' = ...' if name in can_be_left_out else ''}" for name in row.tensors]
+    lefts = [f"{name}: {_type_of(row, name)} = ..." for name in optional]
+    after = [f"{name}: {_type_of(row, name)} = ..." for name in last]
     handle = "torch.Future[Any]" if row.key.endswith("_coalesced") else "Work"
     forms = (
         ([*tensors, *lefts, "async_op: Literal[False] = ...", *after], "None"),
@@ -168,7 +171,7 @@ def typed(row: Row) -> str:
     for key in filter(None, (row.key, row.alias)):
         for given, back in forms:
             found += f"\n    @overload\n    def {key}({', '.join(given)}) -> {back}: ..."
-        found += f"\n    def {key}(*args: Any, **kwargs: Any) -> Any: ...\n"
+        found += f"\n    def {key}(*args: object, **kwargs: object) -> object: ...\n"
     return found
 
 
@@ -180,7 +183,6 @@ def gate(row: Row) -> str:
     arguments = [*row.tensors, *row.given, "group", "async_op", *last]
     defaults = {"op": "c10d.ReduceOp.SUM", "async_op": "False"}
     optional = arguments[len(row.tensors) :]
-    types = {"async_op": "bool"}
     operation = "op" if "op" in row.given else "None"
     if root:
         prepared = f"_launch_{row.key}, _options_{row.key} = prepared_by_root(_row_{row.key})"
@@ -227,8 +229,8 @@ def gate(row: Row) -> str:
         "key": row.key,
         "alias": row.alias,
         "signature": ", ".join(
-            [f"{name}: Any" for name in row.tensors]
-            + [f"{name}: {types.get(name, 'Any')} = {defaults.get(name, 'None')}" for name in optional]
+            [f"{name}: {_type_of(row, name)}" for name in row.tensors]
+            + [f"{name}: {_type_of(row, name)} = {defaults.get(name, 'None')}" for name in optional]
         ),
         "passed": ", ".join(arguments),
         "named": ", ".join([*row.tensors, *[f"{name}={name}" for name in optional]]),

@@ -12,8 +12,9 @@ import threading
 import types
 import weakref
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch.distributed import ProcessGroup
 
 from safecomm import _torch, backends
@@ -33,6 +34,12 @@ class Key(NamedTuple):
     capture: int
     unordered: bool
     results: bool
+
+
+class RootOptions(Protocol):
+    """The options of a call that has a root."""
+
+    rootRank: int  # noqa: N815 (c10d's name)
 
 
 class Route(WorkQueue):
@@ -61,18 +68,19 @@ class Route(WorkQueue):
         self.rank: int = 0  # of this process among them
         self.single_call_equivalent: bool = False  # a region of one call does what that call does
         self.guards: Guards = Guards(key.device)  # of the tensors of direct calls
-        self.root_options: dict[Any, Any] = {}  # options of direct calls that have a root, by what they are given
+        # Options of direct calls that have a root, by what they are given.
+        self.root_options: dict[tuple[object, ...], RootOptions] = {}
         self._unordered: Route | None = None
 
     def of_capture(self, stream: int) -> WorkQueue:
         capture = capture_of(self.ledger.streams, stream)
         return self.routes.of(self.its_group(), self.index, stream, capture, unordered=self.key.unordered)
 
-    def its_group(self) -> Any:
+    def its_group(self) -> object:
         """Return the group whose route this is; None if it is gone."""
         return None if self.group is None else self.group()
 
-    def unordered(self, group: Any) -> Route:
+    def unordered(self, group: object) -> Route:
         """Return the route for calls of ``group`` here that end in no order: gloo does not tell their end."""
         if self._unordered is None:
             self._unordered = self.routes.of(group, self.index, unordered=True)
@@ -99,7 +107,7 @@ class Routes:
 
     def of(
         self,
-        group: Any,
+        group: object,
         index: int,
         stream: int = 0,
         capture: int = 0,
@@ -126,7 +134,7 @@ class Routes:
         route = self.all.get(key)
         return self._make(key, group, stream) if route is None else route
 
-    def _make(self, key: Key, group: Any, stream: int) -> Route:
+    def _make(self, key: Key, group: object, stream: int) -> Route:
         _, index, capture, unordered, results = key
         device_type = "cpu" if index == HOST else "cuda"
         kind = backends.of(group, device_type)
@@ -162,13 +170,13 @@ class Routes:
         self,
         work: W,
         op: str,
-        inner: Any,
-        group: Any,
+        inner: object,
+        group: object,
         index: int,
-        storages: tuple[Any, ...],
+        storages: tuple[object, ...],
         frame: types.FrameType,
         *,
-        aliases: tuple[Any, ...] = (),
+        aliases: tuple[torch.Tensor, ...] = (),
         staged: bool = False,
         unordered: bool = False,
         alloc_stream: int | None = None,
@@ -220,7 +228,7 @@ class Routes:
         self.fast.pop(key.group, None)
         self._kept_back.pop(key.group, None)
 
-    def close(self, group: Any, reason: str) -> None:
+    def close(self, group: object, reason: str) -> None:
         """Forget the routes of ``group`` (None: of all groups), which is gone, and quarantine what is still held."""
         for key in keys_of(self.all):
             route = self.all.get(key)

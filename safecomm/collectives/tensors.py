@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ _alloc_stream = LEDGER.streams.alloc_stream
 _all_allocated_on = LEDGER.streams.all_allocated_on
 
 
-def index_of(tensor: Any) -> int | None:
+def index_of(tensor: torch.Tensor) -> int | None:
     """Return the device index that the ledger knows ``tensor``'s device by; None for devices that it does not know."""
     if type(tensor) not in PLAIN and _torch.is_fake(tensor):
         return None
@@ -28,13 +28,13 @@ def index_of(tensor: Any) -> int | None:
     return HOST if tensor.device.type == "cpu" else None
 
 
-def storages_of(tensors: list[Any]) -> tuple[Any, ...]:
+def storages_of(tensors: Iterable[torch.Tensor]) -> tuple[object, ...]:
     """Return what keeps the memory of ``tensors`` alive.
 
     Storages and not the tensors: ``t.data = ...`` leaves a held tensor with other memory (Megatron and DeepSpeed free
     that way). A subclass is made of other tensors, and those are what counts; it is held itself as well.
     """
-    found: list[Any] = []
+    found: list[object] = []
     for tensor in tensors:
         if type(tensor) not in PLAIN:
             found.append(tensor)
@@ -49,7 +49,7 @@ def storages_of(tensors: list[Any]) -> tuple[Any, ...]:
     return tuple(found)
 
 
-def alloc_stream_of_few(index: int, storages: tuple[Any, ...]) -> int | None:
+def alloc_stream_of_few(index: int, storages: tuple[object, ...]) -> int | None:
     """Return the one stream that all of ``storages`` were allocated on; None if it is not known, or they are many."""
     if index == HOST:
         return HOST
@@ -57,7 +57,7 @@ def alloc_stream_of_few(index: int, storages: tuple[Any, ...]) -> int | None:
     return _alloc_stream(*pointers) if 1 <= len(storages) == len(pointers) <= 2 else None
 
 
-def with_memory(tensors: list[Any]) -> list[torch.Tensor]:
+def with_memory(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Return ``tensors``, with the tensors that a subclass is made of in its place."""
     found: list[torch.Tensor] = []
     for tensor in tensors:
@@ -69,7 +69,7 @@ def with_memory(tensors: list[Any]) -> list[torch.Tensor]:
     return found
 
 
-def flatten(arguments: Any) -> Iterator[Any]:
+def flatten(arguments: object) -> Iterator[torch.Tensor]:
     """Yield the tensors in arbitrarily nested lists and tuples."""
     if isinstance(arguments, torch.Tensor):
         yield arguments
@@ -78,7 +78,7 @@ def flatten(arguments: Any) -> Iterator[Any]:
             yield from flatten(argument)
 
 
-def all_on_current_stream(arguments: list[Any]) -> bool:
+def all_on_current_stream(arguments: Iterable[torch.Tensor]) -> bool:
     """Return whether a synchronous call need hold none of these: on the CPU, or allocated on the current stream."""
     pointers = []
     index = HOST
@@ -124,7 +124,7 @@ def host_alias(argument: Any) -> Any:
         return argument.detach()
 
 
-def as_they_are(tensors: list[Any]) -> bool:
+def as_they_are(tensors: Iterable[torch.Tensor]) -> bool:
     """Return whether an asynchronous call is to be given ``tensors`` themselves; see :func:`host_alias`."""
     for tensor in tensors:  # noqa: SIM110 (a generator takes longer than the question)
         if tensor.is_cuda or tensor.requires_grad:
