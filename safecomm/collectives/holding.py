@@ -67,12 +67,12 @@ def span(name: str) -> Iterator[None]:
         SPAN.open = False
 
 
-def kind_for(group: Any, index: int) -> Kind:
+def kind_for(group: object, index: int) -> Kind:
     """Return what serves device ``index`` in ``group``."""
     return ROUTES.of(group, index).kind if isinstance(group, c10d.ProcessGroup) else backends.UNKNOWN
 
 
-def relaxed(group: Any, tensors: list[Any]) -> AbstractContextManager[Any]:
+def relaxed(group: object, tensors: list[torch.Tensor]) -> AbstractContextManager[object]:
     """Return the context for a function of c10d's that may wait for what it launches; see ``Route.relaxed``."""
     if not backends.SOME_ASK_IN_WAIT or not isinstance(group, c10d.ProcessGroup):
         return _NOTHING
@@ -85,7 +85,7 @@ def relaxed(group: Any, tensors: list[Any]) -> AbstractContextManager[Any]:
 
 
 def wait_for(
-    route: Route, inner: Any, op: str, group: Any, tensors: list[torch.Tensor], frame: types.FrameType
+    route: Route, inner: c10d.Work, op: str, group: object, tensors: list[torch.Tensor], frame: types.FrameType
 ) -> None:
     """Wait for the work of a synchronous call on the backend of ``route``, with what else it takes than ``wait()``.
 
@@ -99,12 +99,12 @@ def wait_for(
         raise
 
 
-def holds_itself(group: Any) -> bool:
+def holds_itself(group: object) -> bool:
     """Return whether what a call on ``group`` uses will be held by safecomm, so that c10d need not hold it."""
     return isinstance(group, c10d.ProcessGroup) and type(REGIONS.get(group)) in (Region, type(None))
 
 
-def needs_aliases(group: Any, tensors: list[Any]) -> bool:
+def needs_aliases(group: object, tensors: list[torch.Tensor]) -> bool:
     """Return whether the backend that ``tensors`` go to has more hold them than need be, unless it is given aliases."""
     for tensor in tensors:
         if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
@@ -112,15 +112,15 @@ def needs_aliases(group: Any, tensors: list[Any]) -> bool:
     return False
 
 
-def launch(function: Callable[..., Any], route: Route, group: Any, *given: Any) -> Any:
+def launch(function: Callable[..., c10d.Work | None], route: Route, group: object, *given: object) -> c10d.Work | None:
     """Launch by ``function`` of a :class:`_torch.Launch`, on ``group`` where groups have hooks, else on its backend."""
     return function(group if _torch.HOOKS else route.backend, *given)
 
 
 def hold_launched(
-    op: str, inner: Any, route: Route, group: Any, tensors: list[torch.Tensor], asynchronous: bool,
+    op: str, inner: c10d.Work | None, route: Route, group: object, tensors: list[torch.Tensor], asynchronous: bool,
     frame: types.FrameType,
-) -> Work | None:  # fmt: skip
+) -> c10d.Work | None:  # fmt: skip
     """Hold what a launch on ``route`` uses, one or two plain tensors, on NCCL; return what the caller gets."""
     index = route.index
     alloc_stream = HOST if index < 0 else _alloc_stream(tensors[0].data_ptr(), tensors[-1].data_ptr())
@@ -135,7 +135,7 @@ def hold_launched(
 
 
 def hold_list(
-    row: Row, inner: Any, route: Route, group: Any, tensors: list[torch.Tensor], frame: types.FrameType
+    row: Row, inner: c10d.Work, route: Route, group: object, tensors: list[torch.Tensor], frame: types.FrameType
 ) -> Work:
     """Hold the plain ``tensors`` of an asynchronous call that was launched on ``route``, and return its handle."""
     index = route.index
@@ -158,7 +158,7 @@ def hold_list(
 
 
 def hold_together(
-    inner: Any, route: Route, group: Any, tensors: list[torch.Tensor], aliases: list[torch.Tensor],
+    inner: c10d.Work | None, route: Route, group: object, tensors: list[torch.Tensor], aliases: list[torch.Tensor],
     asynchronous: bool, ordered: bool, frame: types.FrameType,
 ) -> Work | None:  # fmt: skip
     """Hold the plain ``tensors`` of a region, of which c10d has ``aliases``; return what the region's caller gets."""
@@ -180,7 +180,7 @@ def hold_together(
     return to.hold(work, op, inner, storages, stream if local else None, frame)
 
 
-def finish(row: Row, result: Any, group: Any, tensors: list[Any], frame: types.FrameType) -> Any:
+def finish(row: Row, result: object, group: object, tensors: list[torch.Tensor], frame: types.FrameType) -> object:
     """Hold what a call of ``row`` on ``group`` left running, and return what its caller gets for ``result``."""
     if type(result) is _torch.FakeWork:
         return result
@@ -202,7 +202,7 @@ def finish(row: Row, result: Any, group: Any, tensors: list[Any], frame: types.F
     return result
 
 
-def _collect(row: Row, result: Any, group: Any, region: Region, tensors: list[Any]) -> Any:
+def _collect(row: Row, result: object, group: object, region: Region, tensors: list[torch.Tensor]) -> object:
     """Leave what a call uses to the end of the region that it is in."""
     region.tensors.extend(tensors)
     region.staged |= row.staged
@@ -213,12 +213,14 @@ def _collect(row: Row, result: Any, group: Any, region: Region, tensors: list[An
     return result
 
 
-def _ends_in_order(row: Row, group: Any, index: int | None) -> bool:
+def _ends_in_order(row: Row, group: object, index: int | None) -> bool:
     """Return whether the works of ``row`` are kept with the others of their group; else they are kept apart."""
     return row.ordered and (row.pollable or index != HOST or kind_for(group, HOST).pollable_p2p)
 
 
-def _hold_work(row: Row, inner: c10d.Work, group: Any, index: int, tensors: list[Any], frame: types.FrameType) -> Work:
+def _hold_work(
+    row: Row, inner: c10d.Work, group: object, index: int, tensors: list[torch.Tensor], frame: types.FrameType
+) -> Work:
     ordered = _ends_in_order(row, group, index)
     storages = storages_of(tensors)
     route = ROUTES.fast.get(id(group))
@@ -231,7 +233,7 @@ def _hold_work(row: Row, inner: c10d.Work, group: Any, index: int, tensors: list
     return ROUTES.hold(work, row.name, inner, group, index, storages, frame, staged=row.staged, unordered=not ordered)
 
 
-def _hold_used(op: str, group: Any, index: int, storages: tuple[Any, ...], frame: types.FrameType) -> None:
+def _hold_used(op: str, group: object, index: int, storages: tuple[object, ...], frame: types.FrameType) -> None:
     """Hold what was used by a call that is in the order of the current stream, or over."""
     if id(group) not in ROUTES.fast:
         ROUTES.of(group, index)
@@ -242,12 +244,19 @@ def _hold_used(op: str, group: Any, index: int, storages: tuple[Any, ...], frame
 class _FutureAsWork:
     """What the ledger asks of a work, answered by a future."""
 
-    def __init__(self, future: Any) -> None:
+    def __init__(self, future: torch.Future[object]) -> None:
         self.wait = future.wait
         self.is_completed = future.done
 
 
-def _hold_future(op: str, future: Any, group: Any, index: int, tensors: list[Any], frame: types.FrameType) -> None:
+def _hold_future(
+    op: str,
+    future: torch.Future[object],
+    group: object,
+    index: int,
+    tensors: list[torch.Tensor],
+    frame: types.FrameType,
+) -> None:
     """Hold the tensors of a call that answers with a future: the coalesced ones, which torch has deprecated."""
     storages = storages_of(tensors)
     if index == HOST:
@@ -260,7 +269,7 @@ def _hold_future(op: str, future: Any, group: Any, index: int, tensors: list[Any
         LEDGER.hand_off(op, group, index, storages, frame)
 
 
-def hold_region(cm: Any, group: Any, region: Region, frame: types.FrameType) -> None:
+def hold_region(cm: Any, group: object, region: Region, frame: types.FrameType) -> None:
     """Hold what ``region`` has launched, whose work is in c10d's ``cm``, and make that the handle."""
     index = index_of(region.tensors[0]) if region.tensors else None
     if index is None:

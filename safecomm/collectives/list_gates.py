@@ -8,8 +8,7 @@ have ways of their own before this one: see ``lists.py``.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed.distributed_c10d as c10d
@@ -18,11 +17,12 @@ from safecomm import _torch
 from safecomm.collectives.general import forwarded, prepared, prepared_by_root, prepared_for_all
 from safecomm.collectives.holding import counter, hold_list
 from safecomm.collectives.regions import REGIONS
-from safecomm.collectives.routes import ROUTES, Route
+from safecomm.collectives.routes import ROUTES, RootOptions, Route
 from safecomm.collectives.table import ROWS, Row
 from safecomm.collectives.takers import BUCKETS, DECLINED, ENGINES, GENERAL, offer
 from safecomm.collectives.tensors import storages_of
 from safecomm.core.ledger import LEDGER
+from safecomm.core.work import Work
 
 # Bound once: each of these is read on every call.
 _compiling = torch.compiler.is_dynamo_compiling
@@ -46,13 +46,13 @@ class _Way:
 
     __slots__ = ("count", "function", "row")
 
-    def __init__(self, row: Row, function: Callable[..., Any]) -> None:
+    def __init__(self, row: Row, function: Callable[..., c10d.Work | None]) -> None:
         self.row = row
         self.function = function
         self.count = counter(row.name)
 
 
-def _route_of(group: Any, tensors: list[Any], asynchronous: Any) -> Route | None:
+def _route_of(group: object, tensors: list[torch.Tensor], asynchronous: object) -> Route | None:
     """Return the route of an ordinary call of ``tensors``; None for a call that is c10d's function's."""
     route = _routes.get(id(group))
     try:
@@ -84,9 +84,10 @@ def _given(route: Route, tensors: list[torch.Tensor], asynchronous: bool) -> lis
 
 
 def _run(
-    way: _Way, route: Route, group: Any, outputs: list[Any], inputs: list[Any], options: Any,
+    way: _Way, route: Route, group: object, outputs: Sequence[torch.Tensor | list[torch.Tensor]],
+    inputs: Sequence[torch.Tensor | list[torch.Tensor]], options: object,
     tensors: list[torch.Tensor], asynchronous: bool,
-) -> Any:  # fmt: skip
+) -> Work | None:  # fmt: skip
     """Launch an ordinary call, hold ``tensors``, and return what the caller gets."""
     launcher = group if _HOOKS else route.backend
     index = route.index
@@ -119,7 +120,7 @@ _function, _gather_options = prepared_for_all(ROWS["all_gather"].launch)
 _ALL_GATHER = _Way(ROWS["all_gather"], _function)
 
 
-def run_all_gather(tensor_list: Any, tensor: Any, group: Any, asynchronous: Any) -> Any:
+def run_all_gather(tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: object, asynchronous: bool) -> object:
     """Run an ordinary ``all_gather``, and return what its caller gets; GENERAL for a call that is c10d's function's."""
     if type(tensor_list) is not list or not tensor_list or _ALL_GATHER.function is None:
         return GENERAL
@@ -137,7 +138,9 @@ _function, *_reduce_options = prepared(ROWS["reduce_scatter"].launch)
 _REDUCE_SCATTER = _Way(ROWS["reduce_scatter"], _function)
 
 
-def run_reduce_scatter(output: Any, input_list: Any, op: Any, group: Any, asynchronous: Any) -> Any:
+def run_reduce_scatter(
+    output: torch.Tensor, input_list: list[torch.Tensor], op: object, group: object, asynchronous: bool
+) -> object:
     """As :func:`run_all_gather`, of a ``reduce_scatter``."""
     if type(input_list) is not list or not input_list:
         return GENERAL
@@ -158,7 +161,12 @@ _function, _all_to_all_options = prepared_for_all(_row_all_to_all.launch)
 _ALL_TO_ALL = _Way(_row_all_to_all, _function)
 
 
-def all_to_all(output_tensor_list: Any, input_tensor_list: Any, group: Any = None, async_op: bool = False) -> Any:
+def all_to_all(
+    output_tensor_list: list[torch.Tensor],
+    input_tensor_list: list[torch.Tensor],
+    group: c10d.ProcessGroup | None = None,
+    async_op: bool = False,
+) -> object:
     if _compiling():
         return _c10d_all_to_all(output_tensor_list, input_tensor_list, group, async_op)
     if _nonempty and not _can_skip_sweep():
@@ -175,7 +183,9 @@ def all_to_all(output_tensor_list: Any, input_tensor_list: Any, group: Any = Non
     return taken
 
 
-def _run_all_to_all(outputs: Any, inputs: Any, group: Any, asynchronous: Any) -> Any:
+def _run_all_to_all(
+    outputs: list[torch.Tensor], inputs: list[torch.Tensor], group: object, asynchronous: bool
+) -> object:
     if type(outputs) is not list or type(inputs) is not list or not inputs:
         return GENERAL
     tensors = [*outputs, *inputs]
@@ -200,9 +210,9 @@ _SCATTER = _Way(_row_scatter, _function)
 
 
 def gather(
-    tensor: Any, gather_list: Any = None, dst: Any = None, group: Any = None, async_op: bool = False,
-    group_dst: Any = None,
-) -> Any:  # fmt: skip
+    tensor: torch.Tensor, gather_list: list[torch.Tensor] | None = None, dst: int | None = None,
+    group: c10d.ProcessGroup | None = None, async_op: bool = False, group_dst: int | None = None,
+) -> object:  # fmt: skip
     if _compiling():
         return _c10d_gather(tensor, gather_list, dst, group, async_op, group_dst)
     if _nonempty and not _can_skip_sweep():
@@ -220,9 +230,9 @@ def gather(
 
 
 def scatter(
-    tensor: Any, scatter_list: Any = None, src: Any = None, group: Any = None, async_op: bool = False,
-    group_src: Any = None,
-) -> Any:  # fmt: skip
+    tensor: torch.Tensor, scatter_list: list[torch.Tensor] | None = None, src: int | None = None,
+    group: c10d.ProcessGroup | None = None, async_op: bool = False, group_src: int | None = None,
+) -> object:  # fmt: skip
     if _compiling():
         return _c10d_scatter(tensor, scatter_list, src, group, async_op, group_src)
     if _nonempty and not _can_skip_sweep():
@@ -240,9 +250,9 @@ def scatter(
 
 
 def _run_by_root(
-    way: _Way, options_of: Callable[..., Any], tensor: Any, parts: Any, group: Any, root: Any, group_root: Any,
-    asynchronous: Any,
-) -> Any:  # fmt: skip
+    way: _Way, options_of: Callable[..., RootOptions | None], tensor: torch.Tensor, parts: list[torch.Tensor] | None,
+    group: c10d.ProcessGroup, root: int | None, group_root: int | None, asynchronous: bool,
+) -> object:  # fmt: skip
     if parts is None:
         parts = []
     elif type(parts) is not list:

@@ -83,7 +83,7 @@ That is the driver's copy, at the full speed of the memory, which one kernel for
 """
 
 
-def whole_of(tensors: list[Any], tensor: torch.Tensor, backend: Any) -> torch.Tensor | None:
+def whole_of(tensors: list[torch.Tensor], tensor: torch.Tensor, backend: Any) -> torch.Tensor | None:
     """Return the buffer that ``tensors`` are the slices of, as a tensor of one dimension; None if they are not.
 
     They are if all are like ``tensor`` and follow each other in one storage. ``tensor`` must lie outside of them, or
@@ -148,7 +148,7 @@ class _ListGuards:
 
     def __init__(self) -> None:
         self._known: dict[int, list[Callable[..., bool]]] = {}  # by the number of tensors
-        self._met: list[Any] = []  # the last that were like none of them
+        self._met: list[tuple[int, torch.Size, torch.dtype]] = []  # the last that were like none of them
 
     def match(self, tensors: list[torch.Tensor]) -> bool:
         """Return whether ``tensors`` are like those of any list that is known. None of them may be nested."""
@@ -206,7 +206,7 @@ def addresses_of(pieces: list[Any], tensor: torch.Tensor, size: int, *, written:
     return found
 
 
-def _can_be_copied(pieces: list[Any], tensor: torch.Tensor, written: bool) -> bool:
+def _can_be_copied(pieces: list[torch.Tensor], tensor: torch.Tensor, written: bool) -> bool:
     """Return whether ``pieces`` are like ``tensor``, and our copies do with them what c10d's would."""
     if (
         tensor.dtype not in STAGED
@@ -230,7 +230,7 @@ def _can_be_copied(pieces: list[Any], tensor: torch.Tensor, written: bool) -> bo
     )
 
 
-def _found(tensors: Any, tensor: Any, group: Any, asynchronous: bool) -> Route | None:
+def _found(tensors: list[torch.Tensor], tensor: torch.Tensor, group: object, asynchronous: bool) -> Route | None:
     """Return the route of a call that goes flat if its list can; None for one that is c10d's."""
     if (
         _has_torch_function(tensor)  # a TorchFunctionMode is active
@@ -256,7 +256,7 @@ def _found(tensors: Any, tensor: Any, group: Any, asynchronous: bool) -> Route |
     return route
 
 
-def _route_of(group: Any, index: int) -> Route | None:
+def _route_of(group: object, index: int) -> Route | None:
     """Return the route of a group that has not been called on this device yet, or whose calls are diverted."""
     if type(group) is not c10d.ProcessGroup:
         return None
@@ -264,9 +264,9 @@ def _route_of(group: Any, index: int) -> Route | None:
 
 
 def _run(
-    op: str, function: Any, options: Any, route: Route, group: Any, output: torch.Tensor, source: torch.Tensor,
-    arguments: list[torch.Tensor], asynchronous: bool,
-) -> Any:  # fmt: skip
+    op: str, function: Callable[..., c10d.Work | None], options: object, route: Route, group: object,
+    output: torch.Tensor, source: torch.Tensor, arguments: list[torch.Tensor], asynchronous: bool,
+) -> c10d.Work | None:  # fmt: skip
     """Launch a flat collective, hold what it uses, and return what the caller gets."""
     if _recording:
         captures.check_group(op, group, arguments)
@@ -282,7 +282,7 @@ def _run(
 
 
 def _staged(
-    op: str, run: Callable[..., None], options: Any, route: Route, group: Any, pieces: list[Any],
+    op: str, run: Callable[..., None], options: object, route: Route, group: object, pieces: list[torch.Tensor],
     tensor: torch.Tensor, count: Callable[[], int], *, written: bool,
 ) -> bool:  # fmt: skip
     """Run a synchronous call of a list in pieces through a slot of the arena; False for one that is c10d's."""
@@ -315,7 +315,7 @@ def _staged(
 
 
 def _gather(
-    route: Route, group: Any, slot: torch.Tensor, pieces: list[Any], tensor: torch.Tensor, options: Any
+    route: Route, group: object, slot: torch.Tensor, pieces: list[torch.Tensor], tensor: torch.Tensor, options: object
 ) -> None:
     inner = launch(_launch_all_gather, route, group, slot, tensor, options)
     if inner is not None:
@@ -327,7 +327,7 @@ def _gather(
 
 
 def _scatter(
-    route: Route, group: Any, slot: torch.Tensor, pieces: list[Any], tensor: torch.Tensor, options: Any
+    route: Route, group: object, slot: torch.Tensor, pieces: list[torch.Tensor], tensor: torch.Tensor, options: object
 ) -> None:
     torch.cat(pieces, out=slot)
     inner = launch(_launch_reduce_scatter, route, group, tensor, slot, options)
@@ -335,7 +335,12 @@ def _scatter(
         inner.wait()
 
 
-def _all_gather(tensor_list: Any, tensor: Any, group: Any = None, async_op: bool = False) -> Any:
+def _all_gather(
+    tensor_list: list[torch.Tensor],
+    tensor: torch.Tensor,
+    group: c10d.ProcessGroup | None = None,
+    async_op: bool = False,
+) -> object:
     if _compiling():
         return _c10d_all_gather(tensor_list, tensor, group, async_op)
     if _nonempty and not _can_skip_sweep():
@@ -374,8 +379,12 @@ def _all_gather(tensor_list: Any, tensor: Any, group: Any = None, async_op: bool
 
 
 def _reduce_scatter(
-    output: Any, input_list: Any, op: Any = c10d.ReduceOp.SUM, group: Any = None, async_op: bool = False
-) -> Any:
+    output: torch.Tensor,
+    input_list: list[torch.Tensor],
+    op: c10d.ReduceOp | c10d.ReduceOp.RedOpType = c10d.ReduceOp.SUM,
+    group: c10d.ProcessGroup | None = None,
+    async_op: bool = False,
+) -> object:
     if _compiling():
         return _c10d_reduce_scatter(output, input_list, op, group, async_op)
     if _nonempty and not _can_skip_sweep():
@@ -412,6 +421,7 @@ if TYPE_CHECKING:
     _List = list[torch.Tensor]
     _T = torch.Tensor
     _Group = c10d.ProcessGroup | None
+    _Op = c10d.ReduceOp | c10d.ReduceOp.RedOpType
 
     @overload
     def all_gather(tensor_list: _List, tensor: _T, group: _Group = ..., async_op: Literal[False] = ...) -> None: ...
@@ -419,21 +429,21 @@ if TYPE_CHECKING:
     def all_gather(tensor_list: _List, tensor: _T, group: _Group = ..., *, async_op: Literal[True]) -> Work: ...
     @overload
     def all_gather(tensor_list: _List, tensor: _T, group: _Group = ..., async_op: bool = ...) -> Work | None: ...
-    def all_gather(*args: Any, **kwargs: Any) -> Any: ...
+    def all_gather(*args: object, **kwargs: object) -> object: ...
 
     @overload
     def reduce_scatter(
-        output: _T, input_list: _List, op: Any = ..., group: _Group = ..., async_op: Literal[False] = ...
+        output: _T, input_list: _List, op: _Op = ..., group: _Group = ..., async_op: Literal[False] = ...
     ) -> None: ...
     @overload
     def reduce_scatter(
-        output: _T, input_list: _List, op: Any = ..., group: _Group = ..., *, async_op: Literal[True]
+        output: _T, input_list: _List, op: _Op = ..., group: _Group = ..., *, async_op: Literal[True]
     ) -> Work: ...
     @overload
     def reduce_scatter(
-        output: _T, input_list: _List, op: Any = ..., group: _Group = ..., async_op: bool = ...
+        output: _T, input_list: _List, op: _Op = ..., group: _Group = ..., async_op: bool = ...
     ) -> Work | None: ...
-    def reduce_scatter(*args: Any, **kwargs: Any) -> Any: ...
+    def reduce_scatter(*args: object, **kwargs: object) -> object: ...
 
 else:
     all_gather = direct(_all_gather, _ALL_GATHER, _launch_all_gather)

@@ -19,14 +19,14 @@ class Region(list[Any]):
     __slots__ = ("aliases", "ordered", "plain", "staged", "tensors", "works")
 
     def __init__(self) -> None:  # a list's own has nothing to do
-        self.tensors: list[Any] = []
+        self.tensors: list[torch.Tensor] = []
         self.aliases: list[torch.Tensor] = []
         self.works: list[MemberWork] = []
-        self.plain: list[Any] = []  # the calls that were collected here, of plain tensors on a direct route
+        self.plain: list[object] = []  # the calls that were collected here, of plain tensors on a direct route
         self.staged: bool = False
         self.ordered: bool = True
 
-    def alias(self, tensor: Any) -> Any:
+    def alias(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return what c10d is to launch in place of ``tensor``: another tensor of the same memory.
 
         ProcessGroupNCCL keeps a reference to a coalesced tensor until the group's next collective, because it puts it
@@ -41,7 +41,9 @@ class Region(list[Any]):
         self.aliases.append(alias)
         return alias
 
-    def collect(self, function: Any, tensor: torch.Tensor, other: torch.Tensor | None, op: Any, async_op: bool) -> Any:
+    def collect(
+        self, function: object, tensor: torch.Tensor, other: torch.Tensor | None, op: object, async_op: bool
+    ) -> object:
         """Do what c10d's ``function`` does here: note the call, which the end of the region launches and holds."""
         call = _CollOp(function, tensor, other, op, None)
         self.plain.append(call)
@@ -49,5 +51,5 @@ class Region(list[Any]):
         return _torch.IllegalWork() if async_op else None
 
 
-REGIONS: dict[Any, list[Any]] = _torch.world.pg_coalesce_state
+REGIONS: dict[object, list[Any]] = _torch.world.pg_coalesce_state
 """c10d's table of the coalescing regions that are open, by group: what each has collected. Ours are :class:`Region`."""

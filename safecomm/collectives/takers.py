@@ -13,7 +13,7 @@ call takes none: while it goes on there are no routes, so that every call goes t
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed.distributed_c10d as c10d
 
@@ -40,20 +40,31 @@ _profiler = _torch.profiler
 _current = LEDGER.streams.current
 _alloc_stream = LEDGER.streams.alloc_stream
 
-BUCKETS: dict[Any, Any] = {}
+
+class Deferring(Protocol):
+    """What defers the calls of a group."""
+
+    def defer(self, row: Row, op: object, output: Any, given: Any = None) -> bool:
+        """Defer a call that can be deferred; return False if it has to run now."""
+
+    def closed(self) -> contextlib.AbstractContextManager[None]:
+        """Launch what was deferred, and defer nothing inside."""
+
+
+BUCKETS: dict[object, Deferring] = {}
 """What ``bucketed()`` defers, by group."""
 
-ENGINES: dict[Any, Any] = {}
+ENGINES: dict[object, Any] = {}
 """What ``low_latency()`` has put before the backend, by group; under None, what does so for groups without one."""
 
-DECLINED: Any = object()
+DECLINED: object = object()
 """Nobody takes the call. Also what an engine answers for a call that is the backend's."""
 
-GENERAL: Any = object()
+GENERAL: object = object()
 """The call is c10d's function's: it collects it, or is to run after what was deferred."""
 
 
-def offer(row: Row, group: Any, tensors: tuple[Any, ...], op: Any, asynchronous: Any) -> Any:
+def offer(row: Row, group: object, tensors: tuple[Any, ...], op: object, asynchronous: object) -> object:
     """Offer a call of ``row`` to who may take it; return what its caller gets, or :data:`DECLINED` or :data:`GENERAL`.
 
     ``tensors``: what is given as the output, and as the input where that is another. ``op``: the reduce operation.
@@ -107,7 +118,7 @@ def _ordinary(route: Route, tensors: tuple[Any, ...], asynchronous: bool) -> boo
     return not _modes() and not _profiler._is_profiler_enabled and not (asynchronous and _inflight())
 
 
-def _run(engine: Any, row: Row, group: Any, tensors: tuple[Any, ...], op: Any, asynchronous: bool) -> Any:
+def _run(engine: Any, row: Row, group: object, tensors: tuple[Any, ...], op: object, asynchronous: bool) -> object:
     given = list(tensors)
     recording = captures.RECORDING
     flat = list(flatten(given)) if recording or asynchronous or row.staged else given
@@ -131,7 +142,7 @@ def _run(engine: Any, row: Row, group: Any, tensors: tuple[Any, ...], op: Any, a
     return None
 
 
-def is_true(flag: Any) -> bool:
+def is_true(flag: object) -> bool:
     """Return whether c10d takes ``flag`` for true; what it refuses, it is to refuse."""
     try:
         return bool(flag)
@@ -144,7 +155,7 @@ def default_group() -> Any:
     return _torch.groups[_torch.DEFAULT]
 
 
-def at_once(group: Any) -> contextlib.AbstractContextManager[Any]:
+def at_once(group: object) -> contextlib.AbstractContextManager[object]:
     """Return a context in which calls on ``group`` are not deferred, also inside of :func:`safecomm.bucketed`."""
     buckets = BUCKETS.get(group or default_group()) if BUCKETS else None
     return contextlib.nullcontext() if buckets is None else buckets.closed()
