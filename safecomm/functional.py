@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, overload
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,7 @@ from safecomm.collectives import gates as _gates
 from safecomm.collectives.table import ROWS
 from safecomm.collectives.takers import at_once
 from safecomm.core.ledger import LEDGER
+from safecomm.core.work import Work
 
 __all__ = [
     "AsyncResult", "all_gather", "all_reduce", "all_to_all", "copy_to_tensor_parallel_region",
@@ -48,8 +49,29 @@ _gather_into = getattr(_gates, ROWS["all_gather_single"].name)
 _scatter_into = getattr(_gates, ROWS["reduce_scatter_single"].name)
 
 _Finish = Callable[[], None]
-_Launched = tuple[torch.Tensor, Any, _Finish | None]
+_Launched = tuple[torch.Tensor, Work | None, _Finish | None]
 """The output, the work if the call was asynchronous, and what is left to do after the wait."""
+
+if TYPE_CHECKING:
+    _Group = dist.ProcessGroup | None
+    _Op = dist.ReduceOp | dist.ReduceOp.RedOpType
+    _Running = list[Work | _Finish | None]
+    _Given = TypeVar("_Given")
+
+    class _Call(Protocol[_Given]):
+        """What autograd keeps of a call for its backward."""
+
+        call: _Given
+
+    class _OfGroup(Protocol):
+        """As :class:`_Call`, where the group is all."""
+
+        group: _Group
+
+    class _Function(Protocol):
+        """One of the functions of autograd below."""
+
+        def apply(self, *arguments: object) -> torch.Tensor: ...
 
 
 class AsyncResult:
@@ -65,10 +87,10 @@ class AsyncResult:
 
     __slots__ = ("_finish", "_output", "work")
 
-    work: Any
+    work: Work | None
     """The handle of the collective."""
 
-    def __init__(self, output: torch.Tensor, work: Any, finish: _Finish | None) -> None:
+    def __init__(self, output: torch.Tensor, work: Work | None, finish: _Finish | None) -> None:
         self._output = output
         self.work = work
         self._finish = finish
@@ -100,13 +122,13 @@ def __dir__() -> list[str]:
 # what they make of a tensor that requires a gradient, and the functions below are what autograd is to see.
 
 
-def _launch_all_reduce(tensor: torch.Tensor, op: Any, group: Any, asynchronous: bool) -> _Launched:
+def _launch_all_reduce(tensor: torch.Tensor, op: _Op, group: _Group, asynchronous: bool) -> _Launched:
     output = buffer(tensor.shape, tensor).copy_(tensor)
     with at_once(group):
         return output, _gates.all_reduce(output, op, group, asynchronous), None
 
 
-def _launch_all_gather(tensor: torch.Tensor, dim: int, group: Any, asynchronous: bool) -> _Launched:
+def _launch_all_gather(tensor: torch.Tensor, dim: int, group: _Group, asynchronous: bool) -> _Launched:
     world = dist.get_world_size(group)
     shape = list(tensor.shape)
     shape[dim] *= world
@@ -135,7 +157,7 @@ def _launch_all_gather(tensor: torch.Tensor, dim: int, group: Any, asynchronous:
     return output, work, None
 
 
-def _launch_reduce_scatter(tensor: torch.Tensor, dim: int, op: Any, group: Any, asynchronous: bool) -> _Launched:
+def _launch_reduce_scatter(tensor: torch.Tensor, dim: int, op: _Op, group: _Group, asynchronous: bool) -> _Launched:
     world = dist.get_world_size(group)
     shape = list(tensor.shape)
     shape[dim] //= world
@@ -150,7 +172,7 @@ def _launch_reduce_scatter(tensor: torch.Tensor, dim: int, op: Any, group: Any, 
 
 
 def _launch_all_to_all(
-    tensor: torch.Tensor, output_splits: list[int] | None, input_splits: list[int] | None, group: Any,
+    tensor: torch.Tensor, output_splits: list[int] | None, input_splits: list[int] | None, group: _Group,
     asynchronous: bool,
 ) -> _Launched:  # fmt: skip
     rows = tensor.shape[0] if output_splits is None else sum(output_splits)
@@ -159,7 +181,7 @@ def _launch_all_to_all(
     return output, _gates.all_to_all_single(output, source, output_splits, input_splits, group, asynchronous), None
 
 
-def _part(tensor: torch.Tensor, dim: int, group: Any) -> torch.Tensor:
+def _part(tensor: torch.Tensor, dim: int, group: _Group) -> torch.Tensor:
     """Return a copy of this rank's part of ``tensor``."""
     size = tensor.shape[dim] // dist.get_world_size(group)
     mine = tensor.narrow(dim, dist.get_rank(group) * size, size)
@@ -172,7 +194,7 @@ def _part(tensor: torch.Tensor, dim: int, group: Any) -> torch.Tensor:
 # is to wait for leaves the forward through a list.
 
 
-def _result(launched: _Launched, running: list[Any] | None) -> torch.Tensor:
+def _result(launched: _Launched, running: _Running | None) -> torch.Tensor:
     output, work, finish = launched
     if running is not None:
         running += [work, finish]
@@ -181,23 +203,27 @@ def _result(launched: _Launched, running: list[Any] | None) -> torch.Tensor:
 
 class _AllReduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, op: Any, group: Any, running: list[Any] | None) -> torch.Tensor:
+    def forward(
+        ctx: _Call[tuple[_Op, _Group]], tensor: torch.Tensor, op: _Op, group: _Group, running: _Running | None
+    ) -> torch.Tensor:
         ctx.call = op, group
         return _result(_launch_all_reduce(tensor, op, group, running is not None), running)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+    def backward(ctx: _Call[tuple[_Op, _Group]], *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return _AllReduce.apply(gradients[0], *ctx.call, None), None, None, None  # type: ignore[no-untyped-call]
 
 
 class _AllGather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, dim: int, group: Any, running: list[Any] | None) -> torch.Tensor:
+    def forward(
+        ctx: _Call[tuple[int, _Group]], tensor: torch.Tensor, dim: int, group: _Group, running: _Running | None
+    ) -> torch.Tensor:
         ctx.call = dim, group
         return _result(_launch_all_gather(tensor, dim, group, running is not None), running)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+    def backward(ctx: _Call[tuple[int, _Group]], *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         dim, group = ctx.call
         scattered = _ReduceScatter.apply(gradients[0], dim, dist.ReduceOp.SUM, group, None)  # type: ignore[no-untyped-call]
         return scattered, None, None, None
@@ -206,13 +232,18 @@ class _AllGather(torch.autograd.Function):
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, tensor: torch.Tensor, dim: int, op: Any, group: Any, running: list[Any] | None
+        ctx: _Call[tuple[int, _Op, _Group]],
+        tensor: torch.Tensor,
+        dim: int,
+        op: _Op,
+        group: _Group,
+        running: _Running | None,
     ) -> torch.Tensor:
         ctx.call = dim, op, group
         return _result(_launch_reduce_scatter(tensor, dim, op, group, running is not None), running)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+    def backward(ctx: _Call[tuple[int, _Op, _Group]], *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         dim, op, group = ctx.call
         gathered = _AllGather.apply(gradients[0], dim, group, None)  # type: ignore[no-untyped-call]
         if op == dist.ReduceOp.AVG:
@@ -223,69 +254,78 @@ class _ReduceScatter(torch.autograd.Function):
 class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, tensor: torch.Tensor, output_splits: Any, input_splits: Any, group: Any, running: list[Any] | None
+        ctx: _Call[tuple[list[int] | None, list[int] | None, _Group]],
+        tensor: torch.Tensor,
+        output_splits: list[int] | None,
+        input_splits: list[int] | None,
+        group: _Group,
+        running: _Running | None,
     ) -> torch.Tensor:
         ctx.call = input_splits, output_splits, group  # the other way round
         return _result(_launch_all_to_all(tensor, output_splits, input_splits, group, running is not None), running)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+    def backward(
+        ctx: _Call[tuple[list[int] | None, list[int] | None, _Group]], *gradients: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
         return _AllToAll.apply(gradients[0], *ctx.call, None), None, None, None, None  # type: ignore[no-untyped-call]
 
 
 class _CopyTo(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: Any) -> torch.Tensor:
+    def forward(ctx: _OfGroup, tensor: torch.Tensor, group: _Group) -> torch.Tensor:
         ctx.group = group
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+    def backward(ctx: _OfGroup, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return _ReduceFrom.apply(gradients[0], ctx.group, None), None  # type: ignore[no-untyped-call]
 
 
 class _ReduceFrom(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: Any, running: list[Any] | None) -> torch.Tensor:
+    def forward(ctx: _OfGroup, tensor: torch.Tensor, group: _Group, running: _Running | None) -> torch.Tensor:
         ctx.group = group
         return _result(_launch_all_reduce(tensor, dist.ReduceOp.SUM, group, running is not None), running)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+    def backward(ctx: _OfGroup, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return _CopyTo.apply(gradients[0], ctx.group), None, None  # type: ignore[no-untyped-call]
 
 
 class _GatherFrom(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, dim: int, group: Any, running: list[Any] | None) -> torch.Tensor:
+    def forward(
+        ctx: _Call[tuple[int, _Group]], tensor: torch.Tensor, dim: int, group: _Group, running: _Running | None
+    ) -> torch.Tensor:
         ctx.call = dim, group
         return _result(_launch_all_gather(tensor, dim, group, running is not None), running)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+    def backward(ctx: _Call[tuple[int, _Group]], *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return _ScatterTo.apply(gradients[0], *ctx.call), None, None, None  # type: ignore[no-untyped-call]
 
 
 class _ScatterTo(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, dim: int, group: Any) -> torch.Tensor:
+    def forward(ctx: _Call[tuple[int, _Group]], tensor: torch.Tensor, dim: int, group: _Group) -> torch.Tensor:
         ctx.call = dim, group
         return _part(tensor, dim, group)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+    def backward(ctx: _Call[tuple[int, _Group]], *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return _GatherFrom.apply(gradients[0], *ctx.call, None), None, None  # type: ignore[no-untyped-call]
 
 
-def _run(function: type[torch.autograd.Function], async_op: bool, *arguments: Any) -> Any:
+def _run(function: _Function, async_op: bool, *arguments: object) -> torch.Tensor | AsyncResult:
     if not async_op:
-        return function.apply(*arguments, None)  # type: ignore[no-untyped-call]
+        return function.apply(*arguments, None)
     running: list[Any] = []
-    output = function.apply(*arguments, running)  # type: ignore[no-untyped-call]
+    output = function.apply(*arguments, running)
     return AsyncResult(output, *running)
 
 
-def _check_op(op: Any, tensor: torch.Tensor, name: str) -> None:
+def _check_op(op: _Op, tensor: torch.Tensor, name: str) -> None:
     if op not in _LINEAR and tensor.requires_grad and torch.is_grad_enabled():
         raise ValueError(f"functional.{name}(op={op}): only sums and averages have a gradient; detach() the tensor")
 
@@ -306,11 +346,27 @@ def _dim_of(tensor: torch.Tensor, dim: int, name: str, *, parts: int = 1) -> int
 
 @overload
 def all_reduce(
-    tensor: torch.Tensor, op: Any = ..., group: Any = ..., *, async_op: Literal[False] = ...
+    tensor: torch.Tensor,
+    op: dist.ReduceOp | dist.ReduceOp.RedOpType = ...,
+    group: dist.ProcessGroup | None = ...,
+    *,
+    async_op: Literal[False] = ...,
 ) -> torch.Tensor: ...
 @overload
-def all_reduce(tensor: torch.Tensor, op: Any = ..., group: Any = ..., *, async_op: Literal[True]) -> AsyncResult: ...
-def all_reduce(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, *, async_op: bool = False) -> Any:
+def all_reduce(
+    tensor: torch.Tensor,
+    op: dist.ReduceOp | dist.ReduceOp.RedOpType = ...,
+    group: dist.ProcessGroup | None = ...,
+    *,
+    async_op: Literal[True],
+) -> AsyncResult: ...
+def all_reduce(
+    tensor: torch.Tensor,
+    op: dist.ReduceOp | dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+    group: dist.ProcessGroup | None = None,
+    *,
+    async_op: bool = False,
+) -> torch.Tensor | AsyncResult:
     """Return the sum of all ranks' ``tensor``, or what ``op`` makes of them. Its gradient is reduced in the same way.
 
     Raises ValueError for an ``op`` without a gradient on a tensor that requires one.
@@ -325,11 +381,15 @@ def all_reduce(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = N
 
 @overload
 def all_gather(
-    tensor: torch.Tensor, dim: int = ..., group: Any = ..., *, async_op: Literal[False] = ...
+    tensor: torch.Tensor, dim: int = ..., group: dist.ProcessGroup | None = ..., *, async_op: Literal[False] = ...
 ) -> torch.Tensor: ...
 @overload
-def all_gather(tensor: torch.Tensor, dim: int = ..., group: Any = ..., *, async_op: Literal[True]) -> AsyncResult: ...
-def all_gather(tensor: torch.Tensor, dim: int = 0, group: Any = None, *, async_op: bool = False) -> Any:
+def all_gather(
+    tensor: torch.Tensor, dim: int = ..., group: dist.ProcessGroup | None = ..., *, async_op: Literal[True]
+) -> AsyncResult: ...
+def all_gather(
+    tensor: torch.Tensor, dim: int = 0, group: dist.ProcessGroup | None = None, *, async_op: bool = False
+) -> torch.Tensor | AsyncResult:
     """Return all ranks' ``tensor``, joined along ``dim``. Its gradient is summed, and each rank gets its part.
 
     Examples
@@ -341,15 +401,30 @@ def all_gather(tensor: torch.Tensor, dim: int = 0, group: Any = None, *, async_o
 
 @overload
 def reduce_scatter(
-    tensor: torch.Tensor, dim: int = ..., op: Any = ..., group: Any = ..., *, async_op: Literal[False] = ...
+    tensor: torch.Tensor,
+    dim: int = ...,
+    op: dist.ReduceOp | dist.ReduceOp.RedOpType = ...,
+    group: dist.ProcessGroup | None = ...,
+    *,
+    async_op: Literal[False] = ...,
 ) -> torch.Tensor: ...
 @overload
 def reduce_scatter(
-    tensor: torch.Tensor, dim: int = ..., op: Any = ..., group: Any = ..., *, async_op: Literal[True]
+    tensor: torch.Tensor,
+    dim: int = ...,
+    op: dist.ReduceOp | dist.ReduceOp.RedOpType = ...,
+    group: dist.ProcessGroup | None = ...,
+    *,
+    async_op: Literal[True],
 ) -> AsyncResult: ...
 def reduce_scatter(
-    tensor: torch.Tensor, dim: int = 0, op: Any = dist.ReduceOp.SUM, group: Any = None, *, async_op: bool = False
-) -> Any:
+    tensor: torch.Tensor,
+    dim: int = 0,
+    op: dist.ReduceOp | dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+    group: dist.ProcessGroup | None = None,
+    *,
+    async_op: bool = False,
+) -> torch.Tensor | AsyncResult:
     """Return this rank's part, cut along ``dim``, of the sum of all ranks' ``tensor``. Its gradient is gathered.
 
     Raises ValueError for a size that can't be divided by the size of the group, and for an ``op`` without a gradient
@@ -367,21 +442,21 @@ def reduce_scatter(
 @overload
 def all_to_all(
     tensor: torch.Tensor, output_splits: Sequence[int] | None = ..., input_splits: Sequence[int] | None = ...,
-    group: Any = ..., *, async_op: Literal[False] = ...,
+    group: dist.ProcessGroup | None = ..., *, async_op: Literal[False] = ...,
 ) -> torch.Tensor: ...  # fmt: skip
 @overload
 def all_to_all(
     tensor: torch.Tensor, output_splits: Sequence[int] | None = ..., input_splits: Sequence[int] | None = ...,
-    group: Any = ..., *, async_op: Literal[True],
+    group: dist.ProcessGroup | None = ..., *, async_op: Literal[True],
 ) -> AsyncResult: ...  # fmt: skip
 def all_to_all(
     tensor: torch.Tensor,
     output_splits: Sequence[int] | None = None,
     input_splits: Sequence[int] | None = None,
-    group: Any = None,
+    group: dist.ProcessGroup | None = None,
     *,
     async_op: bool = False,
-) -> Any:
+) -> torch.Tensor | AsyncResult:
     """Send each rank its rows of ``tensor``, and return what they sent, joined in the order of the ranks.
 
     ``input_splits`` and ``output_splits`` are numbers of rows, by rank; without them all are the same. The gradient
@@ -401,7 +476,7 @@ def all_to_all(
 # --- tensor parallelism ------------------------------------------------------------------------------------------
 
 
-def copy_to_tensor_parallel_region(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
+def copy_to_tensor_parallel_region(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """Return ``tensor``, which all ranks have, for use in a part of the model that each has a share of.
 
     The gradients of all ranks' shares are summed. The result is a view of the argument.
@@ -415,13 +490,15 @@ def copy_to_tensor_parallel_region(tensor: torch.Tensor, group: Any = None) -> t
 
 @overload
 def reduce_from_tensor_parallel_region(
-    tensor: torch.Tensor, group: Any = ..., *, async_op: Literal[False] = ...
+    tensor: torch.Tensor, group: dist.ProcessGroup | None = ..., *, async_op: Literal[False] = ...
 ) -> torch.Tensor: ...
 @overload
 def reduce_from_tensor_parallel_region(
-    tensor: torch.Tensor, group: Any = ..., *, async_op: Literal[True]
+    tensor: torch.Tensor, group: dist.ProcessGroup | None = ..., *, async_op: Literal[True]
 ) -> AsyncResult: ...
-def reduce_from_tensor_parallel_region(tensor: torch.Tensor, group: Any = None, *, async_op: bool = False) -> Any:
+def reduce_from_tensor_parallel_region(
+    tensor: torch.Tensor, group: dist.ProcessGroup | None = None, *, async_op: bool = False
+) -> torch.Tensor | AsyncResult:
     """Return the sum of all ranks' shares. The gradient, which all ranks have, is passed on as it is.
 
     Examples
@@ -433,15 +510,15 @@ def reduce_from_tensor_parallel_region(tensor: torch.Tensor, group: Any = None, 
 
 @overload
 def gather_from_tensor_parallel_region(
-    tensor: torch.Tensor, group: Any = ..., dim: int = ..., *, async_op: Literal[False] = ...
+    tensor: torch.Tensor, group: dist.ProcessGroup | None = ..., dim: int = ..., *, async_op: Literal[False] = ...
 ) -> torch.Tensor: ...
 @overload
 def gather_from_tensor_parallel_region(
-    tensor: torch.Tensor, group: Any = ..., dim: int = ..., *, async_op: Literal[True]
+    tensor: torch.Tensor, group: dist.ProcessGroup | None = ..., dim: int = ..., *, async_op: Literal[True]
 ) -> AsyncResult: ...
 def gather_from_tensor_parallel_region(
-    tensor: torch.Tensor, group: Any = None, dim: int = -1, *, async_op: bool = False
-) -> Any:
+    tensor: torch.Tensor, group: dist.ProcessGroup | None = None, dim: int = -1, *, async_op: bool = False
+) -> torch.Tensor | AsyncResult:
     """Return all ranks' shares, joined along ``dim``. Of the gradient, which all ranks have, each takes its part.
 
     Examples
@@ -451,7 +528,9 @@ def gather_from_tensor_parallel_region(
     return _run(_GatherFrom, async_op, tensor, _dim_of(tensor, dim, "gather_from_tensor_parallel_region"), group)
 
 
-def scatter_to_tensor_parallel_region(tensor: torch.Tensor, group: Any = None, dim: int = -1) -> torch.Tensor:
+def scatter_to_tensor_parallel_region(
+    tensor: torch.Tensor, group: dist.ProcessGroup | None = None, dim: int = -1
+) -> torch.Tensor:
     """Return this rank's part, cut along ``dim``, of what all ranks have. The gradients of the parts are joined.
 
     Examples
@@ -464,15 +543,15 @@ def scatter_to_tensor_parallel_region(tensor: torch.Tensor, group: Any = None, d
 
 @overload
 def gather_from_sequence_parallel_region(
-    tensor: torch.Tensor, group: Any = ..., dim: int = ..., *, async_op: Literal[False] = ...
+    tensor: torch.Tensor, group: dist.ProcessGroup | None = ..., dim: int = ..., *, async_op: Literal[False] = ...
 ) -> torch.Tensor: ...
 @overload
 def gather_from_sequence_parallel_region(
-    tensor: torch.Tensor, group: Any = ..., dim: int = ..., *, async_op: Literal[True]
+    tensor: torch.Tensor, group: dist.ProcessGroup | None = ..., dim: int = ..., *, async_op: Literal[True]
 ) -> AsyncResult: ...
 def gather_from_sequence_parallel_region(
-    tensor: torch.Tensor, group: Any = None, dim: int = 0, *, async_op: bool = False
-) -> Any:
+    tensor: torch.Tensor, group: dist.ProcessGroup | None = None, dim: int = 0, *, async_op: bool = False
+) -> torch.Tensor | AsyncResult:
     """Return the whole sequence, of which each rank has a part along ``dim``, for use in a tensor-parallel region.
 
     The gradients of all ranks are summed, and each gets its part.
@@ -486,15 +565,15 @@ def gather_from_sequence_parallel_region(
 
 @overload
 def reduce_scatter_to_sequence_parallel_region(
-    tensor: torch.Tensor, group: Any = ..., dim: int = ..., *, async_op: Literal[False] = ...
+    tensor: torch.Tensor, group: dist.ProcessGroup | None = ..., dim: int = ..., *, async_op: Literal[False] = ...
 ) -> torch.Tensor: ...
 @overload
 def reduce_scatter_to_sequence_parallel_region(
-    tensor: torch.Tensor, group: Any = ..., dim: int = ..., *, async_op: Literal[True]
+    tensor: torch.Tensor, group: dist.ProcessGroup | None = ..., dim: int = ..., *, async_op: Literal[True]
 ) -> AsyncResult: ...
 def reduce_scatter_to_sequence_parallel_region(
-    tensor: torch.Tensor, group: Any = None, dim: int = 0, *, async_op: bool = False
-) -> Any:
+    tensor: torch.Tensor, group: dist.ProcessGroup | None = None, dim: int = 0, *, async_op: bool = False
+) -> torch.Tensor | AsyncResult:
     """Return this rank's part of the sequence, along ``dim``, of the sum of all ranks' shares. Gradients are gathered.
 
     Raises ValueError for a size that can't be divided by the size of the group.
