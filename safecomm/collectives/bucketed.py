@@ -54,7 +54,7 @@ _Call = tuple[torch.Tensor, ...]
 class Batch:
     """Consecutive calls of one kind and operation: those that can share a bucket, or those that can't."""
 
-    def __init__(self, row: Row | None, op: Any, shared: Any) -> None:
+    def __init__(self, row: Row | None, op: Any, shared: object) -> None:
         self.row = row
         self.kind: str = "" if row is None else row.kind
         self.op = op
@@ -86,7 +86,9 @@ class Batch:
 class Buckets:
     """The calls of one group that are deferred, until :func:`bucketed` ends or something else comes in between."""
 
-    def __init__(self, group: Any, nbytes: int, block: weakref.ref[Any] | None = None) -> None:
+    def __init__(
+        self, group: c10d.ProcessGroup, nbytes: int, block: weakref.ref[Callable[..., None]] | None = None
+    ) -> None:
         self.group = group
         self.nbytes = nbytes
         self.block = block  # dead when the with statement is over, however it ended; None if it is not known
@@ -103,7 +105,7 @@ class Buckets:
         """Return how many calls are deferred."""
         return sum(len(batch.outputs) for batch in self.batches)
 
-    def defer(self, row: Row, op: Any, output: Any, given: Any = None) -> bool:
+    def defer(self, row: Row, op: object, output: Any, given: Any = None) -> bool:
         """Defer a call that can be deferred; return False if it has to run now.
 
         ``given``: its input, None for an all_reduce.
@@ -138,7 +140,7 @@ class Buckets:
             batch.guard(output, given) or batch.guard_before(output, given)
         )
 
-    def _defer_other(self, row: Row, op: Any, output: Any, given: Any) -> bool:
+    def _defer_other(self, row: Row, op: object, output: Any, given: Any) -> bool:
         """As defer(), of a call that is not like those of the last batch."""
         tensors = (output,) if row.one else (output, given)
         for tensor in tensors:
@@ -168,7 +170,7 @@ class Buckets:
             with self.closed():  # on the stream where they were called, which the caller has left
                 pass
 
-    def _shared(self, kind: str, op: Any, tensors: _Call) -> Any:
+    def _shared(self, kind: str, op: object, tensors: _Call) -> object:
         """Return what calls have in common that can share a bucket; None for those that go on their own."""
         if id(op) not in OP_IDS or not all(map(_torch.has_plain_keys, tensors)):
             return None
@@ -213,7 +215,7 @@ class Buckets:
         if not batches:
             return
         collected = REGIONS.pop(self.group, None)  # by torch's own manager, which is to collect none of ours
-        there: Any = contextlib.nullcontext()
+        there: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         if index >= 0 and _current(index) != stream:
             there = LEDGER.streams.using(index, stream)
         try:
@@ -239,7 +241,7 @@ class Buckets:
 
 
 def bucketed(
-    bucket_mb: float | str | os.PathLike[str] | None = None, group: Any = None
+    bucket_mb: float | str | os.PathLike[str] | None = None, group: c10d.ProcessGroup | None = None
 ) -> contextlib.AbstractContextManager[None]:
     """Launch the many small collectives that are called inside as few large ones.
 
@@ -313,7 +315,7 @@ class _Bucketed(Block):
 
     _buckets: Buckets | None = None
 
-    def __init__(self, group: Any, nbytes: int) -> None:
+    def __init__(self, group: c10d.ProcessGroup | None, nbytes: int) -> None:
         self._group = group
         self._nbytes = nbytes
 

@@ -12,6 +12,7 @@ import functools
 import operator
 import sys
 import types
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -35,18 +36,21 @@ from safecomm.collectives.table import COLLECTIVE_OF, fits
 from safecomm.collectives.takers import BUCKETS, at_once, default_group
 from safecomm.collectives.tensors import index_of
 from safecomm.core import captures
+from safecomm.core.work import Work
 from safecomm.guards import PLAIN
 
 _original = _torch.coalescing_manager
 _count = counter("_coalescing_manager")
 _compiling = torch.compiler.is_dynamo_compiling
 
-_NO_WAY: tuple[Any, dict[int, Any], dict[int, Any]] = (None, {}, {})
+_NO_WAY: tuple[Any, dict[int, object], dict[int, object]] = (None, {}, {})
 # Whether it is torch's own, and not somebody's, who expects to see the end of a region.
 _ORDINARY = _original is not None and _torch.is_torchs(_original)
 
 
-def _coalescing_manager(group: Any = None, device: Any = None, async_ops: bool = False) -> Any:
+def _coalescing_manager(
+    group: c10d.ProcessGroup | None = None, device: torch.device | None = None, async_ops: bool = False
+) -> Any:
     if _compiling() or inside.batch or not (group is None or isinstance(group, c10d.ProcessGroup)):
         return _original(group, device, async_ops)  # a rank outside of the group has nothing to hold
     _count()
@@ -63,7 +67,7 @@ class _Manager(Block):
 
     _open: Any = None  # what is open: c10d's two, the region, and buckets that are closed meanwhile
 
-    def __init__(self, group: Any, device: Any, async_ops: bool, frame: types.FrameType) -> None:
+    def __init__(self, group: Any, device: torch.device | None, async_ops: bool, frame: types.FrameType) -> None:
         self._arguments = (group, device, async_ops)
         self._caller: types.FrameType | None = frame
 
@@ -122,7 +126,7 @@ class _Manager(Block):
                 beside.__exit__(None, None, None)
         self._closed()
 
-    def _abandoned(self, _: Any) -> None:
+    def _abandoned(self, _: object) -> None:
         _abandon(self._arguments[0], self._arguments[1])
 
     def _end(self, failed: bool, cm: Any, region: Region, manager: Any, frame: types.FrameType) -> None:
@@ -182,8 +186,8 @@ class _Manager(Block):
 
 
 def _single_call(
-    region: Region, group: Any, call: Any, async_ops: bool
-) -> tuple[Any, Route, Any, list[torch.Tensor]] | None:
+    region: Region, group: object, call: Any, async_ops: bool
+) -> tuple[Callable[..., c10d.Work | None], Route, object, list[torch.Tensor]] | None:
     """Return what it takes to launch the only ``call`` of a region as it is; None where that is c10d's to do."""
     route = ROUTES.fast.get(id(group))
     if route is None or not route.single_call_equivalent or not _ORDINARY:
@@ -219,8 +223,8 @@ def _single_call(
 class _Together(NamedTuple):
     """What it takes to launch the calls of a region as one."""
 
-    function: Any
-    options: Any
+    function: Callable[..., c10d.Work | None]
+    options: object
     route: Route
     given: list[torch.Tensor]
     others: list[torch.Tensor]
@@ -230,7 +234,7 @@ class _Together(NamedTuple):
     def tensors(self) -> list[torch.Tensor]:
         return [*self.given, *self.others]
 
-    def launch(self, group: Any, async_ops: bool, ordered: bool, frame: types.FrameType) -> Any:
+    def launch(self, group: object, async_ops: bool, ordered: bool, frame: types.FrameType) -> Work | None:
         """Launch them as c10d does at the end of a region, and return what the region's caller gets."""
         function, options, route, given, others = self
         aliases: list[torch.Tensor] = []
@@ -244,7 +248,7 @@ class _Together(NamedTuple):
         return hold_together(inner, route, group, self.tensors, aliases, async_ops, ordered, frame)
 
 
-def _together(region: Region, group: Any, calls: list[Any], async_ops: bool) -> _Together | None:
+def _together(region: Region, group: object, calls: list[Any], async_ops: bool) -> _Together | None:
     """Return what it takes to launch all ``calls`` of a region past c10d's manager; None where they are c10d's."""
     route = ROUTES.fast.get(id(group))
     if (
@@ -293,7 +297,7 @@ def _aliases(tensors: list[torch.Tensor], aliases: list[torch.Tensor]) -> list[t
     return found
 
 
-def _abandon(group: Any, device: Any) -> list[Any]:
+def _abandon(group: object, device: torch.device | None) -> list[Any]:
     """End a region that an exception left, and return the work of what it had launched, if any.
 
     c10d does not: the group would go on collecting calls without running them, and with ``device`` the thread would

@@ -13,7 +13,6 @@ import logging
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
 
 import torch
 
@@ -30,7 +29,7 @@ _begun: list[_Destruction] = []
 class _Destruction(threading.Thread):
     """A call of torch's ``destroy_process_group``, which may never return."""
 
-    def __init__(self, function: Callable[[Any], None], group: Any, process_group: Any, whole: bool) -> None:
+    def __init__(self, function: Callable[..., None], group: object, process_group: object, whole: bool) -> None:
         super().__init__(name="destroy_process_group", daemon=True)
         self._function = function
         self._group = group
@@ -38,7 +37,7 @@ class _Destruction(threading.Thread):
         self._whole = whole
         self._device = torch.cuda.current_device()
         self._error: BaseException | None = None
-        self.kept: Any = None
+        self.kept: object = None
 
     def run(self) -> None:
         try:
@@ -47,11 +46,11 @@ class _Destruction(threading.Thread):
         except BaseException as error:
             self._error = error
 
-    def is_of(self, process_group: Any) -> bool:
+    def is_of(self, process_group: object) -> bool:
         """Return whether this destroys ``process_group``; None if there is no default group any more."""
         return self._whole if process_group is None else process_group is self._process_group
 
-    def finish(self, patience: timedelta, process_group: Any) -> bool:
+    def finish(self, patience: timedelta, process_group: object) -> bool:
         """Wait until torch's function has returned, and return whether it was for ``process_group``.
 
         Raises what it has raised, or LiveGraphError if graphs are alive at the end of ``patience``.
@@ -96,7 +95,7 @@ class _Destruction(threading.Thread):
 
 
 def destroy(
-    function: Callable[[Any], None], group: Any, process_group: Any, patience: timedelta, *, whole: bool
+    function: Callable[..., None], group: object, process_group: object, patience: timedelta, *, whole: bool
 ) -> None:
     """Destroy ``group`` by torch's ``function``. ``process_group``: what it stands for; ``whole``: it has all others.
 

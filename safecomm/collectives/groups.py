@@ -30,12 +30,12 @@ The group's own timeout, if that is shorter.
 _c10d_destroy = c10d.destroy_process_group
 
 
-def _target(group: Any) -> Any:
+def _target(group: object) -> object:
     """Return the group whose works end with ``group``; None for all, which the default group takes with it."""
     return None if group is None or group is default_group() else group
 
 
-def _end_engines(target: Any, patience: timedelta) -> None:
+def _end_engines(target: object, patience: timedelta) -> None:
     """Switch low_latency() off for ``target`` (None: for all groups), whatever becomes of it."""
     waits = []
     for group in [group for group in ENGINES if group is not None and target in (None, group)]:
@@ -73,7 +73,7 @@ destroy_process_group = stand_in(destroy_process_group, _c10d_destroy)
 _c10d_abort: Any = getattr(c10d, "_abort_process_group", None)  # not in torch 2.4
 
 
-def _abort_process_group(group: Any = None) -> None:
+def _abort_process_group(group: c10d.ProcessGroup | None = None) -> None:
     # Before, because c10d lets go of the group in it.
     ROUTES.close(_target(group), "its group was aborted")
     _end_engines(_target(group), timedelta())
@@ -88,14 +88,16 @@ _c10d_shrink: Any = getattr(c10d, "shrink_group", None)  # torch 2.9 and later
 _c10d_reconfigure: Any = getattr(c10d, "_reconfigure", None)  # torch 2.15 and later
 
 
-def _end_generation(group: Any, reason: str) -> None:
+def _end_generation(group: object, reason: str) -> None:
     """Quarantine what ``group`` (None: all groups) holds and is not over, and forget what is known of it."""
     LEDGER.sweep(thorough=True)  # what is over need not wait for the whole device
     ROUTES.close(group, reason)
     _end_engines(group, timedelta())
 
 
-def shrink_group(ranks_to_exclude: Any, group: Any = None, *args: Any, **kwargs: Any) -> Any:
+def shrink_group(
+    ranks_to_exclude: list[int], group: c10d.ProcessGroup | None = None, *args: object, **kwargs: object
+) -> Any:
     target, of = _target(group), group or default_group()
     captures.refuse_live(target)
     shrunk = _c10d_shrink(ranks_to_exclude, group, *args, **kwargs)
@@ -105,7 +107,9 @@ def shrink_group(ranks_to_exclude: Any, group: Any = None, *args: Any, **kwargs:
     return shrunk
 
 
-def _reconfigure(uuid: Any, handles: Any, group: Any = None, *args: Any, **kwargs: Any) -> Any:
+def _reconfigure(
+    uuid: object, handles: object, group: c10d.ProcessGroup | None = None, *args: object, **kwargs: object
+) -> object:
     of = group or default_group()
     if of is not None:  # else c10d says so
         captures.refuse_live(of)

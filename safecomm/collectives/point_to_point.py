@@ -9,6 +9,7 @@ where a handle that is dropped takes its buffer with it.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,7 +48,7 @@ else:
     send = forwarded(ROWS["send"])
     recv = forwarded(ROWS["recv"])
 
-_SENDS: dict[Any, str] = {c10d.isend: "isend", c10d.irecv: "irecv", isend: "isend", irecv: "irecv"}
+_SENDS: dict[Callable[..., object], str] = {c10d.isend: "isend", c10d.irecv: "irecv", isend: "isend", irecv: "irecv"}
 _c10d_batch = c10d.batch_isend_irecv
 _count = counter("batch_isend_irecv")
 _BATCH = ROWS["batch_isend_irecv"]
@@ -87,7 +88,7 @@ P2POp.__signature__ = inspect.signature(c10d.P2POp)  # type: ignore[attr-defined
 P2POp.__module__ = "safecomm"
 
 
-def _given(op: Any, alias: bool) -> Any:
+def _given(op: c10d.P2POp, alias: bool) -> c10d.P2POp:
     """Return ``op`` with c10d's own function, and if ``alias`` on a tensor that does not own its memory."""
     tensor, function = device_alias(op.tensor) if alias else op.tensor, _c10d_op(op.op)
     if tensor is op.tensor and function is op.op:
@@ -97,7 +98,7 @@ def _given(op: Any, alias: bool) -> Any:
     return same
 
 
-def batch_isend_irecv(p2p_op_list: Any) -> Any:
+def batch_isend_irecv(p2p_op_list: list[c10d.P2POp]) -> list[Any]:
     if _compiling():
         return _c10d_batch(p2p_op_list)
     _count()
