@@ -426,7 +426,9 @@ def _apart(batch: Batch, part: slice, nbytes: list[int]) -> Iterator[slice]:
     yield slice(begin, part.stop)
 
 
-def _launch_one(batch: Batch, output: torch.Tensor, given: Any = None, *, group: Any) -> None:
+def _launch_one(
+    batch: Batch, output: torch.Tensor, given: torch.Tensor | None = None, *, group: c10d.ProcessGroup
+) -> None:
     if batch.kind == REDUCE:
         gates.all_reduce(output, batch.op, group)
     elif batch.kind == GATHER:
@@ -435,7 +437,7 @@ def _launch_one(batch: Batch, output: torch.Tensor, given: Any = None, *, group:
         _scatter_into(output, given, batch.op, group)
 
 
-def _launch(batch: Batch, outputs: list[torch.Tensor], inputs: list[torch.Tensor], group: Any) -> None:
+def _launch(batch: Batch, outputs: list[torch.Tensor], inputs: list[torch.Tensor], group: c10d.ProcessGroup) -> None:
     if batch.kind == REDUCE:
         _all_reduce(outputs, batch.op, group)
     elif batch.kind == GATHER:
@@ -452,7 +454,9 @@ def _launch(batch: Batch, outputs: list[torch.Tensor], inputs: list[torch.Tensor
             LEDGER.hand_off("bucketed", group, index, storages_of(outputs + inputs), frame)
 
 
-def _all_reduce(tensors: list[torch.Tensor], op: Any, group: Any) -> None:
+def _all_reduce(
+    tensors: list[torch.Tensor], op: c10d.ReduceOp | c10d.ReduceOp.RedOpType, group: c10d.ProcessGroup
+) -> None:
     lines = _lines(tensors)
     flat = _flat(tensors[0], sum(map(_numel, tensors)))
     _pack(flat, tensors, lines)
@@ -460,7 +464,7 @@ def _all_reduce(tensors: list[torch.Tensor], op: Any, group: Any) -> None:
     _unpack(flat, tensors, lines)
 
 
-def _all_gather(outputs: list[torch.Tensor], inputs: list[torch.Tensor], group: Any) -> None:
+def _all_gather(outputs: list[torch.Tensor], inputs: list[torch.Tensor], group: c10d.ProcessGroup) -> None:
     sizes = list(map(_numel, inputs))
     source = _flat(inputs[0], sum(sizes))
     _pack(source, inputs, _lines(inputs))
@@ -473,7 +477,9 @@ def _all_gather(outputs: list[torch.Tensor], inputs: list[torch.Tensor], group: 
             output.copy_(part.reshape(output.shape))
 
 
-def _reduce_scatter(outputs: list[torch.Tensor], inputs: list[torch.Tensor], op: Any, group: Any) -> None:
+def _reduce_scatter(
+    outputs: list[torch.Tensor], inputs: list[torch.Tensor], op: c10d.ReduceOp, group: c10d.ProcessGroup
+) -> None:
     numel, world = sum(map(_numel, outputs)), group.size()
     whole = _flat(outputs[0], numel * world)
     rows = [tensor.reshape(world, output.numel()) for tensor, output in zip(inputs, outputs, strict=True)]

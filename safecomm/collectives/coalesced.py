@@ -67,7 +67,9 @@ class _Manager(Block):
 
     _open: Any = None  # what is open: c10d's two, the region, and buckets that are closed meanwhile
 
-    def __init__(self, group: Any, device: torch.device | None, async_ops: bool, frame: types.FrameType) -> None:
+    def __init__(
+        self, group: c10d.ProcessGroup | None, device: torch.device | None, async_ops: bool, frame: types.FrameType
+    ) -> None:
         self._arguments = (group, device, async_ops)
         self._caller: types.FrameType | None = frame
 
