@@ -84,7 +84,7 @@ class WorkHold(Hold):
         if self.aliases:
             self.aliases_emptied = True
             leave_all_empty(self.aliases)
-            self.aliases = ()
+            self.aliases: tuple[Any, ...] = ()
 
     @property
     def state(self) -> str:

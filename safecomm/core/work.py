@@ -202,7 +202,7 @@ class Work(WorkHold, _Base):
                 f"the outputs of {self.op} launched at {self.site} are no longer with its handle: it was waited for. "
                 "Ask for result() or get_future() before wait(), or use the tensors that the calls were given."
             )
-        self.aliases = ()
+        self.aliases: tuple[torch.Tensor, ...] = ()
 
     def source_rank(self) -> int:
         """Return the rank that a receive from any source was served by."""
