@@ -9,6 +9,7 @@ import threading
 from collections import OrderedDict
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -256,6 +257,35 @@ def test_recorded_uses_are_handed_over_but_for_an_arenas_s1(device, ledger, monk
     assert given == [(others, INDEX, 1)]
     (left,) = ledger.holds()
     assert left.storages == (arenas,)
+
+
+def test_what_a_capture_recorded_and_handoffs_are_not_handed_over_s1(device, ledger) -> None:
+    """A graph's pool is not to be told of streams, and of a handoff the allocator would know less than the ledger."""
+    device.switch(2)
+    call_sync(ledger, FakeGroup(device, "nccl"), [device.allocate(0, 64)])
+    device.begin_capture(1)
+    tensor = device.allocate(1, 64)
+    device.wait(device.streams[3], 0, device.capturing)
+    assert ledger.recorded_uses.add(tensor.untyped_storage(), INDEX, 3, sys._getframe())
+    held = ledger.holds()
+    assert sorted(entry.state for entry in ledger.pending()) == ["handed off", "recorded"]
+    ledger.recorded_uses.hand_over(mock.Mock(side_effect=AssertionError("the allocator is told")))
+    assert ledger.holds() == held
+    device.finish()
+
+
+def test_outputs_that_another_thread_asks_for_as_they_are_released_stay_with_the_handle_s8(device, ledger) -> None:
+    """It has taken the aliases, so that the release has nothing to empty."""
+    launched = call(ledger, FakeGroup(device, "nccl"), [device.allocate(0, 64)])
+    launched.inner.result = lambda: launched.inner.outputs
+    work, (output,) = launched.work, launched.inner.outputs
+    work.aliases = (output,)
+
+    real = work.on_release
+    with mock.patch.object(type(work), "on_release", lambda self: (self.result(), real())):
+        work.wait()
+    assert ledger.pending() == []
+    assert [one.nbytes for one in work.result()] == [64]
 
 
 def test_a_recorded_use_that_is_not_the_latest_of_its_storage_leaves_that_one_s1(device, ledger) -> None:

@@ -1,0 +1,157 @@
+"""What is asked before memory that is unusual is released: of no stream, of an unknown one, of one that is captured."""
+
+from __future__ import annotations
+
+import sys
+from unittest import mock
+
+import pytest
+from simulated import INDEX, FakeGroup, SimulatedDevice, call, call_sync
+
+from safecomm.core.ledger import Ledger
+
+
+@pytest.fixture
+def device() -> SimulatedDevice:
+    return SimulatedDevice()
+
+
+@pytest.fixture
+def ledger(device: SimulatedDevice) -> Ledger:
+    return Ledger(device, lag=0, budget=0, handoff_budget=0, patience=0)
+
+
+@pytest.fixture
+def group(device: SimulatedDevice) -> FakeGroup:
+    return FakeGroup(device, "nccl")
+
+
+def test_a_tensor_without_memory_asks_no_stream_of_the_device_s3(device, ledger, group) -> None:
+    """What has no memory is of no stream: the driver would take the number that stands for that for a stream."""
+    call(ledger, group, [device.allocate(0, 64), device.allocate(0, 0)])
+    device.finish()
+    ledger.sweep()
+    assert ledger.pending() == []
+    assert device.faults == []
+
+
+def test_memory_of_an_unknown_stream_is_kept_however_much_has_piled_up_s1(device, ledger, group) -> None:
+    """Rule 3 has no stream to order, so only the device can tell that the memory is free."""
+    for _ in range(3):
+        call_sync(ledger, group, [device.allocate(None, 64)])
+    ledger.sweep()
+    device.settle()  # raises if the memory could be handed out now
+    assert [entry.state for entry in ledger.pending()] == ["handed off"] * 3
+    device.finish()
+    ledger.sweep()
+    assert ledger.pending() == []
+
+
+def test_a_handoff_of_before_a_capture_is_not_polled_in_it_s5(device, ledger, group) -> None:
+    device.switch(1)
+    call_sync(ledger, group, [device.allocate(0, 64)])
+    device.begin_capture(2)
+    ledger.sweep()
+    assert device.faults == []
+    assert len(ledger.pending()) == 1
+    device.end_capture()
+    device.finish()
+    ledger.sweep()
+    assert ledger.pending() == []
+
+
+def test_a_graph_gets_no_edge_for_memory_that_the_program_still_uses_s5(device, ledger, group) -> None:
+    """At each replay, the stream of the memory would wait for a use that the program may not want to wait for."""
+    device.begin_capture(1)
+    device.wait(device.streams[2], device.here().past, device.capturing)
+    tensor = device.allocate(2, 64)
+    call_sync(ledger, group, [tensor])
+    ledger.sweep()
+    assert device.calls["wait_event"] == 0
+    assert len(ledger.pending()) == 1
+    del tensor
+    ledger.sweep()
+    assert device.calls["wait_event"] == 1
+    assert ledger.pending() == []
+    device.settle()
+
+
+# --- streams that another thread captures: an edge, or a wait, would be one of its graph -----------------------------
+
+
+def recorded(device: SimulatedDevice, ledger: Ledger, allocated_on: int, release_by: str = "auto") -> None:
+    """Use memory of ``allocated_on`` on stream 2, call ``record_stream`` for that, and drop the memory."""
+    tensor = device.allocate(allocated_on, 64)
+    device.launch(device.streams[2], device.blocks_of([tensor]))
+    assert ledger.recorded_uses.add(tensor.untyped_storage(), INDEX, 2, sys._getframe(), release_by)
+
+
+def captured_elsewhere(device: SimulatedDevice) -> None:
+    """Let another thread capture stream 1."""
+    device.begin_capture(1)
+    device.switch(0)
+
+
+def test_works_that_pile_up_order_no_stream_that_another_thread_captures_s5(device, ledger, group) -> None:
+    works = [call(ledger, group, [device.allocate(1, 64)]) for _ in range(2)]
+    del works
+    captured_elsewhere(device)
+    ledger.sweep()
+    assert device.faults == []
+    assert len(ledger.pending()) == 2
+    device.end_capture()
+    ledger.sweep()
+    assert ledger.pending() == []
+    device.settle()
+
+
+def test_recorded_uses_that_pile_up_order_no_stream_that_another_thread_captures_s5(device) -> None:
+    ledger = Ledger(device, lag=2, handoff_budget=0)
+    for _ in range(2):
+        recorded(device, ledger, 1)
+    ledger.sweep(thorough=True)
+    assert [entry.state for entry in ledger.pending()] == ["handed off"] * 2
+    captured_elsewhere(device)
+    recorded(device, ledger, 3)
+    ledger.sweep(thorough=True)
+    assert device.faults == []
+    assert {tuple(ledger.alloc_streams(hold)) for hold in ledger.holds()} == {(1,)}
+    device.end_capture()
+    device.finish()
+    ledger.sweep()
+    assert ledger.pending() == []
+
+
+def test_what_is_to_be_ordered_waits_until_its_stream_is_not_captured_any_more_s5(device, ledger, monkeypatch) -> None:
+    """An exception of a signal handler has come after the event of the use was recorded, and then the capture."""
+    recorded(device, ledger, 1, "order")
+    with monkeypatch.context() as until_then:
+        until_then.setattr(ledger.handoffs, "order_and_release", mock.Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            ledger.sweep(thorough=True)
+    captured_elsewhere(device)
+    ledger.sweep(thorough=True)
+    assert device.faults == []
+    assert len(ledger.pending()) == 1
+    device.end_capture()
+    ledger.sweep(thorough=True)
+    assert ledger.pending() == []
+    device.settle()
+
+
+def test_a_recorded_use_that_is_released_is_not_polled_any_more_s1(device) -> None:
+    """Its event may be somebody else's by then, or one of a capture."""
+    ledger = Ledger(device)
+    recorded(device, ledger, 1)
+    ledger.sweep(thorough=True)
+    (hold,) = ledger.holds()
+    assert hold.event is not None
+    device.wait(device.streams[1], device.streams[2].past, 0)
+    ledger.release_all(ledger.recorded_uses.only_used_on(INDEX, 1, 2))
+    recorded(device, ledger, 1)
+    ledger.sweep(thorough=True)
+    assert device.faults == []
+    device.finish()
+    ledger.sweep()
+    assert ledger.pending() == []
+    assert not hold.queue.unused
