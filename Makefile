@@ -2,7 +2,8 @@
 # make test        lint, types, and the tests that need no GPU, with a fifth of the random programs
 # make test-all    the same with all of them, and what takes long; SAFECOMM_TESTS_SEED=7 for other programs
 # make compat      what depends on torch, on each version of it that is tested; COMPAT="2.4.1 newest" for some
-# make coverage    which branches of the core the tests take on a CPU: a table, and pages in build/coverage/html
+# make coverage    which branches of the core the tests take on a CPU: a table, pages in build/coverage/html, and the
+#                  figure in docs/testing.md; too few, or one that is left without a reason, is an error
 # make gpu-test    the tests that need GPUs; results in build/gpu-test.json
 # make bench       the benchmarks, on GPUs; results in build/bench.json
 # make dist        build the wheel, install it into an empty environment, and try it there
@@ -46,7 +47,7 @@ test-all: test
 
 # The tests of the core, and of what holds memory by it. Without those that break the core on purpose: a branch that only
 # a wrong core takes would count as taken.
-COVERING := ledger mixed_programs allocation capture_boundaries drain handles holds refcounts sites streams work \
+COVERING := rules ledger mixed_programs allocation capture_boundaries drain handles holds refcounts sites streams work \
 	record_stream collectives functional errors_and_ends
 COVERING_FILES = $(foreach name,$(COVERING),$(wildcard tests/test_$(name)*.py))
 NOT_COVERING := machine_catches or programs_find
@@ -58,6 +59,8 @@ coverage: $(READY_FOR_TESTS)
 	$(BIN)/python -m coverage combine --quiet
 	$(BIN)/python -m coverage html --quiet --directory build/coverage/html
 	$(BIN)/python -m coverage report --show-missing
+	$(BIN)/python -m coverage json --quiet -o build/coverage/coverage.json
+	$(BIN)/python tests/coverage_of_core.py build/coverage/coverage.json
 
 # Each version has an environment of its own, outside of the tree: some 5 GB, made, used and deleted one after another.
 compat: $(READY_FOR_TESTS)
