@@ -128,6 +128,22 @@ def test_a_wait_in_another_capture_than_the_works_is_refused_s5(device, ledger, 
     assert own.op not in {entry.op for entry in ledger.pending()}
 
 
+@pytest.mark.parametrize("how", WAITS)
+@pytest.mark.parametrize("stream", [0, 1, 2])
+def test_a_wait_outside_of_the_works_capture_is_refused_s5(device, ledger, group, how, stream) -> None:
+    """Only a replay runs it, so there is nothing to wait for: neither after the capture, nor beside of it."""
+    device.begin_capture(1)
+    launched = call(ledger, group, [device.allocate(1, 64)])
+    if stream != 2:
+        device.end_capture()
+    device.switch(stream)
+    before = device.calls.copy(), device.here().eager
+    with pytest.raises(CaptureBoundaryError, match="it was captured into a CUDA graph"):
+        wait_for(launched.work, how)
+    assert (device.calls, device.here().eager) == before
+    assert device.faults == []
+
+
 @pytest.mark.parametrize("captured", [False, True])
 def test_a_wait_releases_what_is_before_it_only_up_to_a_stream_that_is_captured_s5(
     device, ledger, group, captured

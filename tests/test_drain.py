@@ -181,6 +181,23 @@ def test_works_that_do_not_tell_are_left_alone_where_they_may_never_end_s7(devic
     del other
 
 
+def test_what_only_waits_for_others_from_now_on_is_not_waited_for_s7(device, ledger) -> None:
+    """Another thread waits for a functional result meanwhile, and keeps it: there is nothing that could be over."""
+    launched = call(ledger, FakeGroup(device, "nccl"), [device.allocate(0, 64)])
+    seen: list[bool] = []
+
+    def sleep(_: float) -> None:
+        assert not seen, "drain() would never return"
+        seen.append(True)
+        launched.work.awaits_others = True
+
+    with mock.patch("safecomm.core.drain.time.sleep", sleep):
+        assert drain_ledger(ledger, wait=True) == 0
+    assert seen
+    assert ledger.holds() == [launched.work]
+    device.finish()
+
+
 @pytest.mark.parametrize("count", [8, 9])
 def test_of_many_that_are_late_a_few_are_named_s7(device, ledger, count) -> None:
     group = FakeGroup(device, "nccl")

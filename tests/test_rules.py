@@ -155,3 +155,18 @@ def test_a_recorded_use_that_is_released_is_not_polled_any_more_s1(device) -> No
     ledger.sweep()
     assert ledger.pending() == []
     assert not hold.queue.unused
+
+
+def test_a_staged_work_orders_no_stream_of_its_launch_that_another_thread_captures_s5(device, ledger, group) -> None:
+    """Its memory is of a stream that runs, and c10d's staging is of the one that is captured."""
+    device.switch(1)
+    call(ledger, group, [device.allocate(0, 64)], staged=True)
+    captured_elsewhere(device)
+    device.finish()
+    ledger.sweep()
+    assert device.faults == []
+    assert len(ledger.pending()) == 1
+    device.end_capture()
+    ledger.sweep()
+    assert ledger.pending() == []
+    device.settle()
