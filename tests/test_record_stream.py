@@ -13,6 +13,7 @@ import sys
 import threading
 import types
 import weakref
+from datetime import timedelta
 
 import pytest
 import torch
@@ -688,7 +689,9 @@ def test_an_exception_of_a_signal_handler_loses_no_record_s1_s3(how):
             device.settle()
             ledger.sweep()
             device.finish()
-            assert drain_ledger(ledger, wait=True) == 0
+            assert (
+                drain_ledger(ledger, wait=True, timeout=timedelta(seconds=30)) == 0
+            )  # what is lost would take for ever
             assert not device.live()
             assert not ledger.nonempty
             assert not ledger.recorded_uses.by_storage
