@@ -1,4 +1,4 @@
-"""What is asked before memory that is unusual is released: of no stream, of an unknown one, of one that is captured."""
+"""The three rules where a stream is unusual: of no memory, unknown, captured elsewhere, or not the one that waits."""
 
 from __future__ import annotations
 
@@ -170,3 +170,26 @@ def test_a_staged_work_orders_no_stream_of_its_launch_that_another_thread_captur
     ledger.sweep()
     assert ledger.pending() == []
     device.settle()
+
+
+# --- waits -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_wait_for_the_newest_work_releases_all_before_it_s2(device, group) -> None:
+    """NCCL runs a group's works in order. Megatron and DeepSpeed wait for the last of many, and for no other."""
+    ledger = Ledger(device)
+    launched = [call(ledger, group, [device.allocate(0, 64)]) for _ in range(3)]
+    launched[-1].work.wait()
+    assert ledger.pending() == []
+    device.settle()
+
+
+@pytest.mark.parametrize("elsewhere", [0, 2])
+def test_a_wait_elsewhere_orders_the_stream_of_a_staged_launch_too_s1(device, ledger, group, elsewhere) -> None:
+    """C10d gives its staging memory back at the first wait, whichever stream waits."""
+    device.switch(1)
+    launched = call(ledger, group, [device.allocate(elsewhere, 64)], staged=True)
+    device.switch(elsewhere)
+    launched.work.wait()
+    assert ledger.pending() == []
+    device.settle()  # raises if the staging could be handed out now
