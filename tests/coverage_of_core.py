@@ -5,7 +5,7 @@
     python tests/coverage_of_core.py --check                        only compares: exits 1 where the page is another
 
 ``make coverage`` runs the first. It exits 1 if fewer branches than LEAST are taken, or if one is left that WHY_NOT has
-no reason for: then a test is missing, or a reason.
+no reason for: then a test is missing, or a reason. A reason for a branch that is taken is one to delete.
 """
 
 from __future__ import annotations
