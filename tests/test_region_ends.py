@@ -2,8 +2,10 @@
 
 import contextlib
 import gc
+import sys
 import weakref
 from datetime import timedelta
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -14,11 +16,12 @@ from watching import Sees, cpu_profile
 
 import safecomm
 from safecomm import _torch
-from safecomm.collectives import coalesced
+from safecomm.collectives import coalesced, holding
 from safecomm.collectives.regions import REGIONS
 from safecomm.collectives.routes import ROUTES
 from safecomm.collectives.table import ROWS
 from safecomm.core import captures
+from safecomm.core.streams import HOST
 
 GATHER, SCATTER = ROWS["all_gather_single"].name, ROWS["reduce_scatter_single"].name
 
@@ -235,3 +238,29 @@ def test_on_a_device_a_region_knows_where_its_memory_was_allocated_s1():
             work = route.hold.call_args.args[0]
             assert route.hold.call_args.args[4] == (5 if local else None)
             assert len(route.hold.call_args.args[3]) == len(work.aliases) == 2
+
+
+@pytest.mark.parametrize("made_in_mode", [False, True])
+@pytest.mark.parametrize("launched_in_mode", [False, True])
+def test_c10d_is_given_the_tensor_itself_where_an_alias_would_be_of_another_kind_s8(made_in_mode, launched_in_mode):
+    """Outside of inference mode torch refuses to write to what was made in it, and an alias it would not refuse."""
+    with torch.inference_mode(made_in_mode):
+        tensor = torch.ones(2)
+    aliases = []
+    with torch.inference_mode(launched_in_mode):
+        (given,) = coalesced._aliases([tensor], aliases)
+    assert (given is tensor) == (made_in_mode != launched_in_mode)
+    assert aliases == ([] if given is tensor else [given])
+
+
+@pytest.mark.parametrize("answer", ["a work", "nothing"])
+def test_what_c10d_keeps_of_a_region_that_has_ended_has_no_memory_s2(answer):
+    """ProcessGroupNCCL keeps what it was given until the group's next collective."""
+    tensor, waited = torch.ones(2), []
+    alias = tensor.detach()
+    route = SimpleNamespace(index=HOST, wait_for=lambda inner: waited.append((inner, alias.numel())))
+    inner = answer if answer == "a work" else None
+    assert holding.hold_together(inner, route, None, [tensor], [alias], False, True, sys._getframe()) is None
+    assert waited == ([] if inner is None else [(inner, 2)])
+    assert alias.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr()
+    assert (alias.numel(), tensor.numel()) == (0, 2)
