@@ -193,3 +193,16 @@ def test_a_wait_elsewhere_orders_the_stream_of_a_staged_launch_too_s1(device, le
     launched.work.wait()
     assert ledger.pending() == []
     device.settle()  # raises if the staging could be handed out now
+
+
+def test_in_a_capture_too_a_wait_for_one_peer_orders_and_releases_nothing_of_another_s1(device, group) -> None:
+    """Sends and receives may have a communicator for each peer, which end in no order."""
+    ledger = Ledger(device)
+    device.begin_capture(1)
+    first, second = (call(ledger, group, [device.allocate(1, 64)], p2p=True) for _ in range(2))
+    second.work.wait()
+    assert [entry.op for entry in ledger.pending()] == [first.op]
+    assert not device.here().captured & first.inner.bit
+    first.work.wait()
+    assert ledger.pending() == []
+    device.settle()
