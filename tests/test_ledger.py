@@ -840,6 +840,16 @@ def test_calls_take_the_long_way_for_as_long_as_anybody_wants_them_to(device: Si
     assert routes_of(ledger).fast == lanes
 
 
+def test_a_route_whose_group_dies_as_it_is_moved_is_nobodys_s1(device: SimulatedDevice) -> None:
+    """Another group may get its id, and would be launched on the backend of the dead one."""
+    routes = routes_of(Ledger(device))
+    dead: Any = SimpleNamespace(its_group=lambda: None)
+    routes.fast[7] = dead
+    with routes.off():
+        assert not routes.fast
+    assert not routes.fast
+
+
 def test_calls_do_not_take_the_long_way_for_good_because_of_an_exception_of_a_signal_handler(device) -> None:
     def begin() -> tuple[Callable[[], Any], Callable[[], None]]:
         ledger, group = Ledger(device), FakeGroup(device, "nccl")
