@@ -850,6 +850,19 @@ def test_a_route_whose_group_dies_as_it_is_moved_is_nobodys_s1(device: Simulated
     assert not routes.fast
 
 
+def test_the_backend_of_a_group_that_died_is_not_kept_by_a_handle_s7(device: SimulatedDevice) -> None:
+    """It has threads and connections, which would go on."""
+    ledger, group = Ledger(device), FakeGroup(device, "nccl")
+    launched = call(ledger, group, [device.allocate(0, 64)])
+    route: Any = launched.work.queue
+    route.backend = object()
+    launched.inner.group = None
+    del group
+    assert route.its_group() is None
+    assert route.backend is None
+    device.finish()
+
+
 def test_calls_do_not_take_the_long_way_for_good_because_of_an_exception_of_a_signal_handler(device) -> None:
     def begin() -> tuple[Callable[[], Any], Callable[[], None]]:
         ledger, group = Ledger(device), FakeGroup(device, "nccl")
