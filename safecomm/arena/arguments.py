@@ -51,7 +51,7 @@ def bytes_of(size: int | str, what: str = "size") -> int:
     return size
 
 
-def shape_of(size: tuple[Any, ...], dtype: Any, operation: str) -> tuple[int, ...]:
+def shape_of(size: tuple[Any, ...], dtype: object, operation: str) -> tuple[int, ...]:
     """Return the shape that ``empty(*size, dtype=dtype)`` asks for.
 
     Parameters
@@ -81,7 +81,7 @@ def shape_of(size: tuple[Any, ...], dtype: Any, operation: str) -> tuple[int, ..
     return shape
 
 
-def device_of(device: Any) -> tuple[torch.device, int]:
+def device_of(device: torch.device | str | int | None) -> tuple[torch.device, int]:
     """Return the device that an argument names, and the index by which the ledger knows this device.
 
     Raises ValueError for a device that is none, is not there, or is neither a CUDA device nor the CPU.

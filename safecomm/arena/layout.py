@@ -69,8 +69,10 @@ class Layout:
             self.buckets[name] = FreeList(start, start + rounded(size), self.live)
             start += rounded(size)
         self.buckets[""] = FreeList(start, nbytes, self.live)
-        self._size_classes: dict[Any, SizeClass] = {}  # by kind of request
-        self._retired: dict[Any, Slot] = {}  # slots that were freed, to be live again with the storage that they have
+        self._size_classes: dict[object, SizeClass] = {}  # by kind of request
+        self._retired: dict[
+            object, Slot
+        ] = {}  # slots that were freed, to be live again with the storage that they have
         self.exact = False  # the block has no more room than a plan needs, in which each step begins with all of it
         self.lock: Any = threading.RLock()
         self.changing: bool = False
@@ -78,7 +80,7 @@ class Layout:
     # --- a slot for a request -------------------------------------------------------------------------------
 
     def take(
-        self, identity: Any, nbytes: int, stream: int, capture: int, bucket: str,
+        self, identity: object, nbytes: int, stream: int, capture: int, bucket: str,
         usable: Callable[[frozenset[int]], bool] = lambda _: True, *, needed: bool = True,
     ) -> tuple[Slot, frozenset[int]] | None:  # fmt: skip
         """Return a slot for a request, and the streams that its use must be ordered after; None if there is no room.

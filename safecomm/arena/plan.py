@@ -5,10 +5,11 @@ from __future__ import annotations
 import heapq
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 
@@ -142,7 +143,7 @@ class Plan:
             raise ValueError(f"{path} is not a plan of an arena: {error}") from None
 
 
-def _checked(request: Any, number: int, count: int, sizes: dict[int, int]) -> Request:
+def _checked(request: object, number: int, count: int, sizes: dict[int, int]) -> Request:
     """Return a request that was read from a file, or raise ValueError.
 
     Parameters
@@ -186,14 +187,16 @@ class Recorder:
 
     symmetric = False
 
-    def __init__(self, device: Any) -> None:
+    def __init__(self, device: torch.device | str | int | None) -> None:
         self.device, self.index = device_of(device)
         self.plan: Plan = Plan()
         self._live: list[tuple[Any, Request]] = []
-        self._kinds: dict[Any, int] = {}
+        self._kinds: dict[object, int] = {}
         self._streams: dict[int, int] = {}
 
-    def empty(self, *size: Any, dtype: torch.dtype | None = None, bucket: str = "") -> torch.Tensor:
+    def empty(
+        self, *size: SupportsIndex | Sequence[SupportsIndex], dtype: torch.dtype | None = None, bucket: str = ""
+    ) -> torch.Tensor:
         """Return what :meth:`Arena.empty` does, in ordinary memory."""
         dtype = torch.get_default_dtype() if dtype is None else dtype
         shape = shape_of(size, dtype, "Recorder.empty()")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import unicodedata
-from typing import Any
+from typing import Any, NoReturn
 
 MOST = 1 << 62
 """Above any number of bytes."""
@@ -20,7 +20,7 @@ LETTERS = 1000
 """Of a text that are kept: paths have up to 4096, of which the end tells more."""
 
 
-def whole(value: Any, least: int = 0, most: int = MOST) -> int:
+def whole(value: object, least: int = 0, most: int = MOST) -> int:
     """Return ``value`` if it is a whole number within limits.
 
     Examples
@@ -53,7 +53,7 @@ def finite(value: Any) -> float:
     return float(value)
 
 
-def text(value: Any) -> str:
+def text(value: object) -> str:
     """Return ``value``, as it can be printed, if it is text."""
     if type(value) is not str:
         raise ValueError(f"{type(value).__name__} instead of text")
@@ -85,5 +85,5 @@ def loads(line: str) -> Any:
         raise ValueError("it is nested too deep") from None
 
 
-def _refuse(name: str) -> Any:
+def _refuse(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON")

@@ -7,7 +7,6 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from safecomm.diagnostics.comparison import of_ranks
 from safecomm.diagnostics.record import Recording, read_recording
@@ -43,7 +42,7 @@ def make_reports(paths: Sequence[Path], progress: Callable[[str], None] = lambda
         with without_collection():
             found.append(content if isinstance(content, Recording) else _of_snapshot(content))
     _check_ranks([one for one in found if isinstance(one, Recording)])
-    runs: dict[Any, list[Report]] = {}
+    runs: dict[object, list[Report]] = {}
     for one in found:
         report = _of_recording(one) if isinstance(one, Recording) else one
         runs.setdefault(report.run or id(report), []).append(report)

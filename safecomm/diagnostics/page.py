@@ -15,7 +15,6 @@ import zlib
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from safecomm.diagnostics import colours
 from safecomm.diagnostics.comparison import difference, headline
@@ -170,12 +169,12 @@ def _points(series: Series) -> list[list[int]]:
     return [[_microseconds(time), value] for time, value in series]
 
 
-def _plain(timeline: Timeline, numbers: dict[str, int]) -> dict[str, Any]:
+def _plain(timeline: Timeline, numbers: dict[str, int]) -> dict[str, object]:
     """Return what the script is given: times in microseconds, as whole numbers."""
     texts: dict[str, int] = {}
     stacks = [[texts.setdefault(text, len(texts)) for text in stack] for stack in timeline.stacks]
     sites = [texts.setdefault(site, len(texts)) for site in timeline.sites]
-    columns: dict[str, Any] = {}
+    columns: dict[str, object] = {}
     if timeline.blocks:
         starts = [_microseconds(one.start) for one in timeline.blocks]
         frees = [None if one.freed is None else _microseconds(one.freed) for one in timeline.blocks]
@@ -211,7 +210,7 @@ def _plain(timeline: Timeline, numbers: dict[str, int]) -> dict[str, Any]:
     }
 
 
-def _packed(**columns: Iterable[int]) -> dict[str, Any]:
+def _packed(**columns: Iterable[int]) -> dict[str, object]:
     """Return columns of numbers as one text, each in the smallest type that has room for its largest."""
     parts, described = [], []
     for name, values in columns.items():

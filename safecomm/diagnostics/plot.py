@@ -6,13 +6,17 @@ import re
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safecomm.diagnostics import colours
 from safecomm.diagnostics.report import Report
 from safecomm.diagnostics.snapshot import UNKNOWN
 from safecomm.diagnostics.timeline import Drawn, Series, Timeline
 from safecomm.diagnostics.units import MIB
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.patches import Patch
 
 DRAWN = 2000
 """Blocks that are drawn one by one; the others are the grey on top of them."""
@@ -64,7 +68,7 @@ def plot(reports: Sequence[Report], path: Path) -> None:
         raise ValueError(f"--png: {path} can't be written: {error}") from None
 
 
-def _legend(timelines: Sequence[Timeline], numbers: dict[str, int]) -> list[Any]:
+def _legend(timelines: Sequence[Timeline], numbers: dict[str, int]) -> list[Patch]:
     """Return what each colour means, of those that there are."""
     from matplotlib.patches import Patch
 
@@ -85,7 +89,7 @@ def _legend(timelines: Sequence[Timeline], numbers: dict[str, int]) -> list[Any]
     return entries
 
 
-def _draw(axes: Any, timeline: Timeline, numbers: dict[str, int]) -> None:
+def _draw(axes: Axes, timeline: Timeline, numbers: dict[str, int]) -> None:
     from matplotlib import rcParams
     from matplotlib.collections import LineCollection, PolyCollection
 

@@ -17,6 +17,7 @@ import re
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -78,7 +79,7 @@ class _Counters:
     def __init__(self) -> None:
         # Reentrant: an allocation inside of it can start the garbage collector, and with it somebody's destructor.
         self.lock = threading.RLock()
-        self.sites: dict[Any, _Site] = {}
+        self.sites: dict[object, _Site] = {}
         self.nbytes = 0
         self.peak = 0
 
@@ -88,7 +89,7 @@ class _Counters:
             return
         nbytes = hold.nbytes
         group = _torch.group_name(hold.of_group())
-        key: Any = (hold.op, hold.code, hold.instruction, group)
+        key: object = (hold.op, hold.code, hold.instruction, group)
         with self.lock:
             site = self.sites.get(key)
             if site is None:
@@ -311,7 +312,7 @@ class record_memory(contextlib.ContextDecorator):  # noqa: N801
             sample["arena"] = arena
         self._write(sample)
 
-    def _write(self, line: dict[str, Any]) -> None:
+    def _write(self, line: Mapping[str, object]) -> None:
         data = json.dumps(line, separators=(",", ":")).encode() + b"\n"
         while data:
             data = data[self._file.write(data) :]
@@ -401,7 +402,7 @@ def _path_of(path: Path, rank: int | None) -> Path:
     return path.with_name(f"{path.stem}.{f'pid{os.getpid()}' if rank is None else f'rank{rank}'}{path.suffix}")
 
 
-def _shown(pending: Pending) -> dict[str, Any]:
+def _shown(pending: Pending) -> dict[str, object]:
     return {
         "op": pending.op,
         "group": pending.group,
@@ -541,7 +542,7 @@ def read_recording(path: Path) -> Recording:
     return recording
 
 
-def _take(recording: Recording, line: dict[str, Any]) -> None:
+def _take(recording: Recording, line: dict[str, object]) -> None:
     if "site" in line:
         site = {key: checked.text(line[key]) for key in ("op", "group", "at")}
         recording.sites[checked.whole(line["site"])] = site
@@ -553,13 +554,13 @@ def _take(recording: Recording, line: dict[str, Any]) -> None:
         recording.rank, recording.world = _rank_of(line)
 
 
-def _rank_of(line: dict[str, Any]) -> tuple[int | None, int | None]:
+def _rank_of(line: dict[str, object]) -> tuple[int | None, int | None]:
     rank, world = line["rank"], line["world"]
     world = None if world is None else checked.whole(world, 1, 1 << 31)
     return None if rank is None else checked.whole(rank, 0, (world or 1 << 31) - 1), world
 
 
-def _sample_of(line: dict[str, Any]) -> dict[str, Any]:
+def _sample_of(line: dict[str, object]) -> dict[str, Any]:
     sites = []
     for site in _list(line["sites"]):
         if len(_list(site)) != 7:
@@ -572,14 +573,14 @@ def _sample_of(line: dict[str, Any]) -> dict[str, Any]:
     return {"t": checked.seconds(line["t"]), "held": held, "peak": peak, "sites": sites, **figures}
 
 
-def _left_of(one: Any) -> dict[str, Any]:
+def _left_of(one: object) -> dict[str, Any]:
     if not isinstance(one, dict):
         raise ValueError(f"{type(one).__name__} instead of what is left")
     words = {name: checked.text(one[name]) for name in ("op", "group", "at", "state")}
     return {**words, "nbytes": checked.whole(one["nbytes"]), "seconds": checked.seconds(one["seconds"])}
 
 
-def _list(value: Any) -> list[Any]:
+def _list(value: object) -> list[Any]:
     if not isinstance(value, list):
         raise ValueError(f"{type(value).__name__} instead of a list")
     return value

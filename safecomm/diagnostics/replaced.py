@@ -27,7 +27,7 @@ def replaced() -> list[str]:
     return sorted({*found, *_torch.OVERRIDDEN.values()})
 
 
-def _namespaces() -> Iterator[tuple[str, dict[str, Any]]]:
+def _namespaces() -> Iterator[tuple[str, dict[str, object]]]:
     """Yield what torch's modules and classes have, with their names."""
     classes: dict[int, type] = {}
     for name, module in tuple(sys.modules.items()):

@@ -16,10 +16,13 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from safecomm.diagnostics import checked
 from safecomm.diagnostics.checked import LETTERS
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 ROUND = 512
 """The caching allocator's blocks are multiples of so many bytes; a trace has the bytes that were asked for."""
@@ -106,10 +109,10 @@ class Snapshot:
 class _Unpickler(pickle.Unpickler):
     """Makes nothing but Python's own containers, strings and numbers."""
 
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> NoReturn:
         raise pickle.UnpicklingError(f"it refers to {module}.{name}, which no snapshot does; nothing of it was run")
 
-    def persistent_load(self, identity: Any) -> Any:
+    def persistent_load(self, identity: object) -> NoReturn:
         raise pickle.UnpicklingError("it refers to an object outside of the file, which no snapshot does")
 
 
@@ -134,7 +137,7 @@ _TRUNCATED = {
 """The most bytes of those that are harmless when they are whole."""
 
 
-def _look_through(data: Any) -> None:
+def _look_through(data: bytes | mmap.mmap) -> None:
     """Raise if the opcodes of a pickle are not those of a snapshot: EOFError if they end too early, or ValueError."""
     place, size = 0, len(data)
     while place < size:
@@ -186,7 +189,7 @@ class _Progress(io.BufferedReader):
         self._count(len(data))
         return data
 
-    def readinto(self, buffer: Any, /) -> int:
+    def readinto(self, buffer: Buffer, /) -> int:
         count = super().readinto(buffer)
         self._count(count)
         return count
@@ -251,7 +254,7 @@ class _Reader:
         self._stacks = Stacks()
         self._labels: dict[str, str] = {"": ""}
 
-    def _list(self, value: Any) -> list[Any]:
+    def _list(self, value: object) -> list[Any]:
         if type(value) is not list:
             raise ValueError(f"{type(value).__name__} instead of a list")
         self._looks -= len(value)
@@ -259,7 +262,7 @@ class _Reader:
             raise ValueError("it has more entries than a file of its size can have")
         return value
 
-    def _field(self, one: Any, name: str) -> Any:
+    def _field(self, one: object, name: str) -> object:
         if type(one) is not dict:
             raise ValueError(f"{type(one).__name__} instead of an entry with {name!r}")
         if name not in one:
@@ -343,7 +346,7 @@ class _Reader:
                 known = seen.get(id(one.get("frames")))
                 yield action, address, size, stream, now, known[1] if known else self._stack(one), label
 
-    def _label(self, value: Any) -> str:
+    def _label(self, value: object) -> str:
         if type(value) is not str:
             raise ValueError(f"{type(value).__name__} instead of metadata")
         label = self._labels.get(value)
@@ -351,7 +354,7 @@ class _Reader:
             label = self._labels[value] = checked.text(value)
         return label
 
-    def _stack(self, one: dict[str, Any]) -> int:
+    def _stack(self, one: dict[str, object]) -> int:
         frames = one.get("frames")
         if frames is not None and type(frames) is not list:
             raise ValueError(f"{type(frames).__name__} instead of a stack")
@@ -390,11 +393,11 @@ def _made_up(one: dict[str, Any]) -> bool:
     return _PREFIX in (one.get("internal_metadata"), user.rpartition("\n")[2])
 
 
-def _address(value: Any) -> int:
+def _address(value: object) -> int:
     return checked.whole(value, 0, 1 << 64)
 
 
-def _stream(value: Any) -> int:
+def _stream(value: object) -> int:
     return checked.whole(value, -(1 << 63), 1 << 64)
 
 
@@ -488,12 +491,12 @@ class Stacks:
         self.sites: list[str] = [UNKNOWN]
         """Of each the innermost line that is the program's: neither torch's nor safecomm's."""
         self._numbers: dict[tuple[str, ...], int] = {(): 0}
-        self.seen: dict[int, tuple[Any, int]] = {}
-        self._frames: dict[int, tuple[Any, str, bool]] = {}
+        self.seen: dict[int, tuple[object, int]] = {}
+        self._frames: dict[int, tuple[object, str, bool]] = {}
         self._texts: dict[str, str] = {}
         self._ours: dict[str, bool] = {}
 
-    def number(self, frames: Any) -> int:
+    def number(self, frames: list[object] | None) -> int:
         """Return the number of the stack that ``frames`` are."""
         seen = self.seen.get(id(frames))
         if seen is not None:
@@ -508,7 +511,7 @@ class Stacks:
         self.seen[id(frames)] = (frames, number)  # with the frames, so that the id stays theirs
         return number
 
-    def _line(self, frame: Any) -> tuple[Any, str, bool]:
+    def _line(self, frame: object) -> tuple[object, str, bool]:
         """Return a frame with its line, and whether that is Python's."""
         seen = self._frames.get(id(frame))
         if seen is None:

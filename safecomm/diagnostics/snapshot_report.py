@@ -9,11 +9,10 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import Any
 
 from safecomm.diagnostics.checked import printable
 from safecomm.diagnostics.report import ROWS, WORTH, Report, caption
-from safecomm.diagnostics.snapshot import UNKNOWN, Snapshot, Stacks, Trace
+from safecomm.diagnostics.snapshot import UNKNOWN, Segment, Snapshot, Stacks, Trace
 from safecomm.diagnostics.table import Table
 from safecomm.diagnostics.timeline import Drawn, Timeline, thinned
 from safecomm.diagnostics.units import MIB, mib, span
@@ -123,7 +122,7 @@ _Sited = tuple[tuple[str, ...], _Line]
 
 def _folded(lines: Iterable[_Sited]) -> list[tuple[tuple[str, ...], _Line, int]]:
     """Return ``lines`` with their number; those are one that differ in digits of their files only, as 32 layers' do."""
-    alike: dict[Any, list[_Sited]] = {}
+    alike: dict[object, list[_Sited]] = {}
     for sites, line in lines:
         pattern = tuple(_DIGITS.sub("*", site) for site in sites)
         alike.setdefault((pattern, line.most, line.count), []).append((sites, line))
@@ -245,13 +244,13 @@ def _advice_on_gathers(snapshot: Snapshot, trace: Trace, stacks: Stacks) -> list
 
 
 def _fragmentation(snapshot: Snapshot) -> Table:
-    by_stream: dict[int, list[Any]] = {}
+    by_stream: dict[int, list[Segment]] = {}
     for segment in snapshot.segments:
         by_stream.setdefault(segment.stream, []).append(segment)
     rows = []
     for stream, segments in sorted(by_stream.items(), key=lambda item: -sum(one.size for one in item[1])):
         rows.append(_row(f"stream {stream:#x}" if stream else "default stream", segments))
-        by_size: dict[int, list[Any]] = {}
+        by_size: dict[int, list[Segment]] = {}
         for one in segments:
             by_size.setdefault(one.size, []).append(one)
         if len(by_size) > 1:
@@ -269,7 +268,7 @@ def _fragmentation(snapshot: Snapshot) -> Table:
     return Table("fragmentation, at the moment of the snapshot", columns, rows, note)
 
 
-def _row(name: str, segments: list[Any]) -> tuple[str, ...]:
+def _row(name: str, segments: list[Segment]) -> tuple[str, ...]:
     def total(what: str) -> int:
         return sum(getattr(one, what) for one in segments)
 

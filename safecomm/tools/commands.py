@@ -9,7 +9,7 @@ import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 import torch
 
@@ -18,6 +18,9 @@ from safecomm.diagnostics.checked import printable
 from safecomm.errors import SafecommError
 from safecomm.tools.progress import Progress
 from safecomm_shell import DONE, INTERRUPTED, USAGE, WRONG, speaks
+
+if TYPE_CHECKING:
+    from safecomm.diagnostics.report import Report
 
 
 def _say(line: str) -> None:
@@ -45,7 +48,7 @@ def _silence(stream: TextIO) -> None:
     os.close(nowhere)
 
 
-def _write_page(path: Path, reports: Sequence[Any]) -> None:
+def _write_page(path: Path, reports: Sequence[Report]) -> None:
     from safecomm.diagnostics.page import make_page
 
     try:
@@ -188,7 +191,7 @@ def _doctor(options: argparse.Namespace) -> int:
     return DONE if found.ok else WRONG
 
 
-_COMMANDS: dict[str, Callable[[argparse.Namespace], Any]] = {
+_COMMANDS: dict[str, Callable[[argparse.Namespace], int | Callable[[], int]]] = {
     "demo": _demo,
     "run": _run,
     "report": _report,

@@ -13,7 +13,6 @@ import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed
@@ -90,7 +89,7 @@ class Diagnosis:
         """Whether everything is green."""
         return all(check.ok for check in self.checks)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return it as plain lists and dictionaries."""
         return {"ok": self.ok, "machine": asdict(self.machine), "checks": [asdict(check) for check in self.checks]}
 

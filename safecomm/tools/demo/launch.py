@@ -26,7 +26,7 @@ class Refused(Exception):  # noqa: N818
 
 
 def launch(
-    world: int, work: Callable[..., None], *arguments: Any, limit: float
+    world: int, work: Callable[..., None], *arguments: object, limit: float
 ) -> Generator[tuple[int, Any], None, None]:
     """Run ``work(send, rank, *arguments)`` in ``world`` processes, and yield each rank with what it sends.
 
@@ -42,7 +42,7 @@ def launch(
 
     """
     processes: list[BaseProcess] = []
-    pipes: dict[Any, int] = {}
+    pipes: dict[connection.Connection, int] = {}
     context = multiprocessing.get_context("spawn")
     try:
         with _uninterrupted():
@@ -85,7 +85,7 @@ def launch(
             pipe.close()
 
 
-def _run(pipe: Any, rank: int, work: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+def _run(pipe: connection.Connection, rank: int, work: Callable[..., None], arguments: tuple[object, ...]) -> None:
     """Run one rank."""
     _watch_parent()
     try:

@@ -139,7 +139,7 @@ class Report:
         accepted = {"same", "-"} if self.settings.world == 2 else {"same", "-", "rounding"}
         return all(row.numbers in accepted for row in self.rows)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return all of it as what ``json.dumps`` takes."""
         return {**asdict(self), "ok": self.ok}
 
@@ -203,7 +203,7 @@ class _Program:
             torch.randn((settings.cols, settings.cols), dtype=dtype, device="cuda", generator=own).mul_(scale)
             for _ in range(settings.layers)
         ]
-        self.side: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self.side: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
 
 _AllReduce = Callable[..., Any]
@@ -415,7 +415,7 @@ def _log_to(messages: list[str]) -> None:
 
 
 def _work(
-    send: Callable[[Any], None], rank: int, settings: Settings, given: set[str], rendezvous: str, folder: Path
+    send: Callable[[object], None], rank: int, settings: Settings, given: set[str], rendezvous: str, folder: Path
 ) -> None:
     """Run one rank: send what it is, a measurement of each way, and what was logged."""
     messages: list[str] = []

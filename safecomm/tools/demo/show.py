@@ -36,7 +36,7 @@ class Outcome:
     reports: list[Report]
     """For the page."""
     measured: program.Report | None = None
-    recorded: dict[str, Any] = field(default_factory=dict)
+    recorded: dict[str, object] = field(default_factory=dict)
     """Of the recorded runs: the machine, the date, and what the allocator counted."""
     shown: list[shown.Shown] = field(default_factory=list)
 
@@ -69,7 +69,7 @@ class Outcome:
         parts += [textwrap.fill(self.heading, width), drawn, textwrap.fill(self.conclusion, width)]
         return "\n\n".join(parts)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return all of it as what ``json.dumps`` takes."""
         if self.measured is not None:
             return {**self.measured.to_json(), "conclusion": self.conclusion}
