@@ -8,7 +8,6 @@ is not here is nobody that we know: its calls are c10d's, and nothing is taken f
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from torch.distributed import ProcessGroup
 
@@ -71,7 +70,7 @@ SOME_ASK_IN_WAIT = any(kind.asks_in_wait for kind in CLASSES.values())
 """Whether a group of this torch may have a backend whose ``wait()`` asks the device."""
 
 
-def kind_of(backend: Any) -> Kind:
+def kind_of(backend: object) -> Kind:
     """Return what ``backend`` is, the C++ side of a group's backend, also where another wraps it."""
     if backend is None:
         return UNKNOWN
@@ -82,7 +81,7 @@ def kind_of(backend: Any) -> Kind:
     return OTHER
 
 
-def of(group: Any, device_type: str) -> Kind:
+def of(group: ProcessGroup, device_type: str) -> Kind:
     """Return what serves ``device_type`` in ``group``."""
     if isinstance(group, ProcessGroup) and type(group) is not ProcessGroup:
         return OTHER  # somebody's own, whose works need not be its backend's

@@ -106,6 +106,7 @@ from safecomm._torch.storages import KEPT as KEPT
 from safecomm._torch.storages import MAKES_STORAGES as MAKES_STORAGES
 from safecomm._torch.storages import USE_COUNT as USE_COUNT
 from safecomm._torch.storages import StorageWeakRef as StorageWeakRef
+from safecomm._torch.storages import WeakStorage as WeakStorage
 from safecomm._torch.storages import before_sharing as before_sharing
 from safecomm._torch.storages import cdata_of as cdata_of
 from safecomm._torch.storages import non_owning_alias as non_owning_alias

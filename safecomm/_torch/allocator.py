@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ def segments() -> list[dict[str, Any]]:
 
 
 @functools.cache
-def _without_history(snapshot: Any) -> dict[str, bool]:
+def _without_history(snapshot: Callable[..., object]) -> dict[str, bool]:
     """Return the arguments that make ``snapshot`` leave the history out; none if no argument does."""
     return {"include_traces": False} if "include_traces" in inspect.signature(snapshot).parameters else {}
 
@@ -52,14 +52,16 @@ _AFTER_FAILURE = "after a capture that CUDA gave up, the allocator frees nothing
 
 # The name of the function in torch 2.4.
 _EARLIER = "_cuda_endAllocateCurrentStreamToPool"
-_end_allocation: Any = of_cuda(
+_end_allocation: Callable[[int, tuple[int, int]], None] | None = of_cuda(
     _EARLIER if hasattr(torch._C, _EARLIER) else "_cuda_endAllocateToPool", None, _AFTER_FAILURE
 )
-_release_pool: Any = of_cuda("_cuda_releasePool", None, _AFTER_FAILURE)
+_release_pool: Callable[[int, tuple[int, int]], None] | None = of_cuda("_cuda_releasePool", None, _AFTER_FAILURE)
 
 _WITHOUT_HISTORY = "the demo writes no snapshots, and demo --html says so"
-_record_history: Any = look_up("torch.cuda.memory._record_memory_history", None, _WITHOUT_HISTORY)
-_dump_snapshot: Any = look_up("torch.cuda.memory._dump_snapshot", None, _WITHOUT_HISTORY)
+_record_history: Callable[..., None] | None = look_up(
+    "torch.cuda.memory._record_memory_history", None, _WITHOUT_HISTORY
+)
+_dump_snapshot: Callable[[str], None] | None = look_up("torch.cuda.memory._dump_snapshot", None, _WITHOUT_HISTORY)
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import types
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -53,7 +54,7 @@ class _NoForwardAD:
     _current_level = 0
 
 
-forward_ad: Any = torch.autograd.forward_ad
+forward_ad: types.ModuleType | type[_NoForwardAD] = torch.autograd.forward_ad
 
 if look_up("torch.autograd.forward_ad._current_level", None, "lists in pieces are c10d's", exactly(int)) is None:
     forward_ad = _NoForwardAD

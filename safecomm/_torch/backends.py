@@ -11,16 +11,16 @@ import torch.distributed.distributed_c10d as c10d
 
 from safecomm._torch.names import C10D, C_C10D, NOT_DIRECT, Never, is_class, look_up
 
-Backend: Any = look_up(f"{C_C10D}.Backend", Never, NOT_DIRECT, is_class)
+Backend: type = look_up(f"{C_C10D}.Backend", Never, NOT_DIRECT, is_class)
 """The class of the C++ side of one backend of a group.
 
 A call of its collectives skips the dispatcher, which takes 1 to 2.5 us of each call.
 """
 
-NCCL: Any = getattr(c10d, "ProcessGroupNCCL", None)
-NCCL2: Any = getattr(c10d, "ProcessGroupNCCL2", None)
-NCCL_LAZY: Any = getattr(c10d, "ProcessGroupNCCLLazy", None)
-GLOO: Any = getattr(c10d, "ProcessGroupGloo", None)
+NCCL: type | None = getattr(c10d, "ProcessGroupNCCL", None)
+NCCL2: type | None = getattr(c10d, "ProcessGroupNCCL2", None)
+NCCL_LAZY: type | None = getattr(c10d, "ProcessGroupNCCLLazy", None)
+GLOO: type | None = getattr(c10d, "ProcessGroupGloo", None)
 """The classes of backends; None where torch was built without one. The second and third are in torch 2.15 and later."""
 
 FakeWork: type | None = look_up(
@@ -29,7 +29,7 @@ FakeWork: type | None = look_up(
 """What calls of the fake backend and calls with meta tensors return: it stands for no work, and is never complete."""
 
 
-def backend_of(group: Any, device_type: str) -> Any:
+def backend_of(group: c10d.ProcessGroup, device_type: str) -> Any:
     """Return the C++ side of ``group``'s backend for ``device_type``; None if it has none, or torch does not say."""
     try:
         return group._get_backend(torch.device(device_type))
@@ -53,14 +53,14 @@ if GLOO is not None:
     )  # fmt: skip
 
 
-def unwrapped(backend: Any) -> Any:
+def unwrapped(backend: object) -> object:
     """Return ``backend``, or the backend that TORCH_DISTRIBUTED_DEBUG=DETAIL has wrapped in it."""
     while isinstance(backend, _Wrapper):
         backend = backend.wrapped_pg  # type: ignore[attr-defined]
     return backend
 
 
-def is_initialized(group: Any, device_type: str) -> bool:
+def is_initialized(group: c10d.ProcessGroup, device_type: str) -> bool:
     """Return whether ``group`` has made its communicators for ``device_type``; True if torch does not say."""
     backend = backend_of(group, device_type)
     try:
@@ -69,7 +69,7 @@ def is_initialized(group: Any, device_type: str) -> bool:
         return True
 
 
-def group_timeout(group: Any, device_type: str) -> timedelta | None:
+def group_timeout(group: c10d.ProcessGroup, device_type: str) -> timedelta | None:
     """Return the timeout of ``group``'s backend for ``device_type``; None if torch does not say."""
     try:
         timeout = backend_of(group, device_type).options._timeout

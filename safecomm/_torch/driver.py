@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
@@ -31,7 +30,7 @@ class _Arguments(threading.local):
 
 _arguments = _Arguments()
 
-Question = tuple[Any, Any, Any]
+Question = tuple[ctypes.c_uint64, ctypes.c_uint64, object]
 """What ``pointer_attribute`` is called with: the pointer, the answer, and a reference to the answer."""
 
 questions: list[Question] = []
@@ -47,7 +46,7 @@ def new_question() -> Question:
     return ctypes.c_uint64(), answer, ctypes.byref(answer)
 
 
-def _driver_function(name: str, *, waits: bool = False) -> Any:
+def _driver_function(name: str, *, waits: bool = False) -> Callable[..., int] | None:
     try:
         library = (ctypes.CDLL if waits else ctypes.PyDLL)("libcuda.so.1")
     except OSError:
@@ -105,7 +104,7 @@ _INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 
 
 def kernel_launcher(
-    function: int, grid: int, threads: int, shared: int, kinds: Sequence[Any]
+    function: int, grid: int, threads: int, shared: int, kinds: Sequence[type[ctypes.c_uint64 | ctypes.c_uint32]]
 ) -> Callable[..., None] | None:
     """Return what launches ``function``, a kernel of the current device: ``launch(stream, *arguments)``.
 

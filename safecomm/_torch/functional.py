@@ -6,8 +6,10 @@ Torch holds each work, and so its tensors, until somebody waits for the work
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable
-from typing import Any
+
+from torch.distributed import ProcessGroup
 
 from safecomm._torch.names import C_C10D, answers, look_up
 from safecomm._torch.registry import HOOKS
@@ -41,7 +43,7 @@ _STAYS = "functional collectives that nobody waited for stay until the process e
 _works_are_told = look_up(f"{C_C10D}.PostHookArgs.work", None, _STAYS, lambda found: True, since="2.14") is not None
 
 
-def functional_collectives() -> Any:
+def functional_collectives() -> types.ModuleType | None:
     """Return torch's module of functional collectives; None where no hook tells their works."""
     if not HOOKS or not _works_are_told:
         return None
@@ -52,9 +54,11 @@ def functional_collectives() -> Any:
     return module if hasattr(getattr(module, "AsyncCollectiveTensor", None), "elem") else None
 
 
-_group_named: Any = look_up(f"{C_C10D}._resolve_process_group", None, f"where a group is given by its name, {_STAYS}")
+_group_named: Callable[[str], ProcessGroup] | None = look_up(
+    f"{C_C10D}._resolve_process_group", None, f"where a group is given by its name, {_STAYS}"
+)
 
 
-def group_named(name: str) -> Any:
+def group_named(name: str) -> ProcessGroup | None:
     """Return the group that C++ knows under ``name``; None if torch does not tell. Raises if there is no such group."""
     return None if _group_named is None else _group_named(name)

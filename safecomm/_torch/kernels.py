@@ -23,7 +23,9 @@ class Override:
     original, a function that ``needs_original`` replaces nothing.
     """
 
-    def __init__(self, operator: str, key: str, function: Callable[..., Any], *, needs_original: bool = False) -> None:
+    def __init__(
+        self, operator: str, key: str, function: Callable[..., object], *, needs_original: bool = False
+    ) -> None:
         namespace, name = operator.split("::")
         self.original: Callable[..., Any] | None = None
         try:

@@ -17,7 +17,7 @@ from safecomm._torch.registry import HOOKS
 _LAYERS = (os.path.dirname(torch.__file__) + os.sep, contextlib.__file__, typing_extensions.__file__)
 
 
-def is_torchs(function: Any) -> bool:
+def is_torchs(function: object) -> bool:
     """Return whether ``function`` is torch's own, and not what somebody has put in its place before us.
 
     What a function wraps must be torch's, too.
@@ -71,7 +71,7 @@ def _launch(
     return None if function is None or kind is None else Launch(function, kind)
 
 
-def _takes_what_it_took(kind: Any) -> bool:
+def _takes_what_it_took(kind: object) -> bool:
     if not is_class(kind):
         return False
     options = kind()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
@@ -21,14 +20,14 @@ def _copy_all(to: list[torch.Tensor], source: list[torch.Tensor]) -> None:
         one.copy_(other)
 
 
-def _unflattens(found: Any) -> bool:
+def _unflattens(found: Callable[[torch.Tensor, list[torch.Tensor]], Sequence[torch.Tensor]]) -> bool:
     with probing():
         like = [torch.empty(2, 1, device="cpu"), torch.empty(3, device="cpu")]
         parts = found(torch.empty(5, device="cpu"), like)
         return [(part.shape, part.storage_offset()) for part in parts] == [((2, 1), 0), ((3,), 2)]
 
 
-def _copies_all(found: Any) -> bool:
+def _copies_all(found: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None]) -> bool:
     with probing():
         to, source = torch.zeros(3, device="cpu"), torch.ones(3, device="cpu")
         found([to[:1], to[2:]], [source[:1], source[2:]])
@@ -40,7 +39,7 @@ unflatten: Callable[[torch.Tensor, list[torch.Tensor]], Sequence[torch.Tensor]] 
 )
 """Return consecutive parts of a flat tensor, shaped like those of a list."""
 
-copy_all: Callable[[Any, Any], None] = look_up(
+copy_all: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None] = look_up(
     "torch._foreach_copy_", _copy_all, "bucketed() copies tensors one by one, a kernel each", _copies_all
 )
 """Copy a list of tensors into another one, by a few kernels in place of one for each tensor."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import types
 from collections.abc import Callable, Iterator
-from typing import Any
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -14,7 +15,7 @@ from safecomm._torch.names import NOT_DIRECT, answers, exactly, is_class, look_u
 class _Overrides:
     """A class that wants to see torch's functions."""
 
-    def __torch_function__(self, *_: Any, **__: Any) -> Any:
+    def __torch_function__(self, *_: object, **__: object) -> object:
         return NotImplemented
 
 
@@ -38,7 +39,7 @@ class _Unknown:
     _is_profiler_enabled = True
 
 
-profiler: Any = torch.autograd.profiler
+profiler: types.ModuleType | type[_Unknown] = torch.autograd.profiler
 
 if look_up("torch.autograd.profiler._is_profiler_enabled", None, NOT_DIRECT, exactly(bool)) is None:
     profiler = _Unknown
@@ -54,35 +55,35 @@ def _no_transform() -> None:
     return None
 
 
-transform: Callable[[], Any] = look_up(
+transform: Callable[[], object] = look_up(
     "torch._C._functorch.peek_interpreter_stack", _no_transform, "calls inside of torch.func may fail",
     lambda found: found() is None or hasattr(found(), "level"),
 )  # fmt: skip
 """The transform of ``torch.func`` that runs, and wraps what is made of tensors; None if there is none."""
 
-_without_transforms: Any = look_up(
+_without_transforms: Callable[[], AbstractContextManager[object]] = look_up(
     "torch._C._DisableFuncTorch", contextlib.nullcontext, "groups that are first used inside of torch.func may fail"
 )
 
-_without_modes: Any = look_up(
+_without_modes: Callable[[], AbstractContextManager[object]] = look_up(
     "torch.utils._python_dispatch._disable_current_modes", contextlib.nullcontext,
     "what is set up inside of a TorchDispatchMode is seen by it",
 )  # fmt: skip
 
-_without_functions: Any = look_up(
+_without_functions: Callable[[], AbstractContextManager[object]] = look_up(
     "torch._C.DisableTorchFunction", contextlib.nullcontext,
     "an import inside of a TorchFunctionMode that raises finds names missing",
 )  # fmt: skip
 
 
-def _sets_inference_mode(guard: Any) -> bool:
+def _sets_inference_mode(guard: Callable[[bool], AbstractContextManager[object]]) -> bool:
     before = torch.is_inference_mode_enabled()
     with guard(not before):
         inside = torch.is_inference_mode_enabled()
     return inside is not before and torch.is_inference_mode_enabled() is before
 
 
-inference_mode: Any = look_up(
+inference_mode: Callable[[bool], AbstractContextManager[object]] = look_up(
     "torch._C._InferenceMode", torch.inference_mode,
     "a signal handler that raises as a bucket is launched may leave inference mode on until the exception is freed",
     _sets_inference_mode,

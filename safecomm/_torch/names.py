@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch.torch_version import TorchVersion
@@ -30,7 +30,7 @@ NAMES: dict[str, Name] = {}
 LACKING: dict[str, str] = {}
 """What is the matter with each name that is missing or has changed, by path."""
 
-_GONE: Any = object()
+_GONE: object = object()
 
 C10D = "torch.distributed.distributed_c10d"
 C_C10D = "torch._C._distributed_c10d"
@@ -44,14 +44,16 @@ class Never:
     """A class without instances: what stands in for a class that torch lacks."""
 
 
-def look_up(path: str, otherwise: Any, costs: str, check: Callable[[Any], Any] = callable, since: str = "2.4") -> Any:
+def look_up(
+    path: str, otherwise: object, costs: str, check: Callable[[Any], object] = callable, since: str = "2.4"
+) -> Any:
     """Return what torch has at ``path`` if that passes ``check``, and else ``otherwise``, which ``costs`` something.
 
     Never raises. ``check`` tries the name out where a trial is cheap, because a name can be there and mean something
     else. Whatever ``check`` raises counts as a failure of the check.
     """
     NAMES[path] = Name(costs, since)
-    found: Any = torch
+    found: object = torch
     try:
         for name in path.split(".")[1:]:
             found = getattr(found, name, _GONE)
@@ -67,17 +69,17 @@ def look_up(path: str, otherwise: Any, costs: str, check: Callable[[Any], Any] =
     return otherwise
 
 
-def exactly(*types: type) -> Callable[[Any], bool]:
+def exactly(*types: type) -> Callable[[object], bool]:
     """Return a check for a value of exactly one of ``types``."""
     return lambda found: type(found) in types
 
 
-def answers(*types: type) -> Callable[[Any], bool]:
+def answers(*types: type) -> Callable[[Callable[[], object]], bool]:
     """Return a check for a function of no arguments that returns a value of exactly one of ``types``."""
     return lambda found: type(found()) in types
 
 
-def is_class(found: Any) -> bool:
+def is_class(found: object) -> TypeGuard[type]:
     """Return whether ``found`` is a class."""
     return isinstance(found, type)
 
@@ -85,7 +87,7 @@ def is_class(found: Any) -> bool:
 _HAS_CUDA = bool(torch.version.cuda or torch.version.hip)
 
 
-def of_cuda(name: str, otherwise: Any, costs: str) -> Any:
+def of_cuda(name: str, otherwise: object, costs: str) -> Any:
     """Return ``torch._C.name``; where torch was built without CUDA, ``otherwise``, which costs nothing there."""
     return look_up(f"torch._C.{name}", otherwise, costs) if _HAS_CUDA else otherwise
 

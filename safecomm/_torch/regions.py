@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup, Work
 
 from safecomm._torch.names import C10D, Never, is_class, look_up
 
@@ -27,11 +31,11 @@ coalescing_manager: Any = look_up(f"{C10D}._coalescing_manager", None, _WITHOUT_
 if IllegalWork is Never or CollOp is None or CoalescingManager is None:
     coalescing_manager = None
 
-_end_coalescing: Any = look_up(
+_end_coalescing: Callable[[ProcessGroup, torch.device], Work | None] | None = look_up(
     f"{C10D}.ProcessGroup._end_coalescing", None, "a coalescing region with device= that fails leaves NCCL in it"
 )
 
 
-def end_coalescing(group: Any, device: Any) -> Any:
+def end_coalescing(group: ProcessGroup, device: torch.device) -> Work | None:
     """End the region that C++ has begun, and return the work of what was launched; None if nothing was."""
     return None if _end_coalescing is None else _end_coalescing(group, device)

@@ -15,7 +15,7 @@ REQUIRED = (f"{C10D}._world", f"{C10D}._world.pg_coalesce_state")
 """The names without which nothing works: without them nobody can tell that a call is inside of a coalescing region, and
 the call would count as complete before c10d launched it."""
 
-world: Any = look_up(REQUIRED[0], None, "safecomm can't be imported", lambda found: True)
+world: c10d._World = look_up(REQUIRED[0], None, "safecomm can't be imported", lambda found: True)
 """c10d's registry of groups."""
 
 look_up(REQUIRED[1], None, "safecomm can't be imported", exactly(dict))
@@ -31,7 +31,7 @@ for _path in REQUIRED:
 class _Asked(dict[str, Any]):
     """Stands in for the attributes of the registry: asks for the default group by its public name."""
 
-    def __missing__(self, _: str) -> Any:
+    def __missing__(self, _: str) -> c10d.ProcessGroup | None:
         return c10d.GroupMember.WORLD
 
 
@@ -52,7 +52,7 @@ The hooks are described in https://github.com/pytorch/pytorch/issues/186300.
 """
 
 
-def _of(table: str, group: Any) -> Any:
+def _of(table: str, group: object) -> Any:
     """Return what c10d's ``table`` of groups says of ``group``; None if there is no such table, or nothing in it."""
     found = getattr(world, table, None)
     return found.get(group) if isinstance(found, dict) else None
@@ -66,18 +66,18 @@ look_up(
 )  # fmt: skip
 
 
-def all_groups() -> list[Any]:
+def all_groups() -> list[c10d.ProcessGroup]:
     """Return all groups of this process; none if torch does not say."""
     found = getattr(world, "pg_map", None)
     return list(found) if isinstance(found, dict) else []
 
 
-def group_name(group: Any) -> str:
+def group_name(group: object) -> str:
     """Return the name under which c10d knows ``group``; ``""`` if it does not."""
     return str(_of("pg_names", group) or "")
 
 
-def store_of(group: Any, prefix: str) -> Any:
+def store_of(group: object, prefix: str) -> c10d.PrefixStore | None:
     """Return a store that the ranks of ``group`` share, for keys of our own; None if torch does not give it out."""
     found = _of("pg_map", group)
     return None if found is None else c10d.PrefixStore(prefix, found[1])
@@ -89,7 +89,7 @@ _register_group: Any = look_up(
 """What c10d calls with the name of each group that it makes, and the group."""
 
 
-def on_each_group(call: Callable[[Any], None]) -> Callable[[], None]:
+def on_each_group(call: Callable[[c10d.ProcessGroup], None]) -> Callable[[], None]:
     """Call ``call`` with each group that there is, and with each new one from now on; return what ends these calls.
 
     Without c10d's private name no new group is seen.
@@ -99,7 +99,7 @@ def on_each_group(call: Callable[[Any], None]) -> Callable[[], None]:
     ended: list[bool] = []
 
     @functools.wraps(_register_group)
-    def register(name: str, group: Any) -> None:
+    def register(name: str, group: c10d.ProcessGroup) -> None:
         before(name, group)  # type: ignore[misc]
         if not ended:
             call(group)

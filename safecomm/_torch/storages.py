@@ -6,7 +6,7 @@ import functools
 import operator
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -21,7 +21,7 @@ def _small_storage() -> torch.UntypedStorage:
         return torch.empty(4, dtype=torch.uint8, device="cpu").untyped_storage()
 
 
-cdata_of: Callable[[Any], int] = operator.attrgetter("_cdata")
+cdata_of: Callable[[torch.UntypedStorage], int] = operator.attrgetter("_cdata")
 """The address of the C++ side of a storage, which all Python objects of one storage share."""
 
 if look_up("torch.UntypedStorage._cdata", None, _WITHOUT_COUNTS, lambda _: type(cdata_of(_small_storage())) is int):
@@ -47,7 +47,7 @@ Such a storage has one reference in C++. An arena keeps its slots so.
 """
 
 
-def only_holder(storage: Any) -> bool:
+def only_holder(storage: object) -> bool:
     """Return whether the caller's reference to ``storage`` is the only one left; False if torch does not say.
 
     References of what is :data:`KEPT` do not count.
@@ -58,14 +58,14 @@ def only_holder(storage: Any) -> bool:
     return _storage_use_count(cdata) == (2 if cdata in KEPT else 1)
 
 
-def _makes_storages(construct: Any) -> bool:
+def _makes_storages(construct: Callable[[int, torch.device, int], torch.UntypedStorage]) -> bool:
     whole = _small_storage()
     with probing():
         made = construct(whole.data_ptr(), torch.device("cpu"), 4)
         return type(made) is torch.UntypedStorage and (made.data_ptr(), made.nbytes()) == (whole.data_ptr(), 4)
 
 
-_construct_storage: Callable[..., Any] | None = look_up(
+_construct_storage: Callable[[int, torch.device, int], torch.UntypedStorage] | None = look_up(
     "torch._C._construct_storage_from_data_pointer", None,
     "there is no Arena, and sends and receives on NCCL call record_stream", _makes_storages,
 )  # fmt: skip
@@ -74,17 +74,24 @@ MAKES_STORAGES = _construct_storage is not None
 """Whether torch makes storages over given memory."""
 
 
+class WeakStorage(Protocol):
+    """A weak reference to a storage."""
+
+    def expired(self) -> bool:
+        """Return whether the storage has died."""
+
+
 class _NeverDead:
     """A weak reference to a storage that never notices the storage's death."""
 
-    def __init__(self, storage: Any) -> None:
+    def __init__(self, storage: object) -> None:
         pass
 
     def expired(self) -> bool:
         return False
 
 
-def _notices_death(kind: Any) -> bool:
+def _notices_death(kind: Callable[[torch.UntypedStorage], WeakStorage]) -> bool:
     storage = _small_storage()
     weak = kind(storage)
     before = weak.expired()
@@ -96,7 +103,7 @@ def _notices_death(kind: Any) -> bool:
     return (before, meanwhile, weak.expired()) == (False, False, True)
 
 
-StorageWeakRef: Any = look_up(
+StorageWeakRef: Callable[[torch.UntypedStorage], WeakStorage] = look_up(
     "torch.multiprocessing.reductions.StorageWeakRef", _NeverDead,
     "record_plan() takes every buffer for needed to the end, leaks.watch() may take one for another, and where "
     "references are not counted, an arena takes no buffer back",
@@ -120,7 +127,7 @@ _SHARE = tuple(
 """The methods of a storage that every way of sharing a storage with other processes calls."""
 
 
-def before_sharing(storage: Any, call: Callable[[Any], None]) -> None:
+def before_sharing(storage: torch.UntypedStorage, call: Callable[[torch.UntypedStorage], None]) -> None:
     """Have ``call`` called with ``storage`` each time before torch shares the storage with other processes.
 
     Sharing moves a storage of the CPU to other memory, under its tensors. A storage of a GPU stays where it is. If the
@@ -130,7 +137,13 @@ def before_sharing(storage: Any, call: Callable[[Any], None]) -> None:
         setattr(storage, name, functools.partial(_share, weakref.ref(storage), name, call))
 
 
-def _share(reference: weakref.ref[Any], name: str, call: Callable[[Any], None], *args: Any, **kwargs: Any) -> Any:
+def _share(
+    reference: Callable[[], Any],
+    name: str,
+    call: Callable[[torch.UntypedStorage], None],
+    *args: object,
+    **kwargs: object,
+) -> object:
     # The storage has this function as an attribute, so a strong reference would keep the storage alive for ever.
     storage = reference()
     call(storage)

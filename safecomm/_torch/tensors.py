@@ -18,7 +18,7 @@ def is_fake(tensor: torch.Tensor) -> bool:
     return tensor.is_meta or (subclasses is not None and isinstance(tensor, subclasses.FakeTensor))
 
 
-def unlike(*_: Any) -> bool:
+def unlike(*_: object) -> bool:
     """Say that no tensors are like any."""
     return False
 
@@ -35,8 +35,8 @@ def look_alike(*tensors: torch.Tensor, shaped: bool = False) -> Callable[..., bo
 
 
 def _guards_of(kind: Any, tensors: Sequence[torch.Tensor], shaped: bool) -> Callable[..., bool]:
-    sizes: Any = [[*tensor.shape] if shaped else [None] * tensor.dim() for tensor in tensors]
-    strides: Any = [[*tensor.stride()] if shaped else [None] * tensor.dim() for tensor in tensors]
+    sizes: list[list[int | None]] = [[*tensor.shape] if shaped else [None] * tensor.dim() for tensor in tensors]
+    strides: list[list[int | None]] = [[*tensor.stride()] if shaped else [None] * tensor.dim() for tensor in tensors]
     check: Callable[..., bool] = kind(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
     return check
 
@@ -65,7 +65,7 @@ def has_plain_keys(tensor: torch.Tensor) -> bool:
     """
     if _PLAIN_KEYS is None:
         return False
-    keys: Any = _dispatch_keys(tensor)
+    keys: torch._C.DispatchKeySet = _dispatch_keys(tensor)
     number = keys.raw_repr() if _NUMBERED else None
     if number in _plain_numbers:
         return True
@@ -75,7 +75,7 @@ def has_plain_keys(tensor: torch.Tensor) -> bool:
     return found
 
 
-def _tells_devices(keys_of: Any) -> bool:
+def _tells_devices(keys_of: Callable[[torch.Tensor], object]) -> bool:
     with probing():
         dense, other = torch.empty(0, device="cpu"), torch.empty(0, device="meta")
         return "CPU" in str(keys_of(dense)) and "CPU" not in str(keys_of(other))

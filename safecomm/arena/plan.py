@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
-from typing import Any, SupportsIndex
+from typing import SupportsIndex
 
 import torch
 
@@ -190,7 +190,7 @@ class Recorder:
     def __init__(self, device: torch.device | str | int | None) -> None:
         self.device, self.index = device_of(device)
         self.plan: Plan = Plan()
-        self._live: list[tuple[Any, Request]] = []
+        self._live: list[tuple[_torch.WeakStorage, Request]] = []
         self._kinds: dict[object, int] = {}
         self._streams: dict[int, int] = {}
 

@@ -398,7 +398,7 @@ def combine(
         tl.store(target + at, result, mask=at < count)
 
 
-def launcher(kernel: Any, constants: dict[str, Any], grid: int, warps: int) -> Callable[..., None]:
+def launcher(kernel: Any, constants: dict[str, object], grid: int, warps: int) -> Callable[..., None]:
     """Compile ``kernel``, and return what launches it: ``launch(stream, *arguments)``, on the current device.
 
     Triton's own way to launch looks at all arguments, to find or compile what fits them. Even what it launches with
@@ -428,7 +428,7 @@ def launcher(kernel: Any, constants: dict[str, Any], grid: int, warps: int) -> C
     return launch_by_triton
 
 
-def _parameters(compiled: Any, given: list[str]) -> list[Any] | None:
+def _parameters(compiled: Any, given: list[str]) -> list[type[ctypes.c_uint64 | ctypes.c_uint32]] | None:
     """Return the types of a kernel's parameters; None if it is not one that the driver can be given without Triton.
 
     ``given``: the bits of its arguments. Behind them come addresses of memory for Triton's own use, which these kernels

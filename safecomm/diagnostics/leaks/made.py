@@ -27,7 +27,7 @@ class Made:
     """The memory that was made, by the address of its storage: a weak reference, bytes, step and place."""
 
     def __init__(self) -> None:
-        self.known: dict[int, tuple[Any, int, int, tuple[Place, ...]]] = {}
+        self.known: dict[int, tuple[_torch.WeakStorage, int, int, tuple[Place, ...]]] = {}
         self.step = 0
         self._limit = 4096
 

@@ -105,7 +105,7 @@ class SimulatedDevice:
         self._thread = _Thread()
         self._next_bit = (1 << n for n in itertools.count()).__next__
         self._next_capture = itertools.count(7).__next__
-        self._live: dict[int, tuple[_torch.StorageWeakRef, Block]] = {}
+        self._live: dict[int, tuple[_torch.WeakStorage, Block]] = {}
         self._free: list[Block] = []
 
     @property
