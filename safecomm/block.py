@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 class _Exit:
     """What a class of blocks has as ``__exit__``: each ``with`` statement that looks it up gets one of its own."""
 
-    def __get__(self, block: Any, kind: Any) -> Callable[..., None]:
+    def __get__(self, block: Block | None, kind: type[Block]) -> Callable[..., None]:
         if block is None:  # contextlib.ExitStack calls the class's
-            return kind._leave  # type: ignore[no-any-return]
+            return kind._leave
         # Not a bound method, which the interpreter takes apart, and drops, before it calls what is in it.
         leave = functools.partial(kind._leave, block)
         block._exit = weakref.ref(leave)
@@ -39,7 +39,7 @@ class Block(contextlib.ContextDecorator):
 
     if TYPE_CHECKING:
 
-        def __exit__(self, *error: Any) -> None:
+        def __exit__(self, *error: object) -> None:
             """Leave the block."""
     else:
         __exit__ = _Exit()
@@ -49,7 +49,7 @@ class Block(contextlib.ContextDecorator):
     ) -> None:
         raise NotImplementedError
 
-    def _close_by(self, close: Callable[[Any], Any]) -> None:
+    def _close_by(self, close: Callable[[Any], object]) -> None:
         """Have ``close`` called, with one argument that means nothing, if the ``with`` statement ends some other way.
 
         To be called before anything is open. ``close`` is best C's, because a second handler could raise in it. Of a

@@ -54,12 +54,12 @@ class graph:  # noqa: N801
 
     def __init__(
         self,
-        cuda_graph: Any,
+        cuda_graph: torch.cuda.CUDAGraph,
         pool: Any = None,
-        stream: Any = None,
+        stream: torch.cuda.Stream | None = None,
         capture_error_mode: str = "global",
         *,
-        groups: Iterable[Any] = (),
+        groups: Iterable[torch.distributed.ProcessGroup] = (),
         **newer: Any,
     ) -> None:
         self._cuda_graph = cuda_graph

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch.nn import Parameter
@@ -45,7 +44,7 @@ class Guards:
         self.guard2_before: Callable[..., bool] = _torch.unlike
         self._known: dict[int, list[Callable[..., bool]]] = {}  # by the number of tensors
 
-    def plain(self, *tensors: Any) -> bool:
+    def plain(self, *tensors: torch.Tensor) -> bool:
         """Return whether ``tensors`` are plain. Asked where the latest guards say no.
 
         The dispatcher does more with tensors that record a gradient, with negative views, nested and quantized tensors;
@@ -75,7 +74,7 @@ class Guards:
         self._add(tensors)
         return True
 
-    def all(self, tensors: list[Any]) -> bool:
+    def all(self, tensors: list[torch.Tensor]) -> bool:
         """Return whether ``tensors``, any number of them, are plain. No tensor given twice is like any."""
         for guard in self._known.get(len(tensors), ()):
             if guard(*tensors):

@@ -15,8 +15,8 @@ import threading
 import types
 import weakref
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 
@@ -25,12 +25,15 @@ from safecomm.arena.arena import OPEN
 from safecomm.block import Block
 from safecomm.core import captures
 from safecomm.core.call_site import outside, place
+from safecomm.core.holds import Hold
 from safecomm.core.ledger import LEDGER, Ledger
 from safecomm.core.refcounts import COUNTED, WHY_NOT
 from safecomm.core.streams import HOST, capture_of, stream_object
 from safecomm.errors import RecordStreamError
 
 log: logging.Logger = logging.getLogger("safecomm")
+
+T = TypeVar("T")
 
 MODES = ("convert", "raise", "warn", "count")
 RELEASES = ("auto", "order", "defer")
@@ -103,7 +106,7 @@ class avoid_record_streams(Block):  # noqa: N801
         self.unusable: int = 0
         self._unusable_before = 0
         self._entered: list[object] = []
-        self._noted: weakref.ref[Any] | None = None
+        self._noted: weakref.ref[Callable[..., None]] | None = None
 
     def _recreate_cm(self) -> avoid_record_streams:
         return avoid_record_streams(self.mode, release=self.release, this_thread=self.this_thread, strict=self.strict)
@@ -211,7 +214,7 @@ class _Interception:
         self._raw_stream = raw_stream
         self._raw_streams: dict[tuple[int, int], int] = {}
         self._calls = 0
-        self._attributes: list[tuple[type, str, Any, Any]] = []
+        self._attributes: list[tuple[type, str, object, object]] = []
         self._key = key
         self._installed = False
         self.leaving = False  # it is being removed
@@ -236,7 +239,7 @@ class _Interception:
         captures.watch(self)
         self._installed = True
 
-    def _replace(self, owner: type, name: str, around: Callable[[Any], Any]) -> None:
+    def _replace(self, owner: type, name: str, around: Callable[[Any], object]) -> None:
         own = vars(owner).get(name)
         replacement = around(getattr(owner, name))
         self._attributes.append((owner, name, own, replacement))
@@ -298,7 +301,12 @@ class _Interception:
             original(tensor, stream)
 
     def _hold(
-        self, tensor: torch.Tensor, stream: torch.Stream, frame: types.FrameType, release: str, original: Any
+        self,
+        tensor: torch.Tensor,
+        stream: torch.Stream,
+        frame: types.FrameType,
+        release: str,
+        original: Callable[..., object] | None,
     ) -> None:
         raw = self._raw(stream)
         self._calls += 1
@@ -336,7 +344,7 @@ class _Interception:
             else:  # the host can wait, if nothing else can
                 stream_object(index, stream).synchronize()
 
-    def _resized(self, storage: torch.UntypedStorage, resize: Callable[[], Any]) -> Any:
+    def _resized(self, storage: torch.UntypedStorage, resize: Callable[[], T]) -> T:
         """Call ``resize``, which may give ``storage`` other memory."""
         if _torch.cdata_of(storage) not in self.ledger.recorded_uses.by_storage:
             return resize()
@@ -347,21 +355,25 @@ class _Interception:
             self.ledger.recorded_uses.freed(storage)
         return result
 
-    def _around_resize(self, original: Any) -> Any:
+    def _around_resize(
+        self, original: Callable[[torch.UntypedStorage, int], T]
+    ) -> Callable[[torch.UntypedStorage, int], T]:
         @functools.wraps(original)
-        def resize_(storage: Any, size: Any) -> Any:
+        def resize_(storage: torch.UntypedStorage, size: int) -> T:
             return self._resized(storage, lambda: original(storage, size))
 
         return resize_
 
-    def _around_tensor_resize(self, original: Any) -> Any:
+    def _around_tensor_resize(self, original: Callable[..., T]) -> Callable[..., T]:
         @functools.wraps(original)
-        def resize_(tensor: torch.Tensor, *size: Any, **how: Any) -> Any:
+        def resize_(tensor: torch.Tensor, *size: object, **how: object) -> T:
             return self._resized(tensor.untyped_storage(), lambda: original(tensor, *size, **how))
 
         return resize_
 
-    def resize(self, tensor: torch.Tensor, size: Any, *, memory_format: Any = None) -> torch.Tensor:
+    def resize(
+        self, tensor: torch.Tensor, size: Sequence[int], *, memory_format: torch.memory_format | None = None
+    ) -> torch.Tensor:
         """Stand in for the kernel of ``aten::resize_``, which moves a tensor that does not fit to other memory."""
 
         def resize() -> Any:
@@ -374,17 +386,19 @@ class _Interception:
     def resize_storage(self, tensor: torch.Tensor, size: int) -> None:
         """Stand in for the kernel of ``inductor::resize_storage_bytes_``."""
 
-        def resize() -> Any:
+        def resize() -> object:
             return self._resize_storage.original(tensor, size)  # type: ignore[misc]
 
         self._resized(tensor.untyped_storage(), resize)
 
     # --- what orders ---------------------------------------------------------------------------------------
 
-    def _around_wait_stream(self, original: Any) -> Any:
+    def _around_wait_stream(
+        self, original: Callable[[torch.cuda.Stream, torch.cuda.Stream], object]
+    ) -> Callable[[torch.cuda.Stream, torch.cuda.Stream], None]:
         @functools.wraps(original)
-        def wait_stream(waiting: Any, stream: Any) -> None:
-            done: list[Any] = []
+        def wait_stream(waiting: torch.cuda.Stream, stream: torch.cuda.Stream) -> None:
+            done: list[Hold] = []
             index = waiting.device_index
             if (
                 self.ledger.nonempty and stream.device_index == index

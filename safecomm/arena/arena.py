@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed
+from torch.distributed import ProcessGroup
 
 from safecomm import _torch
 from safecomm.arena.arguments import bytes_of, device_of, shape_of
@@ -33,6 +34,7 @@ from safecomm.errors import ArenaError, ArenaFullError
 
 if TYPE_CHECKING:
     from safecomm.arena.plan import Plan
+    from safecomm.arena.registration import Registration
 
 log: logging.Logger = logging.getLogger("safecomm")
 
@@ -127,8 +129,8 @@ class Arena:
 
     symmetric = False
     """Whether the block is registered as a symmetric window."""
-    _backing: Any = None
-    _pool: Any = None
+    _backing: Registration | None = None
+    _pool: torch.cuda.MemPool | None = None
 
     def __init__(
         self,
@@ -137,8 +139,8 @@ class Arena:
         *,
         full: str = "fallback",
         buckets: Mapping[str, int | str] | None = None,
-        check: Any = None,
-        register: Any = None,
+        check: ProcessGroup | None = None,
+        register: ProcessGroup | None = None,
         symmetric: bool = False,
     ) -> None:
         self._device, self.index = device_of(device)
@@ -178,8 +180,8 @@ class Arena:
         device: torch.device | str | int | None = None,
         *,
         full: str = "fallback",
-        check: Any = None,
-        register: Any = None,
+        check: ProcessGroup | None = None,
+        register: ProcessGroup | None = None,
     ) -> Arena:
         """Return an arena of exactly the bytes and buckets that a recorded program needs: see :class:`record_plan`.
 
@@ -202,7 +204,13 @@ class Arena:
         return arena
 
     def _start(
-        self, block: torch.Tensor, index: int, streams: Streams, full: str, buckets: dict[str, int], check: Any
+        self,
+        block: torch.Tensor,
+        index: int,
+        streams: Streams,
+        full: str,
+        buckets: dict[str, int],
+        check: ProcessGroup | None,
     ) -> None:
         self._block = block
         self._device = block.device
@@ -220,7 +228,7 @@ class Arena:
         self._log: list[tuple[str, int, int]] = []  # call site, bytes and place of each request since the last check
         self._layout = Layout(block.numel(), buckets, idle)
         # By the arguments and the stream of a request. Requests that are logged are not here, nor those of captures.
-        self._size_classes: dict[Any, SizeClass] = {}
+        self._size_classes: dict[object, SizeClass] = {}
         if index != HOST:
             self._alloc_stream = streams.current(index)  # of the block itself
             streams.claim(self._base, self._base + block.numel(), self._alloc_stream_of)
@@ -297,7 +305,7 @@ class Arena:
         slots.append(slot)
         return tensor
 
-    def _empty(self, size: tuple[Any, ...], dtype: Any, stream: int, bucket: str) -> torch.Tensor:
+    def _empty(self, size: tuple[Any, ...], dtype: torch.dtype, stream: int, bucket: str) -> torch.Tensor:
         self._refuse_ended("Arena.empty()")
         shape = shape_of(size, dtype, "Arena.empty()")
         if bucket not in self._layout.buckets:
@@ -328,7 +336,7 @@ class Arena:
             return None if self._ended else self._take(shape, shape, dtype, stream, "", needed=False)
 
     def _take(
-        self, size: tuple[Any, ...], shape: tuple[int, ...], dtype: Any, stream: int, bucket: str, *,
+        self, size: tuple[object, ...], shape: tuple[int, ...], dtype: torch.dtype, stream: int, bucket: str, *,
         needed: bool = True,
     ) -> torch.Tensor | None:  # fmt: skip
         """Return a tensor of a slot, ordered after all earlier uses of its memory; None if there is no slot for it.
@@ -579,7 +587,7 @@ class Arena:
         dist = torch.distributed
         mine, self._log = self._log, []
         digest = hashlib.blake2b(repr([(nbytes, place) for _, nbytes, place in mine]).encode()).hexdigest()
-        digests: list[Any] = [None] * dist.get_world_size(self._group)
+        digests: list[str | None] = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(digests, digest, group=self._group)
         if len(set(digests)) == 1:
             return
@@ -676,7 +684,7 @@ def _share(arena: weakref.ref[Arena], start: int, storage: torch.UntypedStorage)
         there._share(start, storage)
 
 
-def _allocate(nbytes: int, device: torch.device) -> tuple[Any, torch.Tensor]:
+def _allocate(nbytes: int, device: torch.device) -> tuple[torch.cuda.MemPool | None, torch.Tensor]:
     """Return a block, and the pool of its own that it must be kept with: no other memory lies in its segment then."""
     if device.type == "cpu" or not hasattr(torch.cuda, "MemPool"):
         return None, torch.empty(nbytes, dtype=torch.uint8, device=device)

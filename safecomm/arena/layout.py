@@ -33,7 +33,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable
-from typing import Any
+from contextlib import AbstractContextManager
 
 from safecomm.arena.free_list import FreeList
 from safecomm.arena.size_class import NO_STREAMS, SizeClass, Slot, rounded
@@ -74,7 +74,7 @@ class Layout:
             object, Slot
         ] = {}  # slots that were freed, to be live again with the storage that they have
         self.exact = False  # the block has no more room than a plan needs, in which each step begins with all of it
-        self.lock: Any = threading.RLock()
+        self.lock: AbstractContextManager[object] = threading.RLock()
         self.changing: bool = False
 
     # --- a slot for a request -------------------------------------------------------------------------------

@@ -38,8 +38,8 @@ class Registration:
         registered then.
     """
 
-    def __init__(self, nbytes: int, device: torch.device, group: Any, *, symmetric: bool) -> None:
-        self._group = group
+    def __init__(self, nbytes: int, device: torch.device, group: dist.ProcessGroup, *, symmetric: bool) -> None:
+        self._group: dist.ProcessGroup | None = group
         backend: Any = _torch.backend_of(group, "cuda") if device.type == "cuda" else None
         if not all(
             hasattr(backend, name) for name in ("mem_allocator", "register_mem_pool", "deregister_mem_pool")
@@ -57,9 +57,9 @@ class Registration:
             )
         failure: Exception | None = None
         try:
-            self._pool: Any = torch.cuda.MemPool(backend.mem_allocator)
+            self._pool: torch.cuda.MemPool | None = torch.cuda.MemPool(backend.mem_allocator)
             with torch.cuda.device(device), torch.cuda.use_mem_pool(self._pool):
-                self.block: Any = torch.empty(nbytes, dtype=torch.uint8, device=device)
+                self.block: torch.Tensor = torch.empty(nbytes, dtype=torch.uint8, device=device)
         except Exception as error:
             failure = error
         # This call is the fence before, and makes the communicator where there is none yet.

@@ -100,8 +100,8 @@ class SizeClass:
 
     __slots__ = ("alloc_stream", "bucket", "capture", "first", "identity", "key", "ready", "slots")
 
-    def __init__(self, identity: Any, alloc_stream: int, bucket: str, capture: int) -> None:
-        self.key: tuple[Any, int, str, int] = identity, alloc_stream, bucket, capture
+    def __init__(self, identity: object, alloc_stream: int, bucket: str, capture: int) -> None:
+        self.key: tuple[object, int, str, int] = identity, alloc_stream, bucket, capture
         self.identity: Any = identity
         self.alloc_stream: int = alloc_stream
         self.bucket: str = bucket

@@ -14,7 +14,7 @@ def buffer(shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
     arena = in_use(like.get_device())
     if arena is None or 0 in shape:
         return torch.empty(shape, dtype=like.dtype, device=like.device)
-    return arena.empty(tuple(shape), dtype=like.dtype)  # type: ignore[no-any-return]
+    return arena.empty(tuple(shape), dtype=like.dtype)
 
 
 def contiguous(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup
 
 from safecomm.arena.arena import OPEN, Arena
 from safecomm.arena.arguments import bytes_of, device_of
@@ -20,12 +21,14 @@ from safecomm.errors import SafecommError
 
 log: logging.Logger = logging.getLogger("safecomm")
 
-IN_USE: dict[int, Any] = {}
+IN_USE: dict[int, Arena | Recorder] = {}
 """The arena in use on each device, by the device's index. One for all threads, because backward runs in others."""
 
-_order: dict[object, Any] = {}  # the arenas in use, the innermost last, by a key for each time that one was entered
-_innermost: list[Any] = []  # the last arena of ``_order``, if there is any
-_made: list[Any] = []  # the arenas that are closed when they are no longer in use
+_order: dict[
+    object, Arena | Recorder
+] = {}  # the arenas in use, the innermost last, by a key for each time that one was entered
+_innermost: list[Arena | Recorder] = []  # the last arena of ``_order``, if there is any
+_made: list[Arena] = []  # the arenas that are closed when they are no longer in use
 _lock = threading.RLock()  # for changes of these
 
 VARIABLE = "SAFECOMM_ARENA"
@@ -53,7 +56,7 @@ def would_be_used(index: int) -> bool:
     return index in IN_USE or bool(_wanted and index not in OPEN)
 
 
-def in_use(index: int) -> Any:
+def in_use(index: int) -> Arena | Recorder | None:
     """Return the arena in use on the device with ``index``, which it may have to make; None if there is none."""
     arena = IN_USE.get(index)
     if arena is None and _wanted and index not in OPEN:
@@ -99,8 +102,8 @@ class use_arena(Block):  # noqa: N801
         *,
         full: str = "fallback",
         buckets: Mapping[str, int | str] | None = None,
-        check: Any = None,
-        register: Any = None,
+        check: ProcessGroup | None = None,
+        register: ProcessGroup | None = None,
     ) -> None:
         self._made = not isinstance(arena, (Arena, Recorder))
         self.arena: Any = (
@@ -108,7 +111,7 @@ class use_arena(Block):  # noqa: N801
             if self._made
             else arena
         )
-        self._entered: list[tuple[object, Any]] = []  # of each time: its key in ``_order``, and its watch
+        self._entered: list[tuple[object, object]] = []  # of each time: its key in ``_order``, and its watch
 
     def __enter__(self) -> Any:
         arena = self.arena
@@ -216,7 +219,9 @@ class record_plan:  # noqa: N801
         self._recorder.end()
 
 
-def empty(*size: Any, dtype: torch.dtype | None = None, device: Any = None, bucket: str = "") -> torch.Tensor:
+def empty(
+    *size: Any, dtype: torch.dtype | None = None, device: torch.device | str | int | None = None, bucket: str = ""
+) -> torch.Tensor:
     """Return uninitialised memory of the arena in use, or ordinary memory where no arena is in use.
 
     Parameters
@@ -233,14 +238,14 @@ def empty(*size: Any, dtype: torch.dtype | None = None, device: Any = None, buck
     """
     if device is None:
         if _innermost:
-            return _innermost[0].empty(*size, dtype=dtype, bucket=bucket)  # type: ignore[no-any-return]
+            return _innermost[0].empty(*size, dtype=dtype, bucket=bucket)
         if not _wanted:
             return torch.empty(*size, dtype=dtype)
     _, index = device_of(device)
     arena = in_use(index)
     if arena is None:
         return torch.empty(*size, dtype=dtype, device=device)
-    return arena.empty(*size, dtype=dtype, bucket=bucket)  # type: ignore[no-any-return]
+    return arena.empty(*size, dtype=dtype, bucket=bucket)
 
 
 def _none_in_child() -> None:
