@@ -29,7 +29,7 @@ from safecomm.guards import PLAIN
 from safecomm.peers import list_exchange
 from safecomm.peers.limits import DTYPES, TWO_SHOT, LowLatencyLimits
 from safecomm.peers.order import Order
-from safecomm.peers.staging import MOST, SLOT, WIDTHS, StagingLayout, free
+from safecomm.peers.staging import MOST, SLOT, WIDTHS, Staging, StagingLayout, free
 
 PROGRAMS = 256
 """The largest grid. A program waits for the peers' program of its number, so all must fit on the device at once."""
@@ -69,8 +69,8 @@ class Engine:
     """
 
     def __init__(
-        self, group: Any, index: int, staging: Any, layout: StagingLayout, limits: LowLatencyLimits, timeout: timedelta,
-        store: Any, *, check: bool,
+        self, group: c10d.ProcessGroup, index: int, staging: Staging, layout: StagingLayout,
+        limits: LowLatencyLimits, timeout: timedelta, store: c10d.Store, *, check: bool,
     ) -> None:  # fmt: skip
         from safecomm.peers import kernels  # which imports Triton
 
@@ -94,14 +94,14 @@ class Engine:
         self._first_phase = len(head)
         self._table = torch.tensor(head + [0] * layout.all_chunks, dtype=torch.int64, device=device)
         self._table_pointer = self._table.data_ptr()
-        self._launchers: dict[Any, Callable[..., None]] = {}
-        self._plans: dict[Any, Any] = {}
+        self._launchers: dict[object, Callable[..., None]] = {}
+        self._plans: dict[object, tuple[()] | tuple[tuple[Callable[..., None], ...], int]] = {}
         self._lock = threading.Lock()  # between putting a call in order and launching it, no other may come
         self.order: Order = Order(LEDGER.streams, index)
         self._through = group if _torch.HOOKS else _torch.backend_of(group, device.type)
         self._unused = (0,) * (MOST - self._world)
         self._exchanged: set[int] = set()  # the streams of sends and receives
-        self._side: Any = None  # for asynchronous calls of list forms
+        self._side: torch.cuda.Stream | None = None  # for asynchronous calls of list forms
         self._call = 0
         self._recent: list[_Site | None] = [None] * REMEMBERED
         self._captured: dict[int, _Site] = {}
@@ -114,7 +114,7 @@ class Engine:
 
     # --- a call ---------------------------------------------------------------------------------------------
 
-    def run(self, group: Any, name: str, tensors: list[Any], op: Any, asynchronous: bool) -> Any:
+    def run(self, group: c10d.ProcessGroup, name: str, tensors: list[Any], op: object, asynchronous: bool) -> object:
         """Run a call of c10d's function ``name`` on ``group``, which is this one's, or return DECLINED.
 
         ``tensors``: what is given as the output, and as the input where that is another. Returns what c10d's function
@@ -174,7 +174,9 @@ class Engine:
             launcher(stream, *addresses, self._table_pointer, call, count, max(number, 0))
         self.taken += 1
 
-    def _run_list(self, group: Any, name: str, given: list[Any], op: Any, asynchronous: bool) -> Any:
+    def _run_list(
+        self, group: c10d.ProcessGroup, name: str, given: list[Any], op: object, asynchronous: bool
+    ) -> object:
         """Run a call of a list form as :meth:`run` does; ``given``: the output and the input, one of them a list."""
         scatter = LISTS[name] == SCATTER
         tensor, whole = given if scatter else (given[1], given[0])
@@ -218,7 +220,7 @@ class Engine:
 
     def _exchange(
         self, whole: list[Any], tensor: torch.Tensor, number: int, scatter: bool, direct: bool, asynchronous: bool
-    ) -> Any:
+    ) -> LaunchedKernel | None:
         """Run a list form by the backend's sends and receives, on the current stream."""
         with relaxed(self.group, [tensor]):
             if scatter:
@@ -296,7 +298,9 @@ class Engine:
         else:
             self._plan(name, tensors[0], tensors[-1], 0)
 
-    def _plan(self, name: str, out: torch.Tensor, data: torch.Tensor, number: int) -> Any:
+    def _plan(
+        self, name: str, out: torch.Tensor, data: torch.Tensor, number: int
+    ) -> tuple[()] | tuple[tuple[Callable[..., None], ...], int]:
         """Return how calls like this one are run: what launches them, unaligned and aligned, and on how many elements.
 
         () if they are the backend's.
@@ -338,9 +342,9 @@ class Engine:
                 launcher = self._launchers[key] = kernels.launcher(kernel, constants, grid, WARPS)
         return launcher
 
-    def _constants(self, dtype: torch.dtype) -> dict[str, Any]:
+    def _constants(self, dtype: torch.dtype) -> dict[str, object]:
         """Return what every kernel is told of the group, and of a type."""
-        language: Any = vars(self._kernels)["tl"]
+        language = vars(self._kernels)["tl"]
         return {
             "DTYPE": getattr(language, str(dtype).removeprefix("torch.")),
             "BITS": getattr(language, str(WIDTHS[dtype.itemsize]).removeprefix("torch.")),
@@ -349,7 +353,7 @@ class Engine:
             "BLOCK": SLOT // dtype.itemsize,
         }
 
-    def _places(self, width: int, two_shot: bool) -> dict[str, Any]:
+    def _places(self, width: int, two_shot: bool) -> dict[str, object]:
         """Return what a kernel is told of the staging for elements of ``width`` bytes."""
         return {
             "FREE": free(width),
@@ -473,7 +477,7 @@ class LaunchedKernel(c10d.Work):
         """Return whether no peer is known to have been late."""
         return self.exception() is None
 
-    def exception(self) -> Any:
+    def exception(self) -> PeerTimeoutError | None:
         """Return the error of a call of the group that has given up; None if none has."""
         try:
             self._engine.raise_failure()
@@ -485,10 +489,12 @@ class LaunchedKernel(c10d.Work):
         """Return the outputs."""
         return self._outputs
 
-    def get_future(self) -> Any:
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """Return a future of the outputs."""
         index = self._engine.index
-        future: Any = torch.futures.Future(devices=None if index == HOST else [index])
+        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(
+            devices=None if index == HOST else [index]
+        )
         if index == HOST:
             future.set_result(self._outputs)
         else:
@@ -499,7 +505,7 @@ class LaunchedKernel(c10d.Work):
         return future
 
 
-def _number(op: Any) -> int:
+def _number(op: object) -> int:
     """Return what the kernels know a reduce operation by."""
     number = _NUMBERS.get(id(op))
     if number is None:  # another object that may be equal to a member, such as a copy

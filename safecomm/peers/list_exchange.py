@@ -12,8 +12,6 @@ only what that rank does with it.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from safecomm import _torch
@@ -29,7 +27,7 @@ LARGEST = 1 << 30
 _launch, (_options, _) = prepared_for_all(_torch.all_to_all)
 
 
-def alike(pieces: Any, tensor: torch.Tensor, rank: int, world: int, *, written: bool) -> bool:
+def alike(pieces: object, tensor: torch.Tensor, rank: int, world: int, *, written: bool) -> bool:
     """Return whether ``pieces`` are all like ``tensor``, and can be sent, or received, where they lie.
 
     Those that are ``written`` to must lie apart, from ``tensor`` too, which a peer may still read while another's
@@ -48,7 +46,7 @@ def alike(pieces: Any, tensor: torch.Tensor, rank: int, world: int, *, written: 
     return True
 
 
-def can_be_copied(pieces: Any, tensor: torch.Tensor, world: int) -> bool:
+def can_be_copied(pieces: object, tensor: torch.Tensor, world: int) -> bool:
     """Return whether ``pieces`` are as many tensors as there are ranks, with what ``tensor`` has, however they lie.
 
     The answer is the same on all ranks that make the same call.
@@ -70,7 +68,7 @@ def can_be_copied(pieces: Any, tensor: torch.Tensor, world: int) -> bool:
     )
 
 
-def gather(launcher: Any, pieces: list[torch.Tensor], tensor: torch.Tensor, *, direct: bool) -> None:
+def gather(launcher: object, pieces: list[torch.Tensor], tensor: torch.Tensor, *, direct: bool) -> None:
     """Receive every rank's ``tensor`` in ``pieces``, in the order of the current stream.
 
     ``direct``: they are :func:`alike`. Else they are copied to, which does what c10d's copies do with any tensor.
@@ -87,7 +85,7 @@ def gather(launcher: Any, pieces: list[torch.Tensor], tensor: torch.Tensor, *, d
 
 
 def scatter(
-    launcher: Any, pieces: list[torch.Tensor], output: torch.Tensor, rank: int, *, direct: bool
+    launcher: object, pieces: list[torch.Tensor], output: torch.Tensor, rank: int, *, direct: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Receive what the others have for this rank, in the order of the current stream.
 
@@ -125,7 +123,7 @@ def _as_they_lie(pieces: list[torch.Tensor], like: torch.Tensor, direct: bool) -
     ]
 
 
-def _exchange(launcher: Any, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
+def _exchange(launcher: object, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
     """Send each of ``inputs`` to its rank, and receive ``outputs``."""
     work = _launch(launcher, outputs, inputs, _options)
     if work is not None:

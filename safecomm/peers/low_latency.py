@@ -27,11 +27,11 @@ from safecomm.core.streams import HOST
 from safecomm.errors import LowLatencyError, SafecommError
 from safecomm.peers.engine import Engine
 from safecomm.peers.limits import LowLatencyLimits, defaults, read
-from safecomm.peers.staging import SymmetricStaging
+from safecomm.peers.staging import Staging, StagingLayout, SymmetricStaging
 
 log: logging.Logger = logging.getLogger("safecomm")
 
-STAGINGS: dict[str, Any] = {"nccl": SymmetricStaging}
+STAGINGS: dict[str, Callable[[StagingLayout, torch.device], Staging]] = {"nccl": SymmetricStaging}
 """What makes memory that peers can store into, by the backend of the group."""
 
 PATIENCE = timedelta(seconds=30)
@@ -95,7 +95,7 @@ class low_latency:  # noqa: N801
 
     def __init__(
         self,
-        group: Any = None,
+        group: c10d.ProcessGroup | None = None,
         *,
         limits: LowLatencyLimits | str | Path | None = None,
         timeout: timedelta | None = None,
@@ -198,7 +198,7 @@ class low_latency:  # noqa: N801
 
 
 def _make(
-    group: Any, limits: LowLatencyLimits | str | Path | None, timeout: timedelta | None, check: bool
+    group: c10d.ProcessGroup, limits: LowLatencyLimits | str | Path | None, timeout: timedelta | None, check: bool
 ) -> tuple[Engine | None, str]:
     """Return an engine for ``group``, or None and why there is none: the same on every rank.
 
@@ -261,14 +261,14 @@ def _make(
     return engine, ""
 
 
-def _everyones(mine: Any, group: Any) -> list[Any]:
+def _everyones(mine: object, group: c10d.ProcessGroup) -> list[Any]:
     """Return what every rank of ``group`` has to say here."""
     found: list[Any] = [None] * group.size()
     c10d.all_gather_object(found, mine, group=group)
     return found
 
 
-def _hooks(group: Any, device: torch.device) -> list[str]:
+def _hooks(group: c10d.ProcessGroup, device: torch.device) -> list[str]:
     """Return where the program's own hooks of ``group`` are, as far as they are functions of Python.
 
     Torch does not tell which there are (2.15). So this launches a collective, as all ranks do, and looks which
@@ -277,7 +277,7 @@ def _hooks(group: Any, device: torch.device) -> list[str]:
     found: list[str] = []
     here = sys._getframe()
 
-    def called(frame: types.FrameType, event: str, _: Any) -> None:
+    def called(frame: types.FrameType, event: str, _: object) -> None:
         ours = str(frame.f_globals.get("__name__")).startswith("safecomm.")  # patch(strict=True)'s
         if event == "call" and frame.f_back is here and not ours:
             found.append(place(frame))
@@ -294,7 +294,7 @@ def _hooks(group: Any, device: torch.device) -> list[str]:
     return found
 
 
-def _why_not(group: Any, backend: str, limits: LowLatencyLimits | None) -> str:
+def _why_not(group: c10d.ProcessGroup, backend: str, limits: LowLatencyLimits | None) -> str:
     """Return why this rank can't; ``""`` if there is no reason that it knows alone."""
     if backend not in STAGINGS:
         return f"its backend is {backend or 'unknown'}, and not nccl"
@@ -392,7 +392,7 @@ class _Everywhere:
     def __init__(self, limits: str | None) -> None:
         self._limits = limits
 
-    def run(self, group: Any, name: str, tensors: list[Any], op: Any, asynchronous: bool) -> Any:
+    def run(self, group: c10d.ProcessGroup, name: str, tensors: list[Any], op: object, asynchronous: bool) -> object:
         """As :meth:`Engine.run`; it switches low_latency() on for ``group`` first, which all its ranks do here."""
         if not isinstance(group, c10d.ProcessGroup) or captures.capturing():
             return DECLINED
@@ -410,7 +410,7 @@ class _Everywhere:
 class _Stays:
     """Takes no call of a group."""
 
-    def run(self, group: Any, name: str, tensors: list[Any], op: Any, asynchronous: bool) -> Any:
+    def run(self, group: object, name: str, tensors: object, op: object, asynchronous: bool) -> object:
         """Leave the call to the backend."""
         return DECLINED
 

@@ -7,9 +7,10 @@ bits of negative zero, which the kernels know as "nothing has arrived" (``kernel
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
+from torch.distributed import ProcessGroup
 
 from safecomm import _torch
 
@@ -92,6 +93,16 @@ class StagingLayout:
             block[area.begin : area.end].view(WIDTHS[width]).fill_(free(width))
 
 
+class Staging(Protocol):
+    """A rank's block that its peers can store into, and once it has met them, the addresses of all their blocks."""
+
+    block: torch.Tensor
+    bases: list[int]
+
+    def meet(self, group: ProcessGroup) -> None:
+        """Exchange the blocks, on all ranks of ``group`` together."""
+
+
 class SymmetricStaging:
     """A rank's block, in symmetric memory, and once it has met its peers, where their blocks are mapped here.
 
@@ -99,11 +110,11 @@ class SymmetricStaging:
     """
 
     def __init__(self, layout: StagingLayout, device: torch.device) -> None:
-        self.block: Any = _torch.symmetric_memory().empty(layout.nbytes, dtype=torch.uint8, device=device)
+        self.block: torch.Tensor = _torch.symmetric_memory().empty(layout.nbytes, dtype=torch.uint8, device=device)
         layout.clear(self.block)
         self.bases: list[int] = []
 
-    def meet(self, group: Any) -> None:
+    def meet(self, group: ProcessGroup) -> None:
         """Exchange the blocks, on all ranks of ``group`` together."""
         self._handle = _torch.symmetric_memory().rendezvous(self.block, group)  # keeps the peers' memory mapped
         self.bases = list(self._handle.buffer_ptrs)
