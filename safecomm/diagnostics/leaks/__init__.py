@@ -11,15 +11,15 @@ import gc
 import logging
 import types
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from safecomm import _torch
 from safecomm.diagnostics.leaks.frames import callers, locals_of
 from safecomm.diagnostics.leaks.holders import Holders
 from safecomm.diagnostics.leaks.kept import kept_by
-from safecomm.diagnostics.leaks.made import Made, lines_of, noting
+from safecomm.diagnostics.leaks.made import Made, Place, lines_of, noting
 from safecomm.diagnostics.record import unwaited_for
 from safecomm.errors import SafecommError
 
@@ -118,7 +118,7 @@ class watch:  # noqa: N801
         self.steps = 0
         self._log_leaks = log_leaks
         self._depth = 0
-        self._hooks: list[Any] = []
+        self._hooks: list[RemovableHandle] = []
         self._frames: list[types.FrameType] = []
         self._before: list[set[tuple[int, int]]] = []
         self._made = Made()
@@ -186,7 +186,7 @@ class watch:  # noqa: N801
             # At both moments: what a variable had at one of them may be gone, and another one be in its place.
             old = self._before[0] & self._before[1]
             holders = Holders(survivors, self.owners, self._frames, old)
-            found: dict[tuple[Any, tuple[str, ...], str], list[tuple[int, int]]] = {}
+            found: dict[tuple[tuple[Place, ...], tuple[str, ...], str], list[tuple[int, int]]] = {}
             for cdata, (_, nbytes, step, stack) in survivors.items():
                 held = holders.of(cdata)
                 if held is None:

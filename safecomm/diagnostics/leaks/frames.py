@@ -6,7 +6,6 @@ import os
 import sys
 import types
 from collections.abc import Iterator
-from typing import Any
 
 from safecomm.core.refcounts import HELD_ONCE, getrefcount
 
@@ -30,7 +29,7 @@ def callers() -> Iterator[types.FrameType]:
         frame = frame.f_back
 
 
-def locals_of(frame: types.FrameType) -> dict[str, Any]:
+def locals_of(frame: types.FrameType) -> dict[str, object]:
     """Return what the local variables of ``frame`` refer to, and leave nothing of it with the frame."""
     found = frame.f_locals
     values = dict(found)

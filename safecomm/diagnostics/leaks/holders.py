@@ -6,7 +6,7 @@ import gc
 import sys
 import types
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -35,9 +35,13 @@ class Holders:
     """Who refers to whom, from the survivors outwards."""
 
     def __init__(
-        self, survivors: dict[int, Any], owners: tuple[object, ...], frames: list[types.FrameType], old: set[Any]
+        self,
+        survivors: Mapping[int, object],
+        owners: tuple[object, ...],
+        frames: list[types.FrameType],
+        old: set[tuple[int, int]],
     ) -> None:
-        self.shown: dict[Any, tuple[str, ...]] = {}
+        self.shown: dict[object, tuple[str, ...]] = {}
         self._old = old
         self._own: set[int] = set()
         self._modules: dict[int, str] = {}
@@ -59,8 +63,8 @@ class Holders:
                     continue
                 for name, value in locals_of(frame).items():
                     self._variables.setdefault(id(value), []).append((frame, name))
-        self._referrers: dict[int, list[Any]] = {}
-        self._objects: dict[int, Any] = {}  # keeps the ids true
+        self._referrers: dict[int, list[object]] = {}
+        self._objects: dict[int, object] = {}  # keeps the ids true
         self._works: dict[int, list[str]] = {}
         for hold in [*LEDGER.holds(), *LEDGER.quarantine]:
             for storage in hold.storages:
@@ -74,11 +78,11 @@ class Holders:
     def _find_tensors_and_graphs(self, survivors: set[int]) -> None:
         tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
         self._own.add(id(tensors))
-        self._start: dict[int, list[Any]] = {}  # by storage: the tensors and nodes that have it
+        self._start: dict[int, list[object]] = {}  # by storage: the tensors and nodes that have it
         self._saved: dict[tuple[int, int], str] = {}
-        nodes: list[Any] = []
+        nodes: list[torch.autograd.graph.Node] = []
         self._own.add(id(nodes))
-        self._nodes: dict[int, Any] = {}
+        self._nodes: dict[int, object] = {}
         self._own.add(id(self._nodes))
         for tensor in tensors:
             cdata = cdata_of_tensor(tensor)
@@ -110,7 +114,7 @@ class Holders:
                         self._nodes[id(following)] = following
                         nodes.append(following)
 
-    def _refer(self, thing: Any, referrer: Any) -> None:
+    def _refer(self, thing: object, referrer: object) -> None:
         self._objects[id(thing)] = thing
         self._objects[id(referrer)] = referrer
         self._referrers.setdefault(id(thing), []).append(referrer)
@@ -127,7 +131,7 @@ class Holders:
             self._own.update(map(id, places))
         frontier = starts
         for _ in range(DEPTH):
-            following: list[Any] = []
+            following: list[object] = []
             self._own.update((id(frontier), id(following)))
             wanted = {id(thing): thing for thing in frontier}
             self._own.add(id(wanted))
@@ -160,7 +164,7 @@ class Holders:
             if not frontier or len(seen) > 50 * MOST:
                 break
 
-    def _ends(self, thing: Any) -> bool:
+    def _ends(self, thing: object) -> bool:
         """Return whether ``thing`` lives on its own, so that a chain may end there."""
         return isinstance(thing, (torch.nn.Module, type, types.ModuleType)) or id(thing) in self._modules
 
@@ -170,10 +174,10 @@ class Holders:
             chain = tuple(f"the unwaited {work}" for work in self._works[cdata][:1])
             return "unwaited work", chain, chain
         start = _Memory(cdata)
-        queue: deque[list[Any]] = deque([[start]])
+        queue: deque[list[object]] = deque([[start]])
         seen = {id(start)}
         expected = False
-        longest: list[Any] = [start]
+        longest: list[object] = [start]
         while queue:
             path = queue.popleft()
             thing = path[-1]
@@ -202,7 +206,7 @@ class Holders:
             return None
         return self._told(longest, None)
 
-    def _expected(self, path: list[Any], frame: types.FrameType) -> bool:
+    def _expected(self, path: list[object], frame: types.FrameType) -> bool:
         """Return whether a local variable may keep the memory at the start of ``path``."""
         if any(id(thing) in self._nodes or isinstance(thing, FunctionCtx) for thing in path):
             return False  # the variable is of the result, not of what the graph has saved for it
@@ -213,7 +217,7 @@ class Holders:
 
     # --- words ------------------------------------------------------------------------------------------------
 
-    def _told(self, path: list[Any], end: str | None) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
+    def _told(self, path: list[object], end: str | None) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
         hops: list[str] = []
         kinds: list[str] = []
         place = 1
@@ -257,7 +261,7 @@ class Holders:
                 return kind
         return "variable" if end is not None or kinds else "unknown"
 
-    def _attribute(self, owner: Any, name: Any) -> tuple[str, str]:
+    def _attribute(self, owner: object, name: object) -> tuple[str, str]:
         if isinstance(owner, FunctionCtx):
             return "autograd context", f"attribute {name!r} of the context of the autograd node {type(owner).__name__}"
         if isinstance(owner, torch.nn.Module):
@@ -268,7 +272,7 @@ class Holders:
             return "object", f"attribute {name!r} of function {_function(owner)}"
         return "object", f"attribute {name!r} of a {type(owner).__name__}"
 
-    def _hop(self, thing: Any, referrer: Any) -> tuple[str, str]:
+    def _hop(self, thing: object, referrer: Any) -> tuple[str, str]:
         if isinstance(thing, _Memory):
             name = self._saved[thing.cdata, id(referrer)]
             return "retained graph", f"the autograd node {referrer.name()}, which saved it as {name!r} for the backward"
@@ -300,12 +304,12 @@ class Holders:
         return "object", f"a {type(referrer).__name__}"
 
 
-def _closed_over_by(path: list[Any]) -> types.FunctionType | None:
+def _closed_over_by(path: list[object]) -> types.FunctionType | None:
     """Return the function that ``path``, from a cell outwards, leads to: by way of the tuple of its cells."""
     return next((thing for thing in path if isinstance(thing, types.FunctionType)), None)
 
 
-def _dictionary(thing: Any) -> dict[str, Any] | None:
+def _dictionary(thing: object) -> dict[str, object] | None:
     try:
         found = object.__getattribute__(thing, "__dict__")
     except AttributeError:
@@ -313,13 +317,13 @@ def _dictionary(thing: Any) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def _slots(thing: Any) -> Iterator[str]:
+def _slots(thing: object) -> Iterator[str]:
     for kind in type(thing).__mro__:
         slots = vars(kind).get("__slots__", ())
         yield from (slots,) if isinstance(slots, str) else slots
 
 
-def _key(dictionary: Any, value: Any) -> Any:
+def _key(dictionary: Mapping[Any, object], value: object) -> object:
     return next((key for key, one in dictionary.items() if one is value), None)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from typing import Any
 
 import torch
 
@@ -14,7 +13,7 @@ def kept_by(owners: tuple[object, ...]) -> set[int]:
     """Return the storages of parameters, gradients, buffers, and of what optimizers and the like keep."""
     kept: set[int] = set()
 
-    def keep(value: Any) -> None:
+    def keep(value: object) -> None:
         for tensor in tensors_in(value):
             kept.add(cdata_of_tensor(tensor))
             grad = tensor.grad if tensor.is_leaf else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import types
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +60,12 @@ def noting(made: Made) -> Any:
 
     class Mode(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
         def __torch_dispatch__(
-            self, function: Any, kinds: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-        ) -> Any:
+            self,
+            function: Callable[..., object],
+            kinds: object,
+            args: tuple[object, ...] = (),
+            kwargs: dict[str, object] | None = None,
+        ) -> object:
             result = function(*args, **(kwargs or {}))
             # What torch.tensor() makes comes by here first as the input of this one, and is new all the same.
             lift = "lift_fresh" in str(function)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 
@@ -18,7 +17,7 @@ def cdata_of_tensor(tensor: torch.Tensor) -> int:
         return 0
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+def tensors_in(value: object) -> Iterator[torch.Tensor]:
     """Yield the tensors in nested lists, tuples and dictionaries."""
     stack = [value]
     while stack:
