@@ -77,7 +77,7 @@ def group_name(group: object) -> str:
     return str(_of("pg_names", group) or "")
 
 
-def store_of(group: object, prefix: str) -> c10d.PrefixStore | None:
+def store_of(group: object, prefix: str) -> Any:
     """Return a store that the ranks of ``group`` share, for keys of our own; None if torch does not give it out."""
     found = _of("pg_map", group)
     return None if found is None else c10d.PrefixStore(prefix, found[1])

@@ -13,7 +13,7 @@ import gc
 import logging
 import sys
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 log: logging.Logger = logging.getLogger("safecomm")
@@ -28,7 +28,7 @@ def _modules_of_ours() -> list[types.ModuleType]:
     ]
 
 
-def sweep(changes: dict[Any, Any], keep: Iterable[Any] = ()) -> list[str]:
+def sweep(changes: Mapping[types.FunctionType, types.FunctionType], keep: Iterable[object] = ()) -> list[str]:
     """Put ``changes[x]`` wherever in the process ``x`` is kept; return where, as ``module.name`` or a description.
 
     Not replaced are keys of dictionaries, elements of sets and of tuples other than default arguments, properties,
@@ -58,15 +58,15 @@ def sweep(changes: dict[Any, Any], keep: Iterable[Any] = ()) -> list[str]:
     return found
 
 
-def _functions_of_ours(changes: dict[Any, Any]) -> list[types.FunctionType]:
-    things = [*changes, *changes.values()]
+def _functions_of_ours(changes: Mapping[types.FunctionType, types.FunctionType]) -> list[types.FunctionType]:
+    things: list[object] = [*changes, *changes.values()]
     for module in _modules_of_ours():
         if module.__name__.startswith("safecomm.collectives"):
             things += vars(module).values()
     return [thing for thing in things if isinstance(thing, types.FunctionType)]
 
 
-def _replace_in(referrer: Any, new: dict[int, Any], found: list[str]) -> None:
+def _replace_in(referrer: object, new: dict[int, types.FunctionType], found: list[str]) -> None:
     # Each value is read once: other threads run. The methods are the base class's, because others' may refuse.
     if isinstance(referrer, dict):
         _replace_in_dict(referrer, new, found)
@@ -100,7 +100,7 @@ def _replace_in(referrer: Any, new: dict[int, Any], found: list[str]) -> None:
         _replace_in_attributes(referrer, new, found)
 
 
-def _replace_in_attributes(thing: Any, new: dict[int, Any], found: list[str]) -> None:
+def _replace_in_attributes(thing: object, new: dict[int, types.FunctionType], found: list[str]) -> None:
     """Replace in the slots of an object, and in attributes that Python keeps in place of a dictionary."""
     kind = type(thing)
     for owner in kind.__mro__:
@@ -114,7 +114,7 @@ def _replace_in_attributes(thing: Any, new: dict[int, Any], found: list[str]) ->
         _replace_in_dict(vars(thing), new, found, f"an attribute of a {kind.__qualname__}")
 
 
-def _replace_in_partial(partial: functools.partial[Any], new: dict[int, Any], found: list[str]) -> None:
+def _replace_in_partial(partial: functools.partial[Any], new: dict[int, types.FunctionType], found: list[str]) -> None:
     function = new.get(id(partial.func), partial.func)
     arguments = tuple(new.get(id(argument), argument) for argument in partial.args)
     keywords = {name: new.get(id(value), value) for name, value in partial.keywords.items()}
@@ -122,7 +122,9 @@ def _replace_in_partial(partial: functools.partial[Any], new: dict[int, Any], fo
     found.append("a partial")
 
 
-def _replace_in_dict(namespace: dict[Any, Any], new: dict[int, Any], found: list[str], what: str = "") -> None:
+def _replace_in_dict(
+    namespace: dict[Any, object], new: dict[int, types.FunctionType], found: list[str], what: str = ""
+) -> None:
     changes = [(name, new[id(value)]) for name, value in tuple(namespace.items()) if id(value) in new]
     if not changes:
         return
@@ -140,7 +142,7 @@ def _replace_in_dict(namespace: dict[Any, Any], new: dict[int, Any], found: list
             found.append(what or (f"{module}.{name}" if isinstance(module, str) else f"an entry {name!r} of a dict"))
 
 
-def _classes_with(attribute: Any) -> list[type]:
+def _classes_with(attribute: object) -> list[type]:
     return [
         owner
         for namespace in gc.get_referrers(attribute)

@@ -32,11 +32,12 @@ import time
 import types
 import weakref
 from collections import deque
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
 from torch.compiler import is_compiling
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, Work
 from torch.distributed.device_mesh import DeviceMesh
 
 from safecomm import _torch
@@ -58,11 +59,11 @@ runs. ``__setstate__`` exchanges the list between two calls of the hook, whichev
 _ID = int.from_bytes(b"functio", "big")
 """Of our hooks. A program that registers one under the same number takes its place."""
 
-_NOBODYS: deque[Any] = deque(maxlen=0)
+_NOBODYS: deque[object] = deque(maxlen=0)
 """For what nobody is to see."""
 
 
-def _into(calls: list[Any] | deque[Any]) -> tuple[Any, ...]:
+def _into(calls: list[Any] | deque[object]) -> tuple[object, ...]:
     """Return the state of a :data:`Tap` whose calls go to ``calls``."""
     return calls.append, (), {}, None
 
@@ -75,9 +76,9 @@ class Result(WorkHold):
     key: int  # of the storage
     tensor: torch.Tensor | None  # until it is torch's or the program's again
     storage: torch.UntypedStorage
-    works: tuple[Any, ...]  # until they are complete
+    works: tuple[Work, ...]  # until they are complete
     counted: tuple[int, int]  # when nobody else had it
-    wrapper: weakref.ref[Any]
+    wrapper: weakref.ref[torch.Tensor]
 
     @property
     def inner(self) -> Result:
@@ -143,7 +144,7 @@ class Functional:
     """The replacements, while the patch is on. ``changes`` has them by what they replace; none before torch 2.14."""
 
     def __init__(self) -> None:
-        self.changes: dict[Any, Any] = {}
+        self.changes: dict[types.FunctionType, types.FunctionType] = {}
         self.unwaited: dict[int, Result] = {}  # by storage
         self.exiting: bool = False
         self._on = True
@@ -153,7 +154,7 @@ class Functional:
         module = self._module
         if module is None:
             return
-        self.wait_for: Any = module.wait_tensor
+        self.wait_for: Callable[[torch.Tensor], object] = module.wait_tensor
         for name in (*NAMES, "wait_tensor"):
             original = vars(module).get(name)
             if original is not None and _torch.is_torchs(original):
@@ -183,11 +184,11 @@ class Functional:
         self.exiting = True
         self.remove()
 
-    def _waiting(self, original: Any) -> Any:
+    def _waiting(self, original: types.FunctionType) -> Any:
         """Return what stands in for ``wait_tensor``, which the wrapper calls too."""
 
         @functools.wraps(original)
-        def wait_tensor(tensor: Any) -> Any:
+        def wait_tensor(tensor: torch.Tensor) -> object:
             waited = original(tensor)
             if not is_compiling() and self.unwaited and type(tensor) is torch.Tensor:
                 result = self.unwaited.get(_torch.cdata_of(tensor.untyped_storage()))
@@ -199,12 +200,12 @@ class Functional:
 
         return wait_tensor
 
-    def _noting(self, original: Any) -> Any:
+    def _noting(self, original: types.FunctionType) -> Any:
         """Return what stands in for a functional collective."""
         place = list(inspect.signature(original).parameters).index("group")
 
         @functools.wraps(original)
-        def collective(*args: Any, **kwargs: Any) -> Any:
+        def collective(*args: object, **kwargs: object) -> object:
             if is_compiling() or not self._on:
                 return original(*args, **kwargs)
             if LEDGER.nonempty:
@@ -247,7 +248,7 @@ class Functional:
         if there is not None and there[0]() is group:
             return there[1]
 
-        def gone(reference: Any) -> None:
+        def gone(reference: object) -> None:
             there = self._taps.get(key)
             if there is not None and there[0] is reference:
                 self._taps.pop(key, None)
@@ -263,7 +264,9 @@ class Functional:
             raise
         return tap
 
-    def _note(self, wrapper: Any, works: tuple[Any, ...], group: Any, op: str, frame: types.FrameType) -> None:
+    def _note(
+        self, wrapper: Any, works: tuple[Work, ...], group: ProcessGroup, op: str, frame: types.FrameType
+    ) -> None:
         """Note what was launched, before the program has it."""
         tensor = wrapper.elem
         if type(tensor) is not torch.Tensor or tensor.requires_grad or not (tensor.is_cpu or tensor.is_cuda):
@@ -305,7 +308,7 @@ class Functional:
             LEDGER.nonempty[result.queue] = None
 
 
-def _group(group: Any) -> Any:
+def _group(group: object) -> ProcessGroup | None:
     """Return c10d's own group that ``group`` means, in any form that is given but a list; None for others."""
     try:
         if isinstance(group, str):

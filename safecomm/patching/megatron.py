@@ -14,7 +14,7 @@ import importlib.machinery
 import importlib.util
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ class Buffers:
     def __init__(self) -> None:
         self._finder = _Finder(self.serve)
         self._owner: Any = None
-        self._original: Any = None
+        self._original: Callable[..., torch.Tensor] | None = None
         if MODULE in sys.modules:
             self.serve(sys.modules[MODULE])
         else:
@@ -47,7 +47,7 @@ class Buffers:
         self._owner, self._original = owner, original
 
         def get_tensor(
-            self: Any, tensor_shape: Sequence[int], dtype: torch.dtype, name: str, *args: Any, **kwargs: Any
+            self: object, tensor_shape: Sequence[int], dtype: torch.dtype, name: str, *args: object, **kwargs: object
         ) -> torch.Tensor:
             if (
                 may_be_used()
@@ -75,7 +75,7 @@ class Buffers:
 class _Finder(importlib.abc.MetaPathFinder):
     """Finds Megatron's module as the others do, and tells when it has been run."""
 
-    def __init__(self, then: Any) -> None:
+    def __init__(self, then: Callable[[types.ModuleType], None]) -> None:
         self._then = then
 
     def find_spec(

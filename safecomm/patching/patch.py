@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import threading
+import types
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -258,7 +259,7 @@ def _remove() -> None:
     captures.set_tolerant(False)
     captures.unwatch(_state)
     changes = {replacement: ORIGINALS[name] for name, replacement in REPLACEMENTS.items()}
-    keep: tuple[Any, ...] = _KEEP
+    keep: tuple[object, ...] = _KEEP
     if _state.functional is not None:
         functional, _state.functional = _state.functional, None
         functional.remove()
@@ -273,7 +274,7 @@ def _remove() -> None:
 _KEEP = (ORIGINALS, REPLACEMENTS)
 
 
-def _collectives_that_dynamo_knows() -> dict[Any, Any]:
+def _collectives_that_dynamo_knows() -> dict[types.FunctionType, object]:
     """Return Dynamo's table of the functions that it has traceable forms of, which it finds by identity.
 
     Imported before anything is replaced, so that torch's own functions are what it starts with.

@@ -69,7 +69,7 @@ class _Hooks:
         # A function of Python that C++ has kept to the end of the process takes it down there (torch 2.15).
         atexit.register(self.remove)
 
-    def _attach(self, group: Any) -> None:
+    def _attach(self, group: object) -> None:
         if isinstance(group, ProcessGroup):
             group.register_pre_hook(_ID, self._launched)  # type: ignore[attr-defined, unused-ignore]
             self._groups.add(group)
@@ -131,11 +131,11 @@ class _Methods:
             if vars(ProcessGroup).get(name) is self._replacements[name]:
                 setattr(ProcessGroup, name, original)
 
-    def _watched(self, name: str) -> Any:
+    def _watched(self, name: str) -> Callable[..., object]:
         bare = getattr(ProcessGroup, name)
 
         @functools.wraps(bare)
-        def method(group: Any, *args: Any, **kwargs: Any) -> Any:
+        def method(group: ProcessGroup, *args: object, **kwargs: object) -> object:
             frame = outside(_BETWEEN)
             if not str(frame.f_globals.get("__name__")).startswith("safecomm."):
                 self._count(name, frame)

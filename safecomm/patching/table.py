@@ -33,7 +33,7 @@ def _ours(name: str) -> Any:
     return None
 
 
-def _clone(function: types.FunctionType, original: Any) -> types.FunctionType:
+def _clone(function: types.FunctionType, original: types.FunctionType) -> types.FunctionType:
     """Return another function object that does the same.
 
     It tells what came by the patch from what came by ``import safecomm``, so that undoing the first is exact. It has
@@ -50,12 +50,14 @@ def _clone(function: types.FunctionType, original: Any) -> types.FunctionType:
     return same
 
 
-ORIGINALS: dict[str, Any] = {
+ORIGINALS: dict[str, types.FunctionType] = {
     name: ours.__wrapped__
     for name in NAMES
     if (ours := _ours(name)) is not None and hasattr(ours, "__wrapped__") and _torch.is_torchs(ours.__wrapped__)
 }
 """torch's functions. What somebody had replaced when safecomm was imported is left out, and stays theirs."""
 
-REPLACEMENTS: dict[str, Any] = {name: _clone(_ours(name), original) for name, original in ORIGINALS.items()}
+REPLACEMENTS: dict[str, types.FunctionType] = {
+    name: _clone(_ours(name), original) for name, original in ORIGINALS.items()
+}
 """What stands in their places while the patch is on."""
