@@ -129,6 +129,7 @@ class Arena:
 
     symmetric = False
     """Whether the block is registered as a symmetric window."""
+    index: int
     _backing: Registration | None = None
     _pool: torch.cuda.MemPool | None = None
 

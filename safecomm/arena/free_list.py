@@ -33,7 +33,7 @@ class FreeList:
         self.ranges: list[Range] = [(start, end, NO_STREAMS)]  # ascending; no two of them touch
         self.live = live
         self.starts: list[int] = []  # of the bucket's own live slots, ascending
-        self.live_bytes = 0
+        self.live_bytes: int = 0
         self.high_water: int = 0
         self.fragmented = False  # from when no range was large enough until a step begins anew
         self._last_busy = 0  # the start of the slot that was in use when :meth:`all_idle` looked last

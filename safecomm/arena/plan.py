@@ -186,6 +186,8 @@ class Recorder:
     """Stands in for an arena while a plan is recorded: hands out ordinary memory, and records how long it lives."""
 
     symmetric = False
+    device: torch.device
+    index: int
 
     def __init__(self, device: torch.device | str | int | None) -> None:
         self.device, self.index = device_of(device)

@@ -76,7 +76,7 @@ class Engine:
 
         self.group = group
         self.index = index
-        self.taken = 0  # calls
+        self.taken: int = 0  # calls
         self.everywhere = False  # nobody has asked for it for this group alone
         self.limits = limits
         self.timeout = timeout

@@ -115,7 +115,7 @@ class watch:  # noqa: N801
         self.leaks: list[Leak] = []
         self.unwaited: int = 0
         self.owners = owners
-        self.steps = 0
+        self.steps: int = 0
         self._log_leaks = log_leaks
         self._depth = 0
         self._hooks: list[RemovableHandle] = []
