@@ -205,14 +205,9 @@ class Arena:
         return arena
 
     def _start(
-        self,
-        block: torch.Tensor,
-        index: int,
-        streams: Streams,
-        full: str,
-        buckets: dict[str, int],
+        self, block: torch.Tensor, index: int, streams: Streams, full: str, buckets: dict[str, int],
         check: ProcessGroup | None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._block = block
         self._device = block.device
         self.index = index
