@@ -8,6 +8,7 @@ is not here is nobody that we know: its calls are c10d's, and nothing is taken f
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch.distributed import ProcessGroup
 
@@ -81,7 +82,7 @@ def kind_of(backend: object) -> Kind:
     return OTHER
 
 
-def of(group: ProcessGroup, device_type: str) -> Kind:
+def of(group: Any, device_type: str) -> Kind:
     """Return what serves ``device_type`` in ``group``."""
     if isinstance(group, ProcessGroup) and type(group) is not ProcessGroup:
         return OTHER  # somebody's own, whose works need not be its backend's

@@ -60,7 +60,7 @@ def unwrapped(backend: object) -> object:
     return backend
 
 
-def is_initialized(group: c10d.ProcessGroup, device_type: str) -> bool:
+def is_initialized(group: Any, device_type: str) -> bool:
     """Return whether ``group`` has made its communicators for ``device_type``; True if torch does not say."""
     backend = backend_of(group, device_type)
     try:

@@ -36,6 +36,6 @@ _end_coalescing: Callable[[ProcessGroup, torch.device], Work | None] | None = lo
 )
 
 
-def end_coalescing(group: ProcessGroup, device: torch.device) -> Work | None:
+def end_coalescing(group: Any, device: torch.device) -> Work | None:
     """End the region that C++ has begun, and return the work of what was launched; None if nothing was."""
     return None if _end_coalescing is None else _end_coalescing(group, device)

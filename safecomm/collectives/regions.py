@@ -51,5 +51,5 @@ class Region(list[Any]):
         return _torch.IllegalWork() if async_op else None
 
 
-REGIONS: dict[object, list[Any]] = _torch.world.pg_coalesce_state
+REGIONS: dict[Any, list[Any]] = _torch.world.pg_coalesce_state
 """c10d's table of the coalescing regions that are open, by group: what each has collected. Ours are :class:`Region`."""

@@ -39,6 +39,7 @@ class RecordedUse(Hold):
 
     in_a_table: bool = True
     queue: RecordedUseQueue
+    storages: tuple[torch.UntypedStorage, ...]
     release_by: str  # "auto", or the one way to give it back: "order" or "defer"
     unordered: bool  # the allocation stream does not matter: it is deferred
 
