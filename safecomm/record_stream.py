@@ -20,12 +20,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from safecomm import _torch, replacing
+from safecomm import _torch, replacing, stream_methods
 from safecomm.arena.arena import OPEN
 from safecomm.block import Block
 from safecomm.core import captures
 from safecomm.core.call_site import outside, place
-from safecomm.core.holds import Hold
 from safecomm.core.ledger import LEDGER, Ledger
 from safecomm.core.refcounts import COUNTED, WHY_NOT
 from safecomm.core.streams import HOST, capture_of, stream_object
@@ -50,12 +49,12 @@ class avoid_record_streams(Block):  # noqa: N801
     allocation stream is ordered after that. Other modes leave ``record_stream`` as it is and look: ``"raise"``
     raises :class:`RecordStreamError` at each call, ``"warn"`` logs each call site once, ``"count"`` only counts.
 
-    ``release`` is how converted memory comes back. ``"auto"``: at the next ``wait_stream`` that orders the allocation
-    stream after the other one, or once the device has passed that point, whatever comes first; that never delays a
-    stream, so overlapped compute stays overlapped. Only when more than 1/64 of the device's memory has piled up, or in
-    a CUDA graph capture, where nothing can be asked (S5), the allocation stream is ordered. ``"order"`` does that
-    always: memory that is the same in each run, and no overlap past the end of a tensor. ``"defer"`` never does it,
-    except in a capture. Where references can't be counted (``docs/contract.md``, S3), nothing is converted, each
+    ``release`` is how converted memory comes back. ``"auto"``: when the allocation stream next waits for the other
+    one, by ``wait_stream`` or an event, or once the device has passed that point, whatever comes first; that never
+    delays a stream, so overlapped compute stays overlapped. Only when more than 1/64 of the device's memory has piled
+    up, or in a CUDA graph capture, where nothing can be asked (S5), the allocation stream is ordered. ``"order"`` does
+    that always: memory that is the same in each run, and no overlap past the end of a tensor. ``"defer"`` never does
+    it, except in a capture. Where references can't be counted (``docs/contract.md``, S3), nothing is converted, each
     call is torch's own, and one for memory of an arena raises :class:`RecordStreamError`.
 
     ``untyped_storage().resize_(0)`` frees memory whoever refers to it, so it is made safe before: by ordering the
@@ -235,7 +234,7 @@ class _Interception:
         self._replace(torch.UntypedStorage, "resize_", self._around_resize)
         if self._resize.original is None:  # before torch 2.9; what C++ resizes there is not seen
             self._replace(torch.Tensor, "resize_", self._around_tensor_resize)
-        self._replace(torch.cuda.Stream, "wait_stream", self._around_wait_stream)
+        stream_methods.see(self, self.ledger)
         captures.watch(self)
         self._installed = True
 
@@ -256,6 +255,7 @@ class _Interception:
                     delattr(owner, name)
                 else:
                     setattr(owner, name, own)
+            stream_methods.unsee(self)
             captures.unwatch(self)
             for override in ("_record_stream", "_resize", "_resize_storage"):
                 if override in vars(self):
@@ -390,25 +390,6 @@ class _Interception:
             return self._resize_storage.original(tensor, size)  # type: ignore[misc]
 
         self._resized(tensor.untyped_storage(), resize)
-
-    # --- what orders ---------------------------------------------------------------------------------------
-
-    def _around_wait_stream(
-        self, original: Callable[[torch.cuda.Stream, torch.cuda.Stream], object]
-    ) -> Callable[[torch.cuda.Stream, torch.cuda.Stream], None]:
-        @functools.wraps(original)
-        def wait_stream(waiting: torch.cuda.Stream, stream: torch.cuda.Stream) -> None:
-            done: list[Hold] = []
-            index = waiting.device_index
-            if (
-                self.ledger.nonempty and stream.device_index == index
-            ):  # each device has a default stream of the handle 0
-                done = self.ledger.recorded_uses.only_used_on(index, waiting.cuda_stream, self._raw(stream))
-            original(waiting, stream)
-            if done:
-                self.ledger.release_all(done)
-
-        return wait_stream
 
 
 def _intercept() -> _Interception:

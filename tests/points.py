@@ -26,7 +26,7 @@ MODULES = (
     "_torch.registry", "_torch.storages", "_torch.streams", "_torch.symmetric", "_torch.tensors", "arena.arena",
     "arena.free_list", "arena.layout", "arena.size_class", "arena.use", "collectives.routes", "core.call_site",
     "core.captures", "core.drain", "core.handoffs", "core.holds", "core.ledger", "core.recorded_uses", "core.rules",
-    "core.streams", "core.work", "record_stream",
+    "core.stream_order", "core.streams", "core.work", "record_stream", "stream_methods",
 )  # fmt: skip
 """The modules of safecomm with points."""
 

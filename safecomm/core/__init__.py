@@ -29,6 +29,7 @@ What keeps them when an exception of a signal handler comes, or another thread d
 #     captures        what CUDA graphs own
 #     drain, work     what is held, and waiting until nothing is; the handle, with all of wait()
 #     ledger          the three rules, for works
+#     stream_order    what the program's own events order
 #     recorded_uses   what record_stream was called for
 #     handoffs        what was used on another stream than its allocation stream
 #     rules           the one release(), and what is asked before it

@@ -26,6 +26,10 @@ that compute.
 """
 
 
+StreamKey = tuple[int, int]
+"""A stream, by its handle and its device index."""
+
+
 class Handoff(Hold):
     """Memory that was used on another stream than its allocation stream."""
 
@@ -44,6 +48,8 @@ class Handoffs:
     def __init__(self, rules: Rules, budget: int | None = None) -> None:
         self.count: int = 0  # how often memory was used on another stream than its own
         self.queues: dict[Hashable, Queue] = {}
+        self.used_on: set[StreamKey] = set()  # the streams that have, or had, queues here
+        self.on_use: Callable[[], None] | None = None  # called at each use, such as to see from then on what orders it
         self._rules = rules
         self._streams = rules.streams
         self._budget = budget
@@ -78,7 +84,12 @@ class Handoffs:
             What the call has used.
         """
         stream = self._streams.current(index)
-        foreign = tuple(s for s in storages if alloc_stream_of(self._streams, s, stream) != stream)
+        foreign = []
+        alloc_streams = set()
+        for storage in storages:
+            if (alloc_stream := alloc_stream_of(self._streams, storage, stream)) != stream:
+                foreign.append(storage)
+                alloc_streams.add(alloc_stream)
         if not foreign:
             return
         capture = capture_of(self._streams, stream)
@@ -89,15 +100,21 @@ class Handoffs:
         hold.code = code
         hold.instruction = instruction
         hold.since = since
-        hold.event = self._streams.record_event(index, stream)
         hold.stream = stream
         hold.group = None if group is None else weakref.ref(group)
         hold.queue = queue
-        hold.storages = foreign
-        queue.holds[hold] = None
-        queue.nonempty[queue] = None
+        hold.alloc_stream = alloc_streams.pop() if len(alloc_streams) == 1 else None
+        hold.storages = tuple(foreign)
+        # Threads may use one stream. The order of the queue is that of the events, and of the serials.
+        with self._rules.lock:
+            hold.event = self._streams.record_event(index, stream)
+            hold.serial = next(self._rules.serials)
+            queue.holds[hold] = None
+            queue.nonempty[queue] = None
         if (observer := self._rules.observer) is not None:
             observer.held(hold)
+        if self.on_use is not None:
+            self.on_use()
 
     def queue(
         self,
@@ -114,6 +131,7 @@ class Handoffs:
             budget = self._budget
             if budget is None:
                 budget = self._streams.capacity(index) // HANDOFF_SHARE
+            self.used_on.add((stream, index))
             nonempty = self._rules.nonempty
             queue = self.queues[key] = make(by or self, nonempty, self.queues, key, index, stream, capture, budget)
         return queue

@@ -91,6 +91,8 @@ class Hold:
     since: float
     code: types.CodeType  # with instruction, the call site: cheap to take, and a line number when somebody asks
     instruction: int
+    alloc_stream: int | None = None  # the one stream that all of the memory was allocated on, if that is known
+    serial: int = 0  # of two events on one stream, the later one's hold has the higher
     event: object = None  # at the last use; of handoffs, and of recorded uses from when nobody else uses the memory
     stream: int = 0  # of the event; of a staged or captured work: the stream of its launch
     group: weakref.ref[object] | None = None  # a handoff's group; a work's is its queue's

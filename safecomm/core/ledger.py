@@ -6,7 +6,7 @@ complete (S1):
 
 1. *Waited for.* ``wait()`` ordered the very stream that the memory was allocated on: release at once (S2). Memory that
    was allocated on another stream becomes a handoff. For handoffs and recorded uses: the allocation stream waited for
-   the stream of the use.
+   an event that the program recorded behind the use (``stream_order.py``).
 2. *Complete.* The work, or the event, is complete: release at the next call of safecomm, of any group (S3). While all
    that is held are works whose handles somebody has, and which are younger than ``PATIENCE``, nothing is polled.
 3. *Too far behind.* More than ``LAG`` holds and ``BUDGET`` bytes, told from the oldest, have piled up behind the host,
@@ -38,6 +38,7 @@ from safecomm.core.holds import Hold, Pending, Queue, keys_of, leave_all_empty
 from safecomm.core.recorded_uses import RecordedUses
 from safecomm.core.refcounts import QUEUED, getrefcount
 from safecomm.core.rules import Rules
+from safecomm.core.stream_order import StreamOrder
 from safecomm.core.streams import HOST, CudaStreams, Streams, capture_of
 from safecomm.errors import CaptureBoundaryError
 
@@ -71,7 +72,6 @@ class WorkHold(Hold):
     """An asynchronous collective as the ledger sees it. ``safecomm.Work`` is this, with its handle's methods."""
 
     queue: WorkQueue
-    alloc_stream: int | None  # the one stream that all its storages were allocated on, if that is known
     inner: Any  # the backend's Work
     # Why wait() can't take the short way, "" if it can.
     needs_full_wait: str = ""
@@ -221,6 +221,7 @@ class Ledger(Rules):
         self.budget = budget
         self.handoffs: Handoffs = Handoffs(self, handoff_budget)
         self.recorded_uses: RecordedUses = RecordedUses(self, self.handoffs)
+        self.stream_order: StreamOrder = StreamOrder(self, self.handoffs, self.recorded_uses)
         self.dropped_at: set[tuple[types.CodeType, int]] = set()  # the call sites of dropped handles
         self.failures: int = 0
         self._patience = patience

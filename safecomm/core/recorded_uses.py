@@ -164,6 +164,7 @@ class RecordedUses:
             hold.stream = stream
             hold.release_by = release_by
             hold.unordered = allocated_on is None
+            hold.alloc_stream = allocated_on
             hold.queue = queue
             hold.storages = (storage,)
             queue.holds[hold] = None
@@ -192,25 +193,17 @@ class RecordedUses:
 
     # --- rule 1: ordered ------------------------------------------------------------------------------------
 
-    def only_used_on(self, index: int, stream: int, other: int) -> list[Hold]:
-        """Return what was allocated on ``stream``, and nothing but ``other`` uses any more: handoffs as well.
-
-        To be asked before ``stream`` is ordered after ``other``, and given to ``Rules.release_all()`` after it: in
-        between, other threads can use more there.
-        """
-        capture = capture_of(self._streams, stream)
-        if capture_of(self._streams, other) != capture:
-            return []  # the wait takes one of them into the other's capture, and orders nothing that ran before
-        found: list[Hold] = []
-        for key in ((other, index, capture), ("recorded", other, index, capture)):
-            queue = self._handoffs.queues.get(key)
-            for hold in queue.oldest(SCAN) if queue is not None else ():
-                here = self._rules.alloc_streams(hold) <= {stream} and not (
-                    isinstance(hold, RecordedUse) and hold.unordered  # its allocation stream is another device's
-                )
-                if here and not hold.waits_for_others():
-                    found += [hold]
-        return found
+    def look(self, queue: RecordedUseQueue) -> None:
+        """Record events for those of ``queue`` that nobody else uses any more, as far as a few looks find them."""
+        if queue.capture:
+            for hold in queue.oldest(SCAN):
+                if not self._see(queue, hold):
+                    with contextlib.suppress(KeyError):
+                        queue.holds.move_to_end(hold)
+            return
+        for hold in queue.newest(FEW):
+            self._see(queue, hold)
+        self._see_others(queue)
 
     # --- rules 2 and 3: complete, or too far behind -----------------------------------------------------------
 
@@ -220,16 +213,14 @@ class RecordedUses:
             self._rules.release_all(queue.holds)  # the capture is over: what it has recorded runs when the graph does
         elif capture == queue.capture == capturing:
             if capture:
-                for hold in queue.oldest(SCAN):
-                    if not self._see(queue, hold):
-                        with contextlib.suppress(KeyError):
-                            queue.holds.move_to_end(hold)
+                self.look(queue)
                 return
             queue.unscanned_bytes, self.sweep_due = 0, False
-            for hold in keys_of(queue.holds) if thorough else queue.newest(FEW):
-                self._see(queue, hold)
-            if not thorough:
-                self._see_others(queue)
+            if thorough:
+                for hold in keys_of(queue.holds):
+                    self._see(queue, hold)
+            else:
+                self.look(queue)
             self._sweep_unused(queue)
 
     def _see_others(self, queue: RecordedUseQueue) -> None:
@@ -256,6 +247,7 @@ class RecordedUses:
                     return False  # allocated outside of this capture, or inside of one that is going on elsewhere
                 try:
                     hold.event = self._streams.record_event(queue.index, queue.stream)
+                    hold.serial = next(self._rules.serials)
                     if not queue.capture:
                         queue.unused[hold] = None
                         with contextlib.suppress(KeyError):

@@ -7,8 +7,9 @@ just now, and whether the memory would come back at all.
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from safecomm import _torch
 from safecomm.core.holds import Hold, Observer, Queue
@@ -32,6 +33,7 @@ class Rules:
         self.nonempty: dict[Queue, None] = {}  # the queues that have holds: none in a program that waits for its works
         self.quarantine: dict[Hold, None] = {}  # what has failed
         self.observer: Observer | None = None
+        self.serials: Iterator[int] = itertools.count()  # of the holds that have events
         # Around whatever polls an event of a hold or looks at recorded uses, which takes several steps: another thread
         # must not recycle the event in between. No collective takes the lock while there are only works.
         self.lock: threading.RLock = threading.RLock()

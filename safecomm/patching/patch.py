@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed
 
-from safecomm import replacing, versions
+from safecomm import replacing, stream_methods, versions
 from safecomm.core import captures
 from safecomm.core.drain import drain, pending
 from safecomm.patching import aliases
@@ -91,15 +91,18 @@ def patch(*, strict: bool | None = None, avoid_record_streams: bool | None = Non
 
 
 def unpatch() -> None:
-    """Undo :func:`patch`: every name is torch's again, in every module that had it. Without a patch, nothing.
+    """Undo :func:`patch`: every name is torch's again, in every module that had it.
 
-    Works that are still pending stay held until they are over, and come back at ``drain()``.
+    Also without a patch, the methods of ``torch.cuda.Event`` that are replaced from the first memory used on another
+    stream are torch's again, until there is such memory anew. Works that are still pending stay held until they are
+    over, and come back at ``drain()``.
 
     Examples
     --------
     >>> unpatch()
     """
     with _lock:
+        stream_methods.forget_uses()
         if not _state.on:
             return
         if _state.avoided is not None:

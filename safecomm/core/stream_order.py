@@ -1,0 +1,140 @@
+"""What the program's own events order: an allocation stream that waits behind a use gets the memory back at once.
+
+A program that uses memory on another stream orders the allocation stream after that use itself. It records an event
+behind the use, and lets the allocation stream wait for it, perhaps by way of further streams. ``StreamOrder`` is told
+of each record and of each wait. To an event it gives a *note*: for each stream, up to which use the event is known to
+be recorded behind the uses there. A stream that waits for the event knows the same from then on, and tells it to the
+events that are recorded on it. These are vector clocks, of the few streams whose uses are still held.
+
+A note is a hint, and no proof: who records the event again past Python, or in another process, is not seen. So a
+release does not rest on the note alone. The waiting stream is also ordered after the hold's own event, which lies
+before the program's. If the note is right, that adds nothing to what the device waits for. If it is wrong, the stream
+waits longer than the program has asked for, and no memory is given out too early.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+from safecomm.core.handoffs import Handoffs, StreamKey
+from safecomm.core.holds import Queue, first_of
+from safecomm.core.recorded_uses import SCAN, RecordedUseQueue, RecordedUses
+from safecomm.core.rules import Rules
+from safecomm.core.streams import capture_of
+
+Note = dict[StreamKey, int]
+"""By stream of uses: all uses there with a lower serial lie before.
+
+Of which capture they are is not noted. A stream that has waited for an event is part of the capture that the event was
+recorded in, if CUDA has let it wait.
+"""
+
+
+class StreamOrder:
+    """Which uses each stream is known to be ordered after.
+
+    Parameters
+    ----------
+    rules
+        The rules that are shared with works.
+    handoffs, recorded_uses
+        What is released.
+    """
+
+    def __init__(self, rules: Rules, handoffs: Handoffs, recorded_uses: RecordedUses) -> None:
+        self._rules = rules
+        self._streams = rules.streams
+        self._handoffs = handoffs
+        self._recorded_uses = recorded_uses
+        # What each stream has waited for, and in which capture. Each is replaced and never changed, because threads may
+        # share a stream: one of two that wait at once may get lost, which only keeps memory until the device is there.
+        self._behind: dict[StreamKey, tuple[int, Note]] = {}
+
+    def recorded(self, index: int, stream: int) -> Note | None:
+        """Return the note of an event that is about to be recorded on ``stream``; None if it tells of no use.
+
+        To be asked before the event is recorded: another thread may use more memory there in between.
+        """
+        if not self._rules.nonempty:
+            return None
+        here = stream, index
+        used = here in self._handoffs.used_on
+        if used and self._recorded_uses.by_storage:
+            recorded = self._handoffs.queues.get(("recorded", *here, capture_of(self._streams, stream)))
+            if isinstance(recorded, RecordedUseQueue):
+                self._recorded_uses.look(recorded)
+        note = self._known(here) if here in self._behind else {}
+        if used:
+            note[here] = next(self._rules.serials)
+        return note or None
+
+    def waited(self, index: int, stream: int, note: Note) -> None:
+        """Release what ``note`` tells of and was allocated on ``stream``, which waits for the event of ``note``."""
+        here = stream, index
+        capture = capture_of(self._streams, stream)
+        left: Note = {}
+        for used_on, serial in note.items():
+            if used_on != here:
+                for queue in self._queues(used_on, capture):
+                    if self._release(queue, serial, here):
+                        left[used_on] = serial
+        if left:
+            captured, behind = self._behind.get(here, (capture, {}))
+            for used_on, serial in behind.items() if captured == capture else ():
+                left[used_on] = max(serial, left.get(used_on, 0))
+            self._behind[here] = capture, left
+
+    def _release(self, queue: Queue, serial: int, waiting: StreamKey) -> bool:
+        """Release those holds of ``queue`` below ``serial`` that were allocated on the stream that waits for them.
+
+        Returns whether others are left.
+        """
+        stream, index = waiting
+        covered, left = [], False
+        with self._rules.lock:
+            for hold in first_of(_ready(queue), SCAN):
+                if hold.serial >= serial:
+                    break
+                if hold.alloc_stream == stream and queue.index == index:
+                    covered.append(hold)
+                else:
+                    left = True
+            if covered:
+                # The last one's event is behind all the others': they were recorded on one stream, in this order.
+                self._streams.wait_event(index, stream, covered[-1].event)
+                for hold in covered:
+                    self._rules.release(hold)
+        return left
+
+    def _known(self, here: StreamKey) -> Note:
+        """Return, as a new dictionary, what the stream is behind of all that is still held."""
+        capture, behind = self._behind.get(here, (0, {}))
+        if capture == capture_of(self._streams, here[0]):
+            known = {
+                used_on: serial
+                for used_on, serial in behind.items()
+                for queue in self._queues(used_on, capture)
+                if any(hold.serial < serial for hold in first_of(_ready(queue), 1))
+            }
+            if known:
+                return known
+        elif not capture:
+            return {}  # the stream is captured now, and runs later again
+        self._behind.pop(here, None)
+        return {}
+
+    def _queues(self, used_on: StreamKey, capture: int) -> list[Queue]:
+        """Return the queues that have holds of uses on that stream, in that capture."""
+        queue = self._handoffs.queues.get((*used_on, capture))
+        found = [queue] if queue is not None and queue.holds else []
+        if self._recorded_uses.by_storage:
+            queue = self._handoffs.queues.get(("recorded", *used_on, capture))
+            if queue is not None and queue.holds:
+                found.append(queue)
+        return found
+
+
+def _ready(queue: Queue) -> OrderedDict[Any, None]:
+    """Return the holds of ``queue`` that have an event, in the order of their events."""
+    return queue.unused if isinstance(queue, RecordedUseQueue) else queue.holds
