@@ -48,17 +48,20 @@ from simulated import (
     ArenaDevice,
     ArenaGraph,
     Block,
+    FakeEvent,
     FakeGroup,
+    FakeStream,
     FakeWork,
     Launched,
     Tenant,
     Violation,
     call,
+    events_of_torch,
     routes_of,
 )
 from simulated import call_sync as sync
 
-from safecomm import _torch, record_stream
+from safecomm import _torch, record_stream, stream_methods
 from safecomm.arena import Arena, use
 from safecomm.arena import arena as arena_module
 from safecomm.arena.size_class import ALIGNMENT
@@ -231,28 +234,11 @@ class Group(FakeGroup):
         return latest
 
 
-class Stream:
-    """``torch.cuda.Stream``, as far as ``wait_stream`` asks."""
-
-    def __init__(self, device: Device, number: int) -> None:
-        self.device = device
-        self.device_index = INDEX
-        self.cuda_stream = self.stream_id = number
-
-    def record_event(self, event: Any = None) -> Any:
-        return self.device.record_event(INDEX, self.cuda_stream)
-
-    def wait_event(self, event: Any) -> None:
-        self.device.wait_event(INDEX, self.cuda_stream, event)
-
-    def synchronize(self) -> None:
-        self.device.synchronize(INDEX)
-
-
 class World:
     """What stands in torch's place in the process that runs programs, and the second thread."""
 
     device: Device
+    joins = False  # a stream is about to join a capture by waiting for another one
     with_kernels = False  # torch gives out its kernel of record_stream, as since 2.9
 
     def __init__(self) -> None:
@@ -285,23 +271,25 @@ class World:
             def untyped_storage(self) -> torch.UntypedStorage:
                 return self.tensor.untyped_storage()
 
-            def record_stream(self, stream: Stream) -> None:
+            def record_stream(self, stream: FakeStream) -> None:
                 world.device.record_stream(self.tensor, _raw(stream))
 
         def intercept() -> Any:
             return record_stream._Interception(captures.LEDGER, "CPU", _raw)
 
         self.capture_begin = begin
-        self.wait_stream = torch.cuda.Stream.wait_stream
+        put(events_of_torch(lambda: self.joins))
+        self.events_methods = torch.cuda.Event.record, torch.cuda.Event.wait
         put(mock.patch.object(torch.cuda.CUDAGraph, "capture_begin", begin, create=True))
         put(mock.patch.object(torch.cuda, "graph_pool_handle", handle))
         put(mock.patch.object(torch.cuda, "current_device", return_value=INDEX))
         put(mock.patch.object(_torch, "Override", Kernel))
         put(mock.patch.object(_torch, "end_allocation_to_pool"))  # of a pool that torch knows
         put(mock.patch.object(record_stream, "_tensor_of", Over))
-        put(mock.patch.object(record_stream, "stream_object", lambda index, stream: Stream(world.device, stream)))
+        put(mock.patch.object(record_stream, "stream_object", lambda index, stream: FakeStream(world.device, stream)))
         put(mock.patch.object(record_stream, "_intercept", intercept))
         put(mock.patch.object(record_stream, "_lock", TurnLock(self.turns)))
+        put(mock.patch.object(stream_methods, "_lock", TurnLock(self.turns)))
         put(mock.patch.object(captures, "_lock", TurnLock(self.turns)))
         put(mock.patch.object(use, "_lock", TurnLock(self.turns)))
         put(mock.patch.object(captures, "LEDGER", None))
@@ -338,7 +326,7 @@ class World:
         return ", ".join(
             name
             for name, changed in {
-                "wait_stream": cuda.Stream.wait_stream is not self.wait_stream,
+                "events": (cuda.Event.record, cuda.Event.wait) != self.events_methods or stream_methods._users,
                 "capture_begin": vars(cuda.CUDAGraph).get("capture_begin") is not self.capture_begin,
                 "resize_": "resize_" in vars(torch.UntypedStorage),
                 "avoid_record_streams()": record_stream._users or record_stream._installed,
@@ -361,11 +349,13 @@ class World:
                       captures._live, arena_module.OPEN, use.IN_USE, use._order):  # fmt: skip
             table.clear()
         captures._own_begin = None
-        cuda.Stream.wait_stream = self.wait_stream
+        cuda.Event.record, cuda.Event.wait = self.events_methods  # type: ignore[method-assign]
+        stream_methods._users.clear()
+        stream_methods._replaced.clear()
         cuda.CUDAGraph.capture_begin = self.capture_begin
         if "resize_" in vars(torch.UntypedStorage):
             del torch.UntypedStorage.resize_
-        for lock in (record_stream._lock, captures._lock):
+        for lock in (record_stream._lock, stream_methods._lock, captures._lock):
             lock._depth = 0
         gc.collect()
 
@@ -392,8 +382,9 @@ def _raw(stream: Any) -> int:
 
 STEPS: dict[str, int] = {
     "allocate": 6, "request": 14, "change": 10, "launch": 14, "launch_sync": 6, "wait": 12, "use_handle": 4,
-    "use_and_record": 10, "wait_stream": 8, "run_device": 9, "sweep": 4, "drain_and_wait": 1, "capture": 10,
-    "replay": 20, "end_graph": 4, "avoid": 7, "close": 2, "free_in_place": 1, "use_arena": 2,
+    "use_and_record": 10, "wait_stream": 8, "record_event": 4, "wait_event": 5, "run_device": 9, "sweep": 4,
+    "drain_and_wait": 1, "capture": 10, "replay": 20, "end_graph": 4, "avoid": 7, "close": 2, "free_in_place": 1,
+    "use_arena": 2,
 }  # fmt: skip
 _NAMES = list(STEPS)
 OF_WORKS = ("allocate", "launch", "launch_sync", "wait", "use_handle", "capture")
@@ -439,6 +430,9 @@ class Program:
         self.uses: list[Any] = []
         self.between = [True, True]  # whether each thread is between two steps
         self.events: list[str] = []
+        self.cuda_events = [FakeEvent() for _ in range(3)]
+        if rng.random() < 0.6:  # what safecomm does by itself, for a ledger that is the process's
+            self.ledger.handoffs.on_use = functools.partial(stream_methods.see, self.ledger, self.ledger)
         self.freed = False  # memory was freed in place, which may have been an argument of a captured call
         self.slots_before = len(_torch.KEPT)
         # Programs of many steps of few kinds get further than those that do a bit of everything.
@@ -860,16 +854,43 @@ class Program:
     def wait_stream(self) -> None:
         device, rng = self.device, self.rng
         waiting, other = rng.randrange(STREAMS), rng.randrange(STREAMS)
-        one, two = device.streams[waiting], device.streams[other]
-        joins = one.capture == 0 and two.capture != 0
-        if waiting == other or not (one.capture == two.capture or (joins and waiting and self.alone())):
-            return
-        if device.capturing and self.turns.second != self.capturing_thread and (one.capture or two.capture):
-            return
-        self.detail(f"{waiting} for {other}")
-        if joins:
+        capture = device.streams[other].capture
+        if waiting != other and self.can_wait(waiting, capture):
+            self.detail(f"{waiting} for {other}")
+            self.order(waiting, capture, lambda: FakeStream(device, waiting).wait_stream(FakeStream(device, other)))
+
+    def record_event(self) -> None:
+        device, number, stream = self.device, self.rng.randrange(3), self.rng.randrange(STREAMS)
+        if not device.capturing or self.turns.second == self.capturing_thread or not device.streams[stream].capture:
+            self.detail(f"{number} on {stream}")
+            self.cuda_events[number].record(FakeStream(device, stream))
+
+    def wait_event(self) -> None:
+        device, number, waiting = self.device, self.rng.randrange(3), self.rng.randrange(STREAMS)
+        event = self.cuda_events[number]
+        if event.point is not None and self.can_wait(waiting, event.point.capture):
+            self.detail(f"{waiting} for event {number}")
+            self.order(waiting, event.point.capture, lambda: event.wait(FakeStream(device, waiting)))
+
+    def can_wait(self, waiting: int, capture: int) -> bool:
+        """Return whether ``waiting`` can wait for a point of ``capture``, and by that join it: see :meth:`order`."""
+        device, at = self.device, self.device.streams[waiting]
+        joins = at.capture == 0 and waiting and self.alone()
+        if capture not in (0, device.capturing) or not (at.capture == capture or joins):
+            return False
+        return not device.capturing or self.turns.second == self.capturing_thread or not (at.capture or capture)
+
+    def order(self, waiting: int, capture: int, wait: Callable[[], None]) -> None:
+        self.world.joins = self.device.streams[waiting].capture != capture
+        if self.world.joins:
             self.undisturbed()
-        torch.cuda.Stream.wait_stream(Stream(device, waiting), Stream(device, other))  # type: ignore[arg-type]
+        try:
+            wait()
+        except RuntimeError as error:
+            if "CUDA error" not in str(error):  # the other thread has begun or ended a capture in between
+                raise
+        finally:
+            self.world.joins = False
 
     def undisturbed(self) -> None:
         """Give the other thread no turn in this step."""
@@ -1102,6 +1123,8 @@ class Program:
         self.check()
         self.turns.resume(self.leave)
         self.leave()
+        ledger.handoffs.on_use = None
+        stream_methods.unsee(ledger)
         for block in self.uses[::-1]:
             _leave(block)
         for graph in self.graphs[::2]:

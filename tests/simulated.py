@@ -5,10 +5,13 @@ The ledger under test is the real one; only its ``Streams`` and c10d's works are
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -19,7 +22,70 @@ from safecomm.core.streams import HOST, alloc_stream_of
 from safecomm.core.work import StagedWork, Work
 from safecomm.core.work import handle as new_handle
 from safecomm.tools.demo.simulated import INDEX as INDEX
-from safecomm.tools.demo.simulated import Block, SimulatedDevice, Stream, Violation
+from safecomm.tools.demo.simulated import Block, Event, SimulatedDevice, Stream, Violation
+
+
+class FakeEvent:
+    """``torch.cuda.Event``: a point in a stream, once it is recorded."""
+
+    def __init__(self) -> None:
+        self.point: Event | None = None
+
+    # As torch does: what stands in torch's place is called, if anything does.
+
+    def record(self, stream: FakeStream) -> None:
+        torch.cuda.Event.record(self, stream)  # type: ignore[arg-type]
+
+    def wait(self, stream: FakeStream) -> None:
+        torch.cuda.Event.wait(self, stream)  # type: ignore[arg-type]
+
+
+class FakeStream:
+    """``torch.cuda.Stream``, which orders by events, and in torch's way."""
+
+    def __init__(self, device: SimulatedDevice, number: int, index: int = INDEX) -> None:
+        self.device = device
+        self.device_index = index
+        self.cuda_stream = self.stream_id = number
+
+    def record_event(self, event: FakeEvent | None = None) -> FakeEvent:
+        event = FakeEvent() if event is None else event
+        event.record(self)
+        return event
+
+    def wait_event(self, event: FakeEvent) -> None:
+        event.wait(self)
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self.wait_event(other.record_event())
+
+    def synchronize(self) -> None:
+        self.device.synchronize(self.device_index)
+
+
+@contextlib.contextmanager
+def events_of_torch(may_join: Callable[[], bool] = lambda: True) -> Iterator[None]:
+    """Let ``torch.cuda.Event``'s two methods do to fake events what CUDA does to real ones.
+
+    ``may_join``: whether a stream is meant to join a capture just now. If not, that is an error.
+    """
+
+    def record(event: FakeEvent, stream: FakeStream) -> None:
+        at = stream.device.streams[stream.cuda_stream]
+        event.point = Event(at.past, at.capture)
+
+    def wait(event: FakeEvent, stream: FakeStream) -> None:
+        point = event.point
+        if point is None:
+            return
+        at = stream.device.streams[stream.cuda_stream]
+        joins = at.capture == 0 and at.handle and point.capture == stream.device.capturing and may_join()
+        if at.capture != point.capture and not joins:
+            raise RuntimeError("CUDA error: a dependency was created on uncaptured work in another stream")
+        stream.device.wait(at, point.past, point.capture)
+
+    with mock.patch.object(torch.cuda.Event, "record", record), mock.patch.object(torch.cuda.Event, "wait", wait):
+        yield
 
 
 class FakeGraph:

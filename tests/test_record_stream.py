@@ -18,7 +18,7 @@ from datetime import timedelta
 import pytest
 import torch
 from points import interrupt_everywhere
-from simulated import INDEX, FakeGraph, FakeGroup, SimulatedDevice, call
+from simulated import INDEX, FakeGraph, FakeGroup, FakeStream, SimulatedDevice, call, events_of_torch
 
 import safecomm
 from safecomm import record_stream
@@ -29,7 +29,7 @@ from safecomm.core.ledger import Ledger
 from safecomm.record_stream import avoid_record_streams
 
 RESIZE = torch.UntypedStorage.resize_
-WAIT_STREAM = torch.cuda.Stream.wait_stream
+EVENT = torch.cuda.Event.record, torch.cuda.Event.wait
 CAPTURE = torch.cuda.CUDAGraph.capture_begin, torch.cuda.CUDAGraph.capture_end
 
 
@@ -60,7 +60,7 @@ def untouched():
     """Assert that torch is as it was."""
     assert torch.UntypedStorage.resize_ == RESIZE
     assert "resize_" not in vars(torch.UntypedStorage)
-    assert torch.cuda.Stream.wait_stream is WAIT_STREAM
+    assert (torch.cuda.Event.record, torch.cuda.Event.wait) == EVENT
     assert (torch.cuda.CUDAGraph.capture_begin, torch.cuda.CUDAGraph.capture_end) == CAPTURE
     with pytest.raises(NotImplementedError, match="aten::record_stream"):
         torch.ones(1).record_stream(stream(1))
@@ -81,9 +81,10 @@ def states(ledger):
 
 def waits(device, ledger, waiting, other):
     """Order one stream after another, as wait_stream does inside of the context."""
-    done = ledger.recorded_uses.only_used_on(INDEX, waiting, other)
+    note = ledger.stream_order.recorded(INDEX, other)
     device.wait(device.streams[waiting], device.streams[other].past, 0)
-    ledger.release_all(done)
+    if note is not None:
+        ledger.stream_order.waited(INDEX, waiting, note)
 
 
 # --- convert -------------------------------------------------------------------------------------------------
@@ -141,7 +142,7 @@ def test_a_wait_that_orders_it_gives_it_back_at_once_s2(device, ledger):
         assert states(ledger) == ["recorded"], "somebody uses it"
         del tensor
         waits(device, ledger, 2, 1)
-        assert states(ledger) == ["recorded"], "that is not the stream that it was allocated on"
+        assert states(ledger) == ["handed off"], "that is not the stream that it was allocated on"
         before = device.calls.copy()
         waits(device, ledger, 0, 1)
         assert states(ledger) == []
@@ -149,21 +150,10 @@ def test_a_wait_that_orders_it_gives_it_back_at_once_s2(device, ledger):
         device.settle()
 
 
-def test_wait_stream_is_seen(device, ledger, monkeypatch):
-    class Stream:  # a real one would start CUDA
-        def __init__(self, number):
-            self.cuda_stream = self.stream_id = number
-            self.device_index = INDEX
-
-        def wait_event(self, event):
-            device.wait(device.streams[self.cuda_stream], event.past, event.capture)
-
-        def record_event(self, event=None):
-            return device.record_event(INDEX, self.cuda_stream)
-
-    with avoid_record_streams():
+def test_wait_stream_is_seen(device, ledger):
+    with events_of_torch(), avoid_record_streams():
         used_on(device, 1)
-        torch.cuda.Stream.wait_stream(Stream(0), Stream(1))
+        FakeStream(device, 0).wait_stream(FakeStream(device, 1))
         assert ledger.pending() == []
         device.settle()
 
@@ -358,20 +348,11 @@ def test_memory_of_nobody_knows_where_is_deferred_without_torchs_kernel_s1(devic
 
 
 def test_a_wait_for_another_devices_default_stream_orders_nothing_here_s1(device, ledger):
-    class Stream:  # a real one would start CUDA
-        def __init__(self, number, index):
-            self.cuda_stream = self.stream_id = number
-            self.device_index = index
-
-        def wait_event(self, event):
-            pass
-
-        def record_event(self, event=None):
-            pass
-
-    with avoid_record_streams():
+    with events_of_torch(), avoid_record_streams():
         used_on(device, 0, home=1)
-        torch.cuda.Stream.wait_stream(Stream(1, INDEX), Stream(0, INDEX + 1))
+        event = FakeStream(device, 0, INDEX + 1).record_event()
+        event.point = None  # nothing of this device
+        FakeStream(device, 1).wait_event(event)
         ledger.sweep()
         device.settle()
         assert states(ledger) == ["handed off"]
@@ -381,11 +362,11 @@ def test_a_wait_for_another_devices_default_stream_orders_nothing_here_s1(device
 def test_what_another_thread_does_during_the_wait_is_not_ordered_by_it_s1(device, ledger):
     with avoid_record_streams():
         tensor = used_on(device, 1)
-        done = ledger.recorded_uses.only_used_on(INDEX, 0, 1)
+        note = ledger.stream_order.recorded(INDEX, 1)
         device.wait(device.streams[0], device.streams[1].past, 0)
         device.launch(device.streams[1], device.blocks_of([tensor]))  # the other thread, after the event
         del tensor
-        ledger.release_all(done)
+        assert note is None, "others still used it"
         device.settle()
         device.finish()
 
@@ -394,9 +375,9 @@ def test_a_wait_that_joins_a_capture_orders_nothing_that_ran_before_s1(device, l
     with avoid_record_streams():
         used_on(device, 1, home=2)
         device.begin_capture(1)
-        done = ledger.recorded_uses.only_used_on(INDEX, 2, 1)
+        note = ledger.stream_order.recorded(INDEX, 1)
         device.wait(device.streams[2], device.streams[1].past, device.capturing)
-        ledger.release_all(done)
+        assert note is None
         device.settle()
         device.end_capture()
         device.settle()
@@ -437,7 +418,7 @@ def test_a_record_that_another_thread_releases_is_all_there_or_gone_s1(device, l
         releasing = threading.Thread(target=ledger.release_all, args=([entry],))
         ledger.lock = Turns()
         try:
-            assert ledger.recorded_uses.only_used_on(INDEX, 0, 1) == []
+            assert ledger.stream_order.recorded(INDEX, 1) is None
         finally:
             answered.set()
             releasing.join(60)
@@ -453,7 +434,8 @@ def test_records_from_many_threads(device, ledger):
             for _ in range(200):
                 tensor = torch.empty(64, dtype=torch.uint8)
                 ledger.recorded_uses.add(tensor.untyped_storage(), INDEX, 1, sys._getframe(), unordered=True)
-                ledger.release_all(ledger.recorded_uses.only_used_on(INDEX, 0, 1))
+                if note := ledger.stream_order.recorded(INDEX, 1):
+                    ledger.stream_order.waited(INDEX, 0, note)
                 del tensor
                 ledger.sweep()
         except Exception as error:
@@ -558,7 +540,7 @@ def test_an_exception_of_a_signal_handler_leaves_torch_as_it_was(device, ledger,
             outer.__exit__(None, None, None)
             assert not record_stream._users
             assert not captures._watchers
-            assert torch.cuda.Stream.wait_stream is WAIT_STREAM
+            assert (torch.cuda.Event.record, torch.cuda.Event.wait) == EVENT
             assert torch.cuda.CUDAGraph.capture_begin is CAPTURE[0]
             assert "resize_" not in vars(torch.UntypedStorage)
 
@@ -596,16 +578,17 @@ def test_all_threads_or_this_one(device, ledger):
 
 
 def test_somebody_elses_wrapper_over_ours_survives(device, ledger):
-    def theirs(self, other):
-        return ours(self, other)
+    def theirs(event, stream=None):
+        return ours(event, stream)
 
     with avoid_record_streams():
-        ours = torch.cuda.Stream.wait_stream
-        torch.cuda.Stream.wait_stream = theirs
+        ours = torch.cuda.Event.wait
+        torch.cuda.Event.wait = theirs
     try:
-        assert torch.cuda.Stream.wait_stream is theirs
+        assert torch.cuda.Event.wait is theirs
+        assert torch.cuda.Event.record is EVENT[0]
     finally:
-        torch.cuda.Stream.wait_stream = WAIT_STREAM
+        torch.cuda.Event.wait = EVENT[1]
 
 
 def test_it_warns_of_nothing_and_leaves_no_filter():

@@ -75,7 +75,8 @@ with safecomm.avoid_record_streams():
         "torch.distributed.distributed_c10d.all_reduce",
         "torch.distributed._functional_collectives.legacy_allreduce",
         "torch.storage.UntypedStorage.resize_",
-        "torch.cuda.streams.Stream.wait_stream",
+        "torch.cuda.streams.Event.record",
+        "torch.cuda.streams.Event.wait",
         "torch.cuda.graphs.CUDAGraph.capture_begin",
         "aten::record_stream",
     } <= listed, listed

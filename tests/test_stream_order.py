@@ -1,0 +1,356 @@
+"""What the program's own events order gives memory back at once, from the first use on another stream on (S1, S2).
+
+The random programs that use events are those of ``test_ledger.py`` and ``mixed_programs.py``; what they use of CUDA is
+in ``tests/gpu/stream_order.py``.
+"""
+
+import threading
+
+import pytest
+import torch
+from points import interrupt_everywhere
+from simulated import INDEX, FakeEvent, FakeGroup, FakeStream, SimulatedDevice, call, call_sync, events_of_torch
+
+import safecomm
+from safecomm import stream_methods
+from safecomm.core.drain import drain_ledger
+from safecomm.core.ledger import LEDGER, Ledger
+from safecomm.diagnostics.replaced import replaced
+
+METHODS = torch.cuda.Event.record, torch.cuda.Event.wait
+
+
+@pytest.fixture
+def device():
+    return SimulatedDevice()
+
+
+@pytest.fixture
+def ledger(device):
+    """A ledger that sees events from its first use on, as the process's does."""
+    ledger = Ledger(device)
+
+    def first_use():
+        ledger.handoffs.on_use = None
+        stream_methods.see(ledger, ledger)
+
+    ledger.handoffs.on_use = first_use
+    with events_of_torch():
+        own = torch.cuda.Event.record, torch.cuda.Event.wait
+        yield ledger
+        stream_methods.unsee(ledger)
+        assert (torch.cuda.Event.record, torch.cuda.Event.wait) == own
+    assert (torch.cuda.Event.record, torch.cuda.Event.wait) == METHODS
+    device.settle()
+    device.finish()
+    assert drain_ledger(ledger, wait=True) == 0
+    assert not ledger.nonempty
+    device.settle()
+    assert not device.live()
+    assert not device.faults
+
+
+def use(device, ledger, launching, home=0):
+    """Use memory of ``home`` in a collective on ``launching``, and drop it."""
+    device.wait(device.streams[launching], device.streams[home].past, device.streams[home].capture)
+    before, device._current = device._current, launching
+    tensor = device.allocate(home, 64)
+    call_sync(ledger, FakeGroup(device, "nccl"), [tensor])
+    device._current = before
+    del tensor
+    device.settle()
+
+
+def held(ledger):
+    return len(ledger.holds())
+
+
+# --- what orders -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["wait_stream", "wait_event", "Event.wait", "an event of its own"])
+def test_memory_is_back_when_its_stream_waits_s2(device, ledger, how):
+    use(device, ledger, 1)
+    main, side = FakeStream(device, 0), FakeStream(device, 1)
+    assert held(ledger) == 1
+    if how == "wait_stream":
+        main.wait_stream(side)
+    elif how == "wait_event":
+        main.wait_event(side.record_event())
+    elif how == "Event.wait":
+        side.record_event().wait(main)
+    else:
+        event = FakeEvent()
+        event.record(side)
+        main.wait_event(event)
+    assert held(ledger) == 0
+    assert device.calls["query"] == 0, "nothing was asked"
+    device.settle()
+
+
+def test_a_chain_through_other_streams_is_followed_s2(device, ledger):
+    use(device, ledger, 1)
+    use(device, ledger, 2)
+    streams = [FakeStream(device, number) for number in range(4)]
+    streams[2].wait_stream(streams[1])
+    streams[3].wait_stream(streams[2])
+    assert held(ledger) == 2, "neither is the stream that the memory was allocated on"
+    streams[0].wait_stream(streams[3])
+    assert held(ledger) == 0
+    device.settle()
+
+
+def test_what_is_used_behind_the_event_is_held_s1(device, ledger):
+    use(device, ledger, 1)
+    event = FakeStream(device, 1).record_event()
+    use(device, ledger, 1)
+    FakeStream(device, 0).wait_event(event)
+    assert held(ledger) == 1
+    device.settle()
+    FakeStream(device, 0).wait_stream(FakeStream(device, 1))
+    assert held(ledger) == 0
+
+
+def test_a_wait_before_the_record_orders_nothing_s1(device, ledger):
+    use(device, ledger, 1)
+    event, main = FakeEvent(), FakeStream(device, 0)
+    main.wait_event(event)
+    event.record(FakeStream(device, 1))
+    assert held(ledger) == 1
+    main.wait_event(event)
+    assert held(ledger) == 0
+
+
+def test_an_event_is_where_it_was_recorded_last_s1(device, ledger):
+    use(device, ledger, 1)
+    event = FakeStream(device, 1).record_event()
+    event.record(FakeStream(device, 2))
+    before = device.streams[0].past
+    FakeStream(device, 0).wait_event(event)
+    assert held(ledger) == 1
+    assert device.streams[0].past == before, "waits for what the program does not wait for"
+
+
+def test_an_event_that_was_recorded_again_past_python_frees_nothing_too_early_s1(device, ledger):
+    """By C++, or in another process: the note is of the record before. What it makes wait, waits longer."""
+    use(device, ledger, 1)
+    event = FakeStream(device, 1).record_event()
+    behind_nothing = device.streams[2]
+    event.point.past = behind_nothing.past
+    FakeStream(device, 0).wait_event(event)
+    device.settle()  # which finds what is free and still in use
+    assert held(ledger) == 0
+
+
+def test_a_wait_that_fails_releases_nothing_s1(device, ledger):
+    use(device, ledger, 1)
+    event = FakeStream(device, 1).record_event()
+    device.begin_capture(2)
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        FakeStream(device, 2).wait_event(event)
+    device.end_capture()
+    assert held(ledger) == 1
+
+
+@pytest.mark.parametrize("waiting", [2, 3])
+def test_only_a_wait_of_the_allocation_stream_counts_s1(device, ledger, waiting):
+    use(device, ledger, 1)
+    FakeStream(device, waiting).wait_stream(FakeStream(device, 1))
+    assert held(ledger) == 1
+    device.settle()
+
+
+def test_memory_of_two_streams_waits_for_the_device_s1(device, ledger):
+    """A hold of several storages that were allocated on two streams."""
+    tensors = [device.allocate(home, 64) for home in (0, 2)]
+    device.switch(1)
+    call_sync(ledger, FakeGroup(device, "nccl"), tensors)
+    tensors.clear()
+    FakeStream(device, 0).wait_stream(FakeStream(device, 1))
+    assert held(ledger) == 1
+    device.settle()
+    device.finish()
+    ledger.sweep()
+    assert held(ledger) == 0
+
+
+def test_a_stream_that_does_not_tell_its_handle_is_torchs_matter_s1(device, ledger):
+    """The generic ``torch.Stream``: a wait of one releases nothing, and what it records has no note."""
+
+    class Generic:
+        device_index = INDEX
+
+    use(device, ledger, 1)
+    event = FakeStream(device, 1).record_event()
+    event.point = None
+    torch.cuda.Event.wait(event, Generic())
+    assert held(ledger) == 1
+    with pytest.raises(AttributeError):  # which torch has not, nor the device that stands for it
+        torch.cuda.Event.record(event, Generic())
+    assert set(vars(event)) == {"point"}, "a note of the record before"
+
+
+def test_other_threads_may_record_and_wait_s1(device, ledger):
+    use(device, ledger, 1)
+    event = FakeEvent()
+    for step in (lambda: event.record(FakeStream(device, 1)), lambda: event.wait(FakeStream(device, 0))):
+        thread = threading.Thread(target=step)
+        thread.start()
+        thread.join(60)
+    assert held(ledger) == 0
+    device.settle()
+
+
+def test_in_a_capture_an_event_of_the_capture_orders_s5(device, ledger):
+    device.begin_capture(1)
+    device.wait(device.streams[2], device.streams[1].past, device.capturing)
+    use(device, ledger, 2, home=1)
+    main, side = FakeStream(device, 1), FakeStream(device, 2)
+    assert held(ledger) == 1
+    main.wait_event(side.record_event())
+    assert held(ledger) == 0
+    device.settle()
+    device.end_capture()
+
+
+def test_what_ran_before_a_capture_is_not_ordered_in_it_s1_s5(device, ledger):
+    use(device, ledger, 2, home=1)
+    device.begin_capture(1)
+    main, side = FakeStream(device, 1), FakeStream(device, 2)
+    side.wait_stream(main)
+    main.wait_stream(side)
+    assert held(ledger) == 1
+    device.end_capture()
+    main.wait_stream(side)
+    assert held(ledger) == 0
+    device.settle()
+
+
+def test_what_a_stream_was_behind_in_a_capture_it_is_not_behind_afterwards_s1_s5(device, ledger):
+    streams = [FakeStream(device, number) for number in range(4)]
+    use(device, ledger, 1)
+    device.begin_capture(2)
+    for joining in (1, 3):
+        streams[joining].wait_stream(streams[2])
+    use(device, ledger, 1, home=3)
+    streams[2].wait_stream(streams[1])
+    device.end_capture()
+    before = device.streams[0].past
+    streams[0].wait_stream(streams[2])
+    assert device.streams[0].past == before, "waits for what the program does not wait for"
+    assert held(ledger) == 2
+    ledger.sweep()
+    assert held(ledger) == 1
+    device.settle()
+
+
+def test_a_work_that_was_waited_for_elsewhere_comes_back_so_too_s2(device, ledger):
+    tensor = device.allocate(0, 64)
+    launched = call(ledger, FakeGroup(device, "nccl"), [tensor])
+    device.switch(1)
+    launched.work.wait()
+    del launched, tensor
+    assert [one.state for one in ledger.pending()] == ["handed off"]
+    FakeStream(device, 0).wait_stream(FakeStream(device, 1))
+    assert held(ledger) == 0
+    device.settle()
+
+
+def test_an_exception_of_a_signal_handler_frees_nothing_too_early_and_loses_nothing_s1_s3():
+    def begin():
+        device = SimulatedDevice()
+        ledger = Ledger(device)
+        stream_methods.see(ledger, ledger)
+        for _ in range(3):
+            use(device, ledger, 1)
+        event = FakeEvent()
+
+        def step():
+            event.record(FakeStream(device, 1))
+            event.wait(FakeStream(device, 0))
+
+        def check():
+            device.settle()
+            stream_methods.unsee(ledger)
+            assert torch.cuda.Event.record.__module__ != stream_methods.__name__
+            device.finish()
+            assert drain_ledger(ledger, wait=True) == 0
+            assert not ledger.nonempty
+            device.settle()
+            assert not device.live()
+
+        return step, check
+
+    with events_of_torch():
+        assert interrupt_everywhere(begin) > 5
+        for left in list(stream_methods._users):  # by the last one, which was not checked
+            stream_methods.unsee(left)
+
+
+def test_what_nobody_waits_for_any_more_leaves_nothing_behind(device, ledger):
+    """The streams that are known to be behind some use are forgotten with it."""
+    for _ in range(50):
+        use(device, ledger, 1)
+        FakeStream(device, 2).wait_stream(FakeStream(device, 1))
+        FakeStream(device, 3).wait_stream(FakeStream(device, 2))
+        device.finish()
+        ledger.sweep()
+        device.settle()
+    use(device, ledger, 1)
+    for number in (2, 3):
+        FakeStream(device, number).record_event()
+    assert ledger.stream_order._behind == {}
+
+
+# --- what is replaced, and when --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def process():
+    """The process's ledger, on a simulated device."""
+    yield LEDGER
+    stream_methods.forget_uses()
+    assert (torch.cuda.Event.record, torch.cuda.Event.wait) == METHODS
+
+
+def first_use():
+    LEDGER.handoffs.on_use()
+
+
+def test_torchs_methods_are_replaced_from_the_first_use_on(process):
+    assert replaced() == []
+    first_use()
+    assert replaced() == ["torch.cuda.streams.Event.record", "torch.cuda.streams.Event.wait"]
+    assert LEDGER.handoffs.on_use is None, "once is enough"
+    safecomm.unpatch()
+    assert replaced() == []
+    first_use()
+    assert len(replaced()) == 2, "unpatch() is not for good"
+
+
+def test_the_switch_forbids_it(process, monkeypatch):
+    monkeypatch.setenv("SAFECOMM_REPLACE", "0")
+    first_use()
+    assert replaced() == []
+    assert LEDGER.handoffs.on_use is None
+
+
+def test_a_context_and_the_first_use_do_not_get_in_each_others_way(process):
+    first_use()
+    with safecomm.avoid_record_streams():
+        first = torch.cuda.Event.record
+    assert torch.cuda.Event.record is first
+    stream_methods.forget_uses()
+    assert replaced() == []
+    with safecomm.avoid_record_streams():
+        first_use()
+        stream_methods.forget_uses()
+        assert "torch.cuda.streams.Event.wait" in replaced()
+    assert replaced() == []
+
+
+def test_what_stands_in_is_torchs_to_whoever_looks(process):
+    first_use()
+    for ours, own in zip((torch.cuda.Event.record, torch.cuda.Event.wait), METHODS, strict=True):
+        assert ours.__wrapped__ is own
+        assert (ours.__name__, ours.__doc__) == (own.__name__, own.__doc__)
