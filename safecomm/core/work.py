@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -274,19 +275,18 @@ class RegionWork(Work):
 class OnceWork(Work):
     """A :class:`Work` whose backend can be waited for only once: a second wait for a gloo send hangs (torch 2.13)."""
 
-    __slots__ = ("_complete", "_failure", "_wait_lock")
+    __slots__ = ("_ended", "_failure", "_wait_lock")
 
-    _complete: bool
+    _ended: list[bool]  # what the backend's wait has returned, once it has
     _failure: Exception | None
     _wait_lock: threading.Lock
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         try:
             self.finish(timeout)
-        except TimeoutError:  # another thread is waiting
-            raise
         except Exception as error:
-            self.queue.ledger.fail(self, error)
+            if self._failure is not None:  # else another thread is waiting, or a signal handler has raised
+                self.queue.ledger.fail(self, error)
             raise
         if self.storages:
             self.queue.ledger.waited(self)
@@ -294,20 +294,30 @@ class OnceWork(Work):
 
     def finish(self, timeout: timedelta | None = None) -> None:
         """Wait for the backend, and release nothing. From several threads at once the first one waits, for all."""
-        if not self._wait_lock.acquire(timeout=-1 if timeout is None else timeout.total_seconds()):
-            raise TimeoutError(f"{self.op} launched at {self.site} is not over after {timeout}")
+        if self._ended:  # before the lock is asked for: a signal handler may ask as the wait of its own thread returns
+            return
+        # What is done in C leaves its outcome behind before a signal handler can raise. Else the lock would stay
+        # locked, or the backend would be waited for again.
+        waits = itertools.starmap(self.inner.wait, [() if timeout is None else (timeout,)])
+        locks = map(self._wait_lock.acquire, [True], [-1 if timeout is None else timeout.total_seconds()])
+        locked: list[bool] = []
         try:
+            locked.extend(locks)
+            if True not in locked:
+                raise TimeoutError(f"{self.op} launched at {self.site} is not over after {timeout}")
             if self._failure is not None:
                 raise self._failure
-            if not self._complete:
+            if not self._ended:
                 try:
-                    self._complete = self.inner.wait() if timeout is None else self.inner.wait(timeout)
+                    self._ended.extend(waits)
                 except Exception as error:
-                    # Another one of its kind, because the traceback of this one keeps the caller's locals alive.
-                    self._failure = type(error)(*error.args)
+                    if not self._ended:
+                        # Another one of its kind, because the traceback of this one keeps the caller's locals alive.
+                        self._failure = type(error)(*error.args)
                     raise
         finally:
-            self._wait_lock.release()
+            if True in locked:
+                self._wait_lock.release()
 
 
 class MemberWork(Work):
@@ -349,7 +359,7 @@ def handle(*, once: bool) -> Work:
     if not once:
         return Work()
     work = OnceWork()
-    work._complete = False
+    work._ended = []
     work._failure = None
     work._wait_lock = threading.Lock()
     return work
