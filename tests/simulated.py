@@ -94,6 +94,13 @@ class FakeGraph:
     def __init__(self, device: SimulatedDevice) -> None:
         self.device = device
         self.touches: list[tuple[Block, int]] = []  # with the tenancy that was captured
+        self.ended = False
+
+    def pool(self) -> tuple[int, int]:
+        """Return the pool, which a graph knows once its capture has ended well."""
+        if not self.ended:
+            raise RuntimeError("Called CUDAGraph::pool() without a preceding successful capture.")
+        return (0, 1)
 
     def touch(self, blocks: list[Block]) -> None:
         """Note what a collective that is being captured touches."""
@@ -108,6 +115,7 @@ class FakeGraph:
 
     def reset(self) -> None:
         self.touches.clear()
+        self.ended = False
 
 
 class Tenant(Block):

@@ -695,6 +695,7 @@ class Graph(FakeGraph):
     def capture_end(self):
         self.events.append("ended")
         self.device.end_capture()
+        self.ended = True
 
     def reset(self):
         self.events.append("reset")
@@ -806,6 +807,37 @@ def test_a_lease_outlives_a_replay_that_an_exception_of_a_signal_handler_ends_s6
     del outside
     graph.reset()
     device.settle()
+    device.finish()
+    assert drain_ledger(ledger, wait=True) == 0
+    assert not device.live()
+
+
+@pytest.mark.parametrize("works", ["joined", "left"])
+def test_a_graph_whose_capture_has_ended_keeps_its_memory_although_a_signal_handler_has_raised_s6(
+    device, ledger, capturing, monkeypatch, works
+):
+    """The signal comes while torch's ``capture_end()`` is in C, and its handler runs in torch's own Python."""
+
+    def interrupted(graph):
+        own(graph)
+        raise KeyboardInterrupt
+
+    own = Graph.capture_end
+    monkeypatch.setattr(Graph, "capture_end", interrupted)
+    graph, captured = capturing()
+    outside = device.allocate(0, 64)
+    graph.touch(device.blocks_of([outside]))
+    captured.add("all_reduce", object.__new__(Anything), outside, sys._getframe())
+    if works == "left":
+        call(ledger, FakeGroup(device, "nccl"), [device.allocate(1, 64)])
+    with pytest.raises(KeyboardInterrupt):
+        graph.capture_end()
+    device.switch(0)
+    del outside
+    device.finish()
+    ledger.sweep()
+    graph.replay()
+    graph.reset()
     device.finish()
     assert drain_ledger(ledger, wait=True) == 0
     assert not device.live()
@@ -1007,7 +1039,7 @@ def test_an_exception_of_a_signal_handler_loses_nothing_of_a_capture_s3_s6(monke
                 device.end_capture()
             outside = None
             device.settle()
-            if "replay" in getattr(graph, "__dict__", ()):  # else its end was interrupted
+            if getattr(graph, "ended", False):
                 graph.replay()
             graph = None
             device.settle()

@@ -389,6 +389,9 @@ def _end_capture(captured: CapturedGraph) -> None:
                 unjoined = []
         type(graph).capture_end(graph)  # type: ignore[union-attr]
     except BaseException as error:
+        if _has_ended(graph):  # a signal handler has raised: the graph is one that can be replayed
+            captured.seal()
+            raise
         try:
             captured._end()
         finally:
@@ -413,12 +416,21 @@ def _end_capture(captured: CapturedGraph) -> None:
             LEDGER.end_capture(captured.capture)
     if not unjoined:
         return
-    captured._end()
     graph.reset()  # type: ignore[union-attr]
+    captured._end()  # after it, because as long as the graph can be replayed, it needs its memory
     raise CaptureBoundaryError(
         f"the capture at {captured.site} ended with works that nobody has waited for: {'; '.join(unjoined)}. "
         "Wait for each inside the capture. The graph was reset; nothing else was harmed."
     )
+
+
+def _has_ended(graph: torch.cuda.CUDAGraph) -> bool:
+    """Return whether the capture into ``graph`` has ended well. Asks no device."""
+    try:
+        graph.pool()  # which a graph tells from then on
+    except Exception:
+        return False
+    return True
 
 
 def note(op: str, group: object, tensors: list[torch.Tensor], frame: types.FrameType) -> None:
