@@ -1482,6 +1482,21 @@ def test_a_failed_work_is_an_error_in_the_capture_that_it_was_settled_for_s4(dev
     assert drain_ledger(ledger, wait=True) == 0
 
 
+def test_a_work_during_whose_wait_an_interrupt_comes_has_not_failed_s3_s4(device, group, monkeypatch) -> None:
+    """A later wait waits for it too. An interrupt there says nothing about the work, which may be well."""
+    ledger = Ledger(device)
+    earlier, later = (call(ledger, group, [device.allocate(0, 64)]) for _ in range(2))
+    with monkeypatch.context() as until_then:
+        until_then.setattr(earlier.inner, "wait", mock.Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            later.work.wait()
+    assert [entry.state for entry in ledger.pending()] == ["in flight"] * 2
+    assert ledger.failures == 0
+    later.work.wait()
+    assert ledger.pending() == []
+    device.finish()
+
+
 def test_a_recorded_use_on_another_device_is_one_of_its_own_s1(device, monkeypatch) -> None:
     """S1: each device has a default stream of the handle 0, and ordering one of them orders no other."""
     ledger, tensor = Ledger(device), device.allocate(2, 64)
