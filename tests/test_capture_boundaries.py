@@ -74,6 +74,51 @@ def test_what_the_host_has_waited_for_before_a_capture_may_be_waited_for_in_it_s
     wait_for(launched.work, how)
 
 
+@pytest.mark.parametrize("released", ["complete", "after a later work", "after itself", "elsewhere"])
+@pytest.mark.parametrize("backend", ["nccl", "nccl2"])
+def test_what_was_released_before_is_waited_for_by_the_host_too_s5(device, backend, released) -> None:
+    """A stream that has waited for it says nothing about the host: until then it is refused in a capture."""
+    ledger, group = Ledger(device, patience=0), FakeGroup(device, backend)
+    launched, later = (call(ledger, group, [device.allocate(0, 64)]) for _ in range(2))
+    if released == "complete":
+        device.finish()
+        ledger.sweep(thorough=True)
+    elif released == "elsewhere":
+        with device.using(INDEX, 2):
+            launched.work.wait()
+    else:
+        (later if "later" in released else launched).work.wait()
+    assert launched.op not in {entry.op for entry in ledger.pending() if entry.state == "in flight"}
+    device.begin_capture(1)
+    with pytest.raises(CaptureBoundaryError):
+        launched.work.wait()
+    with pytest.raises(CaptureBoundaryError, match="the host can't wait"):
+        await_before_capture(ledger, None)
+    device.end_capture()
+    device.switch(0)
+    if released != "complete":
+        with pytest.raises(PendingWorkError):
+            await_before_capture(ledger, timedelta(0))
+    with host_waits(device):
+        await_before_capture(ledger, None)
+    assert not launched.inner.bit & ~device.done
+    device.begin_capture(1)
+    assert launched.work.wait() is True
+    assert device.faults == []
+    device.end_capture()
+
+
+def test_what_has_failed_and_was_given_back_is_none_that_the_host_has_waited_for_s4_s5(device, ledger, group) -> None:
+    failed = call(ledger, group, [device.allocate(0, 64)], fate="fails")
+    with pytest.raises(RuntimeError):
+        failed.work.wait()
+    assert drain_ledger(ledger, wait=True) == 0
+    await_before_capture(ledger, None)
+    device.begin_capture(1)
+    with pytest.raises(CaptureBoundaryError):
+        failed.work.wait()
+
+
 def test_what_was_launched_after_the_host_has_waited_is_refused_in_a_capture_s5(device, ledger, group) -> None:
     with host_waits(device):
         await_before_capture(ledger, None)

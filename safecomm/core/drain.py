@@ -5,16 +5,16 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import gc
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
 
 from torch.distributed import ProcessGroup
-
-from safecomm.core.holds import Hold, Pending, keys_of
+from safecomm.core.holds import Hold, Pending, Queue, keys_of
 from safecomm.core.ledger import LEDGER, Ledger, WorkHold
 from safecomm.core.streams import HOST
 from safecomm.errors import CaptureBoundaryError, PendingWorkError
@@ -90,11 +90,7 @@ def await_works(ledger: Ledger, timeout: timedelta | None, group: object, *, unp
     Works that fail go to the quarantine. Without ``unpollable`` not for works of which the backend does not tell, which
     may never end. Raises PendingWorkError if others are not complete in time.
     """
-    if ledger.capturing():
-        raise CaptureBoundaryError(
-            "the host can't wait for works inside a CUDA graph capture, where they are only recorded. "
-            "Nothing was done, and the capture is unharmed."
-        )
+    _refuse_in_capture(ledger, ())
     deadline = _deadline(timeout)
     for hold in ledger.holds(group) if unpollable else ():
         if _is_unpollable(hold):
@@ -104,10 +100,31 @@ def await_works(ledger: Ledger, timeout: timedelta | None, group: object, *, unp
 
 def await_before_capture(ledger: Ledger, timeout: timedelta | None) -> None:
     """Block the host until all works are complete, so that there is nothing to wait for in a capture."""
-    works = [hold for hold in _unfinished(ledger) if isinstance(hold, WorkHold)]
+    deadline = _deadline(timeout)
     await_works(ledger, timeout, None)
-    for work in works:
-        work.host_waited = work not in ledger.quarantine  # whoever waits for a failed one, is to see the error
+    # The program may still wait for those that were released before because a stream had waited for them: the host has
+    # not, and the ledger does not know them any more.
+    known = [one for one in gc.get_objects() if issubclass(type(one), WorkHold)]
+    works = [work for work in known if getattr(work, "storages", None) == () and _is_eager(work, ledger)]
+    _refuse_in_capture(ledger, [work.queue for work in works])
+    with ledger.streams.relaxed_capture_mode():
+        _await(works, lambda work: not work.queue.pollable or work.inner.is_completed(), deadline)
+        for work in works:
+            with contextlib.suppress(Exception):  # whoever waits for a failed one, is to see the error
+                work.finish()
+                work.host_waited = True
+
+
+def _is_eager(work: WorkHold, ledger: Ledger) -> bool:
+    return work.queue.ledger is ledger and work.queue.index != HOST and not work.queue.capture
+
+
+def _refuse_in_capture(ledger: Ledger, queues: Iterable[Queue]) -> None:
+    if ledger.capturing(queues):
+        raise CaptureBoundaryError(
+            "the host can't wait for works inside a CUDA graph capture, where they are only recorded. "
+            "Nothing was done, and the capture is unharmed."
+        )
 
 
 def _deadline(timeout: timedelta | None) -> float | None:

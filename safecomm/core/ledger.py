@@ -27,7 +27,7 @@ import logging
 import operator
 import time
 import types
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from itertools import islice
@@ -405,9 +405,9 @@ class Ledger(Rules):
                 return capture
         return 0
 
-    def capturing(self) -> int:
-        """Return the capture that a current stream of a device of anything held is part of; 0 if none is."""
-        return self._capturing(keys_of(self.nonempty))
+    def capturing(self, queues: Iterable[Queue] = ()) -> int:
+        """Return the capture that a current stream of a device of anything held, or of ``queues``, is part of, or 0."""
+        return self._capturing([*keys_of(self.nonempty), *queues])
 
     def sweep_queue(self, queue: WorkQueue, capturing: int, *, thorough: bool) -> None:
         if queue.capture:
