@@ -426,6 +426,37 @@ def test_a_record_that_another_thread_releases_is_all_there_or_gone_s1(device, l
         device.finish()
 
 
+def test_a_capture_that_another_thread_begins_while_the_event_is_recorded_s5(device, ledger, monkeypatch):
+    """The event would be one of the capture, which nobody may poll: each later call would raise."""
+    device.switch(2)
+    tensor = device.allocate(0, 64)
+    device.launch(device.streams[2], device.blocks_of([tensor]))
+    assert ledger.recorded_uses.add(tensor.untyped_storage(), INDEX, 2, sys._getframe())
+    del tensor
+    device.switch(0)
+    own = device.record_event
+
+    def after_a_capture_has_begun(index, stream):
+        monkeypatch.setattr(device, "record_event", own)
+        thread = threading.Thread(target=device.begin_capture, args=(2,))
+        thread.start()
+        thread.join()
+        return own(index, stream)
+
+    monkeypatch.setattr(device, "record_event", after_a_capture_has_begun)
+    ledger.sweep()
+    assert device.capturing
+    assert states(ledger) == ["recorded"]
+    device.end_capture()
+    ledger.sweep()
+    assert states(ledger) == ["handed off"]
+    device.finish()
+    ledger.sweep()
+    assert ledger.pending() == []
+    assert device.faults == []
+    assert not device.live()
+
+
 def test_records_from_many_threads(device, ledger):
     failures = []
 

@@ -246,7 +246,10 @@ class RecordedUses:
                 if queue.capture if stream is None else capture_of(self._streams, stream) != queue.capture:
                     return False  # allocated outside of this capture, or inside of one that is going on elsewhere
                 try:
-                    hold.event = self._streams.record_event(queue.index, queue.stream)
+                    event = self._streams.record_event(queue.index, queue.stream)
+                    if capture_of(self._streams, queue.stream) != queue.capture:
+                        return False  # another thread has begun a capture in between, and the event may be of it
+                    hold.event = event
                     hold.serial = next(self._rules.serials)
                     if not queue.capture:
                         queue.unused[hold] = None
