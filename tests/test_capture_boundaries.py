@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -458,6 +459,60 @@ def test_a_graph_that_is_no_longer_there_is_not_replayed_and_may_be_reset_s6(dev
     device.finish()
     assert drain_ledger(ledger, wait=True) == 0
     assert not device.live()
+
+
+def test_a_graph_that_was_reset_is_not_replayed_under_its_old_name_s6(device, ledger, group, capturing) -> None:
+    """The object may have been captured again since. Its replays are known to the one that is of its last capture."""
+    graph, old = capturing()
+    graph.capture_end()
+    device.switch(0)
+    old.reset()
+    device.begin_capture(1)
+    new = CapturedGraph(ledger, graph, (device.capturing,), [], INDEX, 1, device.capturing, sys._getframe())
+    new.begin(graph)
+    new.add("all_reduce", group, outside := device.allocate(0, 64), sys._getframe())
+    blocks = device.blocks_of([outside])
+    graph.capture_end()
+    device.switch(2)
+    with pytest.raises(captures.StaleGraphError, match="or was reset since"):
+        old.replay()
+    new.replay()
+    device.launch(device.here(), blocks)
+    device.switch(0)
+    del outside
+    graph.reset()
+    ledger.sweep()
+    device.settle()  # raises if the memory is free while the replay may run
+    assert [entry.op for entry in ledger.pending()] == ["a CUDA graph"]
+    device.finish()
+    assert drain_ledger(ledger, wait=True) == 0
+
+
+def test_the_collector_may_end_graphs_while_those_that_live_are_looked_at_s7(device, ledger, group, capturing) -> None:
+    """Before Python 3.12 it runs wherever memory is asked for, also in the middle of looking at a dictionary."""
+
+    def live() -> Any:
+        graph, captured = capturing()
+        captured.seal()
+        device.end_capture()
+        return graph
+
+    kept = [live() for _ in range(20)]
+    threshold = gc.get_threshold()
+    try:
+        for look in (captures.refuse_live, captures.places_of):
+            for soon in range(1, 16):
+                gc.disable()
+                graph = live()
+                graph.itself = graph
+                del graph
+                gc.set_threshold(gc.get_count()[0] + soon)
+                gc.enable()
+                look(group if look is captures.refuse_live else [])
+    finally:
+        gc.set_threshold(*threshold)
+        gc.enable()
+    del kept
 
 
 @pytest.mark.parametrize("gone", [False, True])

@@ -214,8 +214,8 @@ class CapturedGraph:
     def replay(self) -> None:
         """Replay the graph on the current stream. Raises StaleGraphError as :meth:`check` does."""
         graph = self._graph()
-        if graph is None:
-            raise StaleGraphError(f"the graph captured at {self.site} is no longer there")
+        if graph is None or _live.get(id(self)) is not self:
+            raise StaleGraphError(f"the graph captured at {self.site} is no longer there, or was reset since")
         self.check()
         stream = self._ledger.current(self.index)
         for prepare in self.before_replay:
@@ -471,7 +471,7 @@ def refuse_live(group: object) -> None:
 
     In a program that can't be edited, reset them.
     """
-    alive = tuple(one for one in tuple(_live.values()) if one._graph() is not None and one.uses(group))
+    alive = tuple(one for one in list(_live.values()) if one._graph() is not None and one.uses(group))
     if _tolerant:
         for captured in alive:
             log.warning("the graph captured at %s was reset, because its group is being destroyed", captured.site)
@@ -493,7 +493,7 @@ def alive() -> list[torch.cuda.CUDAGraph]:
 
 def places_of(graphs: list[torch.cuda.CUDAGraph]) -> list[str]:
     """Return where ``graphs`` were captured, as far as that was seen."""
-    seen = {id(graph): captured.site for captured in tuple(_live.values()) if (graph := captured._graph()) is not None}
+    seen = {id(graph): captured.site for captured in list(_live.values()) if (graph := captured._graph()) is not None}
     unseen = "places that nobody saw, without patch()"
     return sorted({seen.get(id(graph)) or _places.get(graph, unseen) for graph in graphs})
 

@@ -169,7 +169,7 @@ class Functional:
         for original, replacement in self.changes.items():
             if vars(self._module).get(original.__name__) is replacement:
                 setattr(self._module, original.__name__, original)
-        for result in tuple(self.unwaited.values()):
+        for result in list(self.unwaited.values()):
             if result.wrapper() is not None:
                 result.forget()
         self._open.clear()
