@@ -1497,6 +1497,48 @@ def test_a_work_during_whose_wait_an_interrupt_comes_has_not_failed_s3_s4(device
     device.finish()
 
 
+@pytest.mark.parametrize("moment", ["before it is in the quarantine", "after it has looked there"])
+def test_what_another_thread_releases_as_it_fails_is_not_kept_s3_s4(device, group, monkeypatch, moment) -> None:
+    """Of two threads that wait for a work one sees an error, and the other that it is well."""
+    ledger = Ledger(device, patience=0)
+    launched = call(ledger, group, [device.allocate(0, 64)])
+    queue = launched.work.queue
+    note_empty = type(queue).note_empty
+
+    def releases_before(_: Any) -> bool:
+        ledger.release(launched.work)
+        return False
+
+    def releases_after(empty: Any) -> None:
+        with mock.patch.object(ledger, "quarantine", {}):  # what the other thread has found there
+            ledger.release(launched.work)
+        note_empty(empty)
+
+    if moment == "before it is in the quarantine":
+        monkeypatch.setattr(ledger, "is_idle", releases_before)
+    else:
+        monkeypatch.setattr(type(queue), "note_empty", releases_after)
+    ledger.fail(launched.work, RuntimeError("late"))
+    monkeypatch.undo()
+    assert ledger.pending() == []
+    assert not ledger.quarantine
+    assert not ledger.nonempty
+    device.finish()
+
+
+@pytest.mark.parametrize("index", [INDEX, HOST])
+def test_a_work_that_its_backend_can_not_tell_of_stops_no_other_group_s3_s4(device, group, monkeypatch, index) -> None:
+    ledger, other = Ledger(device, patience=0), FakeGroup(device, "gloo" if index == HOST else "nccl")
+    launched = call(ledger, other, [device.allocate(0 if index == INDEX else None, 64)], index=index)
+    monkeypatch.setattr(launched.inner, "is_completed", mock.Mock(side_effect=RuntimeError("MPI_Test failed")))
+    for _ in range(3):
+        call(ledger, group, [device.allocate(0, 64)]).work.wait()
+    assert [(entry.op, entry.state) for entry in ledger.pending()] == [(launched.op, "quarantined")]
+    assert launched.work.wait() is True
+    assert ledger.pending() == []
+    device.finish()
+
+
 def test_a_recorded_use_on_another_device_is_one_of_its_own_s1(device, monkeypatch) -> None:
     """S1: each device has a default stream of the handle 0, and ordering one of them orders no other."""
     ledger, tensor = Ledger(device), device.allocate(2, 64)

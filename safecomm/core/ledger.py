@@ -325,12 +325,16 @@ class Ledger(Rules):
         if hold not in hold.queue.holds:
             return
         self.failures += 1
-        if self.is_idle(hold):
-            self.release(hold)
-            return
+        with contextlib.suppress(Exception):  # of a backend that does not know
+            if self.is_idle(hold):
+                self.release(hold)
+                return
         self.quarantine[hold] = None
         hold.queue.holds.pop(hold, None)
         hold.queue.note_empty()
+        if not hold.storages:  # another thread has released it since: its wait has succeeded
+            self.quarantine.pop(hold, None)
+            return
         log.warning("%s failed (%s); its memory is kept until drain(wait=True)", hold.describe("quarantined"), error)
 
     def is_idle(self, hold: Any) -> bool:
@@ -361,8 +365,9 @@ class Ledger(Rules):
         queues = keys_of(self.nonempty)
         capturing = self._capturing(queues)
         for hold in keys_of(self.quarantine):
-            if self.is_idle(hold):
-                self.release(hold)
+            with contextlib.suppress(Exception):  # as in fail()
+                if self.is_idle(hold):
+                    self.release(hold)
         with self.streams.relaxed_capture_mode():
             for queue in queues:
                 if queue.holds:
@@ -435,7 +440,11 @@ class Ledger(Rules):
     def _poll(self, queue: WorkQueue, work: WorkHold, dropped: bool) -> bool:
         """Release ``work`` if rule 2 or 3 allows; return whether they do."""
         dropped = dropped and not work.has_future
-        complete = work.inner.is_completed()
+        try:
+            complete = work.inner.is_completed()
+        except Exception as error:  # it is no matter of whoever calls just now, perhaps for another group
+            self.fail(work, error)
+            return True
         # Rule 3 wants that nobody will wait, and that the host need not block to order a stream.
         ahead = (
             queue.stream_ordered and dropped and queue.too_far_behind(self.lag) and None not in self.alloc_streams(work)
