@@ -104,8 +104,15 @@ def await_before_capture(ledger: Ledger, timeout: timedelta | None) -> None:
     await_works(ledger, timeout, None)
     # The program may still wait for those that were released before because a stream had waited for them: the host has
     # not, and the ledger does not know them any more.
-    known = [one for one in gc.get_objects() if issubclass(type(one), WorkHold)]
-    works = [work for work in known if getattr(work, "storages", None) == () and _is_eager(work, ledger)]
+    handles = (one for one in gc.get_objects() if issubclass(type(one), WorkHold))
+    works = [
+        work
+        for work in handles
+        if getattr(work, "storages", None) == ()  # else it is a member of a region, or is held
+        and work.queue.ledger is ledger
+        and work.queue.index != HOST
+        and not work.queue.capture
+    ]
     _refuse_in_capture(ledger, [work.queue for work in works])
     with ledger.streams.relaxed_capture_mode():
         _await(works, lambda work: not work.queue.pollable or work.inner.is_completed(), deadline)
@@ -113,10 +120,6 @@ def await_before_capture(ledger: Ledger, timeout: timedelta | None) -> None:
             with contextlib.suppress(Exception):  # whoever waits for a failed one, is to see the error
                 work.finish()
                 work.host_waited = True
-
-
-def _is_eager(work: WorkHold, ledger: Ledger) -> bool:
-    return work.queue.ledger is ledger and work.queue.index != HOST and not work.queue.capture
 
 
 def _refuse_in_capture(ledger: Ledger, queues: Iterable[Queue]) -> None:
