@@ -21,7 +21,8 @@ What keeps them when an exception of a signal handler comes, or another thread d
 - A hold stays in its queue until all is done for it, so that the next sweep finds it. Releasing twice does nothing.
 - Works need no lock: each thread orders what it needs, and one of them takes the hold out. Events do, because one that
   was recycled is recorded again elsewhere: whoever polls or waits for an event of a hold, or looks at recorded uses,
-  has ``Rules.lock`` and finds the hold still in its queue.
+  has ``Rules.lock`` and finds the hold still in its queue. That keeps events from other threads; the lock is reentrant,
+  so a handler that calls safecomm can get in between.
 """
 
 # The direction of dependency, top to bottom; nothing imports upwards (``tests/test_structure.py`` keeps it):

@@ -88,7 +88,8 @@ def await_works(ledger: Ledger, timeout: timedelta | None, group: object, *, unp
     """Block the host until all works of ``group`` (None: of all groups) are complete, and release them.
 
     Works that fail go to the quarantine. Without ``unpollable`` not for works of which the backend does not tell, which
-    may never end. Raises PendingWorkError if others are not complete in time.
+    may never end. Raises PendingWorkError if others are not complete in time, and CaptureBoundaryError if the current
+    stream of a device of anything held is part of a capture.
     """
     _refuse_in_capture(ledger, ())
     deadline = _deadline(timeout)

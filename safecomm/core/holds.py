@@ -3,8 +3,8 @@
 Three kinds of holds wait in queues. A *work* (``work.py``) holds what a running asynchronous collective reads and
 writes. A *handoff* (``handoffs.py``) holds what was used on another stream than its allocation stream, until the device
 has passed an event that was recorded there behind the use. A *recorded use* (``recorded_uses.py``) holds what
-``record_stream`` was called for. While others use that memory too, the recorded use only waits; from then on it is a
-handoff. Which of them is released when is decided elsewhere: see the rules at the head of ``ledger.py``.
+``record_stream`` was called for. Once nobody else uses it, its event is recorded, and it is treated as a handoff; it
+stays in its own queue. Which of them is released when is decided elsewhere: see the rules at the head of ``ledger.py``.
 
 Holds that end in the order in which they were made share a :class:`Queue`.
 """
@@ -98,7 +98,7 @@ class Hold:
     group: weakref.ref[object] | None = None  # a handoff's group; a work's is its queue's
     aliases: tuple[torch.Tensor, ...] = ()  # what c10d was given in place of the caller's tensors; emptied at release
     in_a_table: bool = False  # it is found by its storage in a table, and taken out of it at release
-    # It is complete, and only waits until the program can't wait for it any more: a result of a functional collective.
+    # The device is done with it; it is kept while the program might still wait (functional results).
     awaits_others: bool = False
 
     def on_release(self) -> None:
@@ -182,9 +182,7 @@ class Queue:
         self.stream: int = stream  # of the uses, or of the first launch
         self.capture: int = capture  # the graph capture that all of it is part of; 0 for none
         self.budget: int = budget  # bytes that rule 3 leaves alone
-        self.defer_polling: bool = (
-            False  # its holds are works that can be polled later: somebody is going to wait for them
-        )
+        self.defer_polling: bool = False  # handles are out: a sweep may skip this queue while its works are young
         # Weak, because a group that is still referred to when the interpreter ends can take the process down (gloo,
         # torch 2.13). None for handoffs.
         self.group: weakref.ref[object] | None = None

@@ -9,15 +9,16 @@ complete (S1):
    an event that the program recorded behind the use (``stream_order.py``).
 2. *Complete.* The work, or the event, is complete: release at the next call of safecomm, of any group (S3). While all
    that is held are works whose handles somebody has, and which are younger than ``PATIENCE``, nothing is polled.
-3. *Too far behind.* More than ``LAG`` holds and ``BUDGET`` bytes, told from the oldest, have piled up behind the host,
-   and nobody is going to wait for the oldest: its allocation stream is ordered after it. Inside a graph capture nothing
-   can be polled. There handoffs and recorded uses that only the ledger still refers to are released by this rule at
-   once, as an edge of the graph (S5); works wait for their wait, or for the end of the capture.
+3. *Too far behind.* More than ``LAG`` holds and ``BUDGET`` bytes, estimated from the eight oldest, have piled up behind
+   the host, and nobody is going to wait for the oldest: its allocation stream is ordered after it. Inside a graph
+   capture nothing can be polled. There handoffs and recorded uses that only the ledger still refers to are released by
+   this rule at once, as an edge of the graph (S5); works wait for their wait, or for the end of the capture.
 
-A work that fails goes to the quarantine, and leaves it when the device is known to be idle, or when a later wait for it
-succeeds: its first one had only timed out (S4). Every release is made by ``Rules.release()`` (``rules.py``), on the
-thread that called safecomm, never in a destructor or a callback. The ledger's references are strong, so that a dropped
-handle frees nothing. What signal handlers and threads can do in between is said at the head of the package.
+A work that fails goes to the quarantine, and leaves it when the device is known to be idle, or when a second wait
+succeeds, if the first one timed out and the work did not fail (S4). Every release is made by ``Rules.release()``
+(``rules.py``), on the thread that called safecomm, never in a destructor or a callback. The ledger's references are
+strong, so that a dropped handle frees nothing. What signal handlers and threads can do in between is said at the head
+of the package.
 """
 
 from __future__ import annotations

@@ -243,7 +243,8 @@ class RecordedUses:
                 if not self._only_recorded(hold):
                     return False
                 stream = alloc_stream_of(self._streams, hold.storages[0], queue.stream)
-                if queue.capture if stream is None else capture_of(self._streams, stream) != queue.capture:
+                allocated_in = 0 if stream is None else capture_of(self._streams, stream)
+                if allocated_in != queue.capture:
                     return False  # allocated outside of this capture, or inside of one that is going on elsewhere
                 try:
                     event = self._streams.record_event(queue.index, queue.stream)

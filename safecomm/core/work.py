@@ -200,7 +200,7 @@ class Work(WorkHold, _Base):
     def _keep_results(self) -> None:
         if self.aliases_emptied:
             raise SafecommError(
-                f"the outputs of {self.op} launched at {self.site} are no longer with its handle: it was waited for. "
+                f"the outputs of {self.op} launched at {self.site} are no longer with its handle: it was released. "
                 "Ask for result() or get_future() before wait(), or use the tensors that the calls were given."
             )
         self.aliases: tuple[torch.Tensor, ...] = ()
