@@ -424,13 +424,12 @@ def _end_capture(captured: CapturedGraph) -> None:
     )
 
 
-def _has_ended(graph: torch.cuda.CUDAGraph) -> bool:
+def _has_ended(graph: torch.cuda.CUDAGraph | None) -> bool:
     """Return whether the capture into ``graph`` has ended well. Asks no device."""
     try:
-        graph.pool()  # which a graph tells from then on
+        return graph is not None and graph.pool() is not None  # which a graph tells from then on
     except Exception:
         return False
-    return True
 
 
 def note(op: str, group: object, tensors: list[torch.Tensor], frame: types.FrameType) -> None:

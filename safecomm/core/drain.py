@@ -9,17 +9,20 @@ import gc
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.distributed import ProcessGroup
+
 from safecomm.core.holds import Hold, Pending, Queue, keys_of
 from safecomm.core.ledger import LEDGER, Ledger, WorkHold
 from safecomm.core.streams import HOST
 from safecomm.errors import CaptureBoundaryError, PendingWorkError
 
 log: logging.Logger = logging.getLogger("safecomm")
+
+H = TypeVar("H", bound=Hold)
 
 
 def pending() -> list[Pending]:
@@ -106,7 +109,7 @@ def await_before_capture(ledger: Ledger, timeout: timedelta | None) -> None:
     # The program may still wait for those that were released before because a stream had waited for them: the host has
     # not, and the ledger does not know them any more.
     handles = (one for one in gc.get_objects() if issubclass(type(one), WorkHold))
-    works = [
+    works: list[WorkHold] = [
         work
         for work in handles
         if getattr(work, "storages", None) == ()  # else it is a member of a region, or is held
@@ -155,7 +158,7 @@ def _await_all(ledger: Ledger, group: object, deadline: float | None, *, unpolla
         _await(holds, gone, deadline)
 
 
-def _await(holds: list[Hold], done: Callable[[Hold], bool], deadline: float | None) -> None:
+def _await(holds: list[H], done: Callable[[H], bool], deadline: float | None) -> None:
     """Block the host until all ``holds`` are ``done``; raise PendingWorkError at the deadline."""
     pause = 1e-5
     while left := [hold for hold in holds if not done(hold)]:
@@ -204,7 +207,7 @@ def _empty_quarantine(ledger: Ledger, group: object, deadline: float | None) -> 
         ledger.release(hold)
 
 
-def _pending_error(holds: list[Hold]) -> PendingWorkError:
+def _pending_error(holds: Sequence[Hold]) -> PendingWorkError:
     shown = "; ".join(str(hold.describe()) for hold in holds[:8])
     return PendingWorkError(
         f"{len(holds)} works are not over in time: {shown}{'; ...' if len(holds) > 8 else ''}. "
