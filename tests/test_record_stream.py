@@ -18,7 +18,7 @@ from datetime import timedelta
 import pytest
 import torch
 from points import interrupt_everywhere
-from simulated import INDEX, FakeGraph, FakeGroup, FakeStream, SimulatedDevice, call, events_of_torch
+from simulated import INDEX, FakeGraph, FakeGroup, FakeStream, SimulatedDevice, call, events_of_torch, routes_of
 
 import safecomm
 from safecomm import record_stream
@@ -26,6 +26,7 @@ from safecomm.collectives.routes import ROUTES
 from safecomm.core import captures, refcounts
 from safecomm.core.drain import drain_ledger
 from safecomm.core.ledger import Ledger
+from safecomm.patching import functional
 from safecomm.record_stream import avoid_record_streams
 
 RESIZE = torch.UntypedStorage.resize_
@@ -109,6 +110,38 @@ def test_held_until_nobody_uses_it_and_the_device_has_got_there_s1(device, ledge
         assert states(ledger) == []
         device.settle()
     assert avoided.calls == 1
+
+
+def test_a_functional_result_and_a_recorded_use_do_not_wait_for_each_other_s3(device, ledger, monkeypatch):
+    """Both wait until nobody else has the memory. The program has dropped the result without a wait."""
+    monkeypatch.setattr(functional._torch, "group_name", lambda _: "the group's")
+    waited = []
+    group = FakeGroup(device, "nccl")
+    queue = routes_of(ledger).of(group, INDEX, results=True)
+    device.switch(0)
+    tensor, result = device.allocate(0, 64), functional.Result()
+    result.works = (group.launch([tensor]),)
+    result.works[0].outputs.clear()
+    result.owner = types.SimpleNamespace(exiting=False, unwaited={}, wait_for=lambda _: waited.append(True))
+    result.queue, result.op, result.since, result.has_future, result.alloc_stream = queue, "all_reduce", 0.0, True, None
+    result.code, result.instruction = sys._getframe().f_code, sys._getframe().f_lasti
+    result.tensor, result.storage = tensor, tensor.untyped_storage()
+    result.storages, result.key = (result.storage,), result.storage._cdata
+    del tensor
+    result.counted = result.count()
+    used = result.tensor.detach()
+    device.launch(device.streams[3], device.blocks_of([used]))
+    assert ledger.recorded_uses.add(used.untyped_storage(), INDEX, 3, sys._getframe())
+    queue.holds[result] = ledger.nonempty[queue] = None
+    device.finish()
+    ledger.sweep(thorough=True)
+    assert not waited, "somebody has a tensor of it"
+    del used, result
+    for _ in range(3):
+        ledger.sweep(thorough=True)
+    assert waited == [True]
+    assert ledger.pending() == []
+    assert not device.live()
 
 
 def test_a_view_of_the_storage_records_the_storage_once(device, ledger):

@@ -130,13 +130,14 @@ class Result(WorkHold):
         return uses <= self.counted[0] and references <= self.counted[1]
 
     def count(self) -> tuple[int, int]:
-        """Return how many references there are to the storage in C++, and how many in Python.
+        """Return how many references there are to the storage in C++, and in Python but for those of recorded uses.
 
         The first is asked twice, since another thread may exchange the one for the other meanwhile.
         """
         storage = self.storage
         uses = _torch.storage_use_count(self.key)
-        references = getrefcount(storage)
+        # A recorded use waits until nobody else has the memory, which this is one of: each would wait for the other.
+        references = getrefcount(storage) - len(self.queue.ledger.recorded_uses.by_storage.get(self.key, ()))
         return max(uses, _torch.storage_use_count(self.key)), references
 
 
