@@ -147,7 +147,9 @@ def test_a_recorded_use_that_is_released_is_not_polled_any_more_s1(device) -> No
     (hold,) = ledger.holds()
     assert hold.event is not None
     device.wait(device.streams[1], device.streams[2].past, 0)
-    ledger.release_all(ledger.recorded_uses.only_used_on(INDEX, 1, 2))
+    note = ledger.stream_order.recorded(INDEX, 2)
+    assert note is not None
+    ledger.stream_order.waited(INDEX, 1, note)
     recorded(device, ledger, 1)
     ledger.sweep(thorough=True)
     assert device.faults == []

@@ -27,6 +27,9 @@ class Event:
     def record(self, stream: Any) -> None:
         self.on.append(stream)
 
+    def wait(self, stream: Any) -> None:
+        stream.waited_for.append(self)
+
     def query(self) -> int:
         return int(self.complete)
 
@@ -37,9 +40,6 @@ class Stream:
     def __init__(self, handle: int, *, device: int) -> None:
         self.name = (device, handle)
         self.waited_for: list[Any] = []
-
-    def wait_event(self, event: Any) -> None:
-        self.waited_for.append(event)
 
 
 class Cuda:
@@ -56,6 +56,7 @@ class Cuda:
             get_device_properties=lambda index: SimpleNamespace(total_memory=float(1 << (30 + index))),
         )  # fmt: skip
         monkeypatch.setattr(streams, "torch", SimpleNamespace(cuda=cuda, UntypedStorage=torch.UntypedStorage))
+        monkeypatch.setattr(streams, "_EVENT", Event)
         monkeypatch.setattr(streams._torch, "spin", lambda cycles: self.spun.append((self.current[-1], cycles)))
         monkeypatch.setattr(streams._torch, "swap_capture_mode", self.swap)
 
