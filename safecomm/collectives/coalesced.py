@@ -240,7 +240,9 @@ class _Together(NamedTuple):
         """Launch them as c10d does at the end of a region, and return what the region's caller gets."""
         function, options, route, given, others = self
         aliases: list[torch.Tensor] = []
-        if route.index < 0 or route.kind.needs_aliases:
+        # The calls that take lists keep their tensors with their own work, and so do not need aliases on NCCL: #187565
+        # is of what c10d's manager ends. gloo's work keeps them for as long as its handle is there.
+        if route.index < 0:
             given, others = _aliases(given, aliases), _aliases(others, aliases)
         to_launch = (others, given) if others else (given,)
         if route.asks_in_wait:

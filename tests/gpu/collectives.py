@@ -436,6 +436,41 @@ def s1_regions_of_one_call():
     return {"corrupted": bad, "wrong": wrong, "programs": len(places) * 3}
 
 
+@case(60)
+def s2_a_region_keeps_nothing():
+    """Regions of four calls, sync and async + wait: bytes that are left when the program has dropped its tensors."""
+    world = stock.get_world_size()
+    result = {}
+    for name in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"):
+        for async_ops in (False, True):
+            settle()
+            base = held()
+            parts = [torch.full((1 << 20,), float(rank()), device="cuda") for _ in range(4)]
+            wholes = [torch.full((world << 20,), float(rank()), device="cuda") for _ in range(4)]
+            with safecomm._coalescing_manager(async_ops=async_ops) as manager:
+                for part, whole in zip(parts, wholes, strict=True):
+                    if name == "all_reduce":
+                        safecomm.all_reduce(whole)
+                    elif name == "all_gather_into_tensor":
+                        safecomm.all_gather_into_tensor(whole, part)
+                    else:
+                        safecomm.reduce_scatter_tensor(part, whole)
+            if async_ops:
+                manager.wait()
+            del manager, part, whole
+            checked = parts[3] if name == "reduce_scatter_tensor" else wholes[3]
+            expected = float(rank()) if name == "all_gather_into_tensor" else float(sum(range(world)))
+            position = rank() << 20 if name == "all_gather_into_tensor" else 0
+            require(float(checked[position]) == expected, name, float(checked[position]), expected)
+            parts.clear(), wholes.clear()
+            del checked
+            left = held() - base
+            result[f"{name}, {'async' if async_ops else 'sync'}: bytes left"] = left
+            require(left == 0, result)
+            require(safecomm.pending() == [], safecomm.pending())
+    return result
+
+
 def forum(library, how, layers=8, iterations=5):
     """The forum's program on the current stream: layers of matmul, each followed by an all_reduce. Peak in bytes."""
     x = torch.randn(4096, 8192, device="cuda", dtype=torch.bfloat16)
