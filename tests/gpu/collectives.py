@@ -67,7 +67,7 @@ def trials(library, op, allocating, launching, waiting, count):
     return int(everywhere)
 
 
-@case(120)
+@case(120, ranks=2)
 def s1_corruption_programs():
     """The three programs that stock corrupts, roles exchanged, and three streams: 10 trials each with a slow peer."""
     main, side, third = torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()
