@@ -140,7 +140,7 @@ def _all_reduce(tensor: torch.Tensor, op: c10d.ReduceOp | c10d.ReduceOp.RedOpTyp
         else:
             inner.wait()
     if index >= 0 and alloc_stream != _current(index):
-        LEDGER.hand_off(_name_all_reduce, to, index, storages_of([tensor]), _getframe(1))
+        LEDGER.hand_off(_name_all_reduce, to, index, storages_of([tensor]), _getframe(1), alloc_stream)
     return None
 
 
@@ -216,7 +216,7 @@ def _all_gather_single(output_tensor: torch.Tensor, input_tensor: torch.Tensor, 
         else:
             inner.wait()
     if index >= 0 and alloc_stream != _current(index):
-        LEDGER.hand_off(_name_all_gather_single, to, index, storages_of([output_tensor, input_tensor]), _caller(_getframe(1)))
+        LEDGER.hand_off(_name_all_gather_single, to, index, storages_of([output_tensor, input_tensor]), _caller(_getframe(1)), alloc_stream)
     return None
 
 
@@ -316,7 +316,7 @@ def _reduce_scatter_single(output: torch.Tensor, input: torch.Tensor, op: c10d.R
         else:
             inner.wait()
     if index >= 0 and alloc_stream != _current(index):
-        LEDGER.hand_off(_name_reduce_scatter_single, to, index, storages_of([output, input]), _caller(_getframe(1)))
+        LEDGER.hand_off(_name_reduce_scatter_single, to, index, storages_of([output, input]), _caller(_getframe(1)), alloc_stream)
     return None
 
 
@@ -411,7 +411,7 @@ def _broadcast(tensor: torch.Tensor, src: int | None = None, group: c10d.Process
         else:
             inner.wait()
     if index >= 0 and alloc_stream != _current(index):
-        LEDGER.hand_off(_name_broadcast, to, index, storages_of([tensor]), _getframe(1))
+        LEDGER.hand_off(_name_broadcast, to, index, storages_of([tensor]), _getframe(1), alloc_stream)
     return None
 
 
@@ -485,7 +485,7 @@ def _reduce(tensor: torch.Tensor, dst: int | None = None, op: c10d.ReduceOp | c1
         else:
             inner.wait()
     if index >= 0 and alloc_stream != _current(index):
-        LEDGER.hand_off(_name_reduce, to, index, storages_of([tensor]), _getframe(1))
+        LEDGER.hand_off(_name_reduce, to, index, storages_of([tensor]), _getframe(1), alloc_stream)
     return None
 
 
@@ -561,7 +561,7 @@ def _all_to_all_single(output: torch.Tensor, input: torch.Tensor, output_split_s
         else:
             inner.wait()
     if index >= 0 and alloc_stream != _current(index):
-        LEDGER.hand_off(_name_all_to_all_single, to, index, storages_of([output, input]), _getframe(1))
+        LEDGER.hand_off(_name_all_to_all_single, to, index, storages_of([output, input]), _getframe(1), alloc_stream)
     return None
 
 

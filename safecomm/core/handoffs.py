@@ -69,6 +69,7 @@ class Handoffs:
         code: types.CodeType,
         instruction: int,
         since: float,
+        alloc_stream: int | None = None,
     ) -> None:
         """Hold those of ``storages`` whose allocation stream is not the current one of ``index``, where they were used.
 
@@ -82,14 +83,18 @@ class Handoffs:
             Of the device on whose current stream the storages were used.
         storages
             What the call has used.
+        alloc_stream
+            The one stream that all of it was allocated on, if the caller knows: asking the driver takes a while.
         """
         stream = self._streams.current(index)
-        foreign = []
-        alloc_streams = set()
-        for storage in storages:
-            if (alloc_stream := alloc_stream_of(self._streams, storage, stream)) != stream:
-                foreign.append(storage)
-                alloc_streams.add(alloc_stream)
+        foreign: list[object] = []
+        if alloc_stream is None:
+            found = [(storage, alloc_stream_of(self._streams, storage, stream)) for storage in storages]
+            foreign = [storage for storage, allocated_on in found if allocated_on != stream]
+            known = {allocated_on for _, allocated_on in found} - {stream}
+            alloc_stream = known.pop() if len(known) == 1 else None
+        elif alloc_stream != stream:
+            foreign = list(storages)
         if not foreign:
             return
         capture = capture_of(self._streams, stream)
@@ -103,7 +108,7 @@ class Handoffs:
         hold.stream = stream
         hold.group = None if group is None else weakref.ref(group)
         hold.queue = queue
-        hold.alloc_stream = alloc_streams.pop() if len(alloc_streams) == 1 else None
+        hold.alloc_stream = alloc_stream
         hold.storages = tuple(foreign)
         # Threads may use one stream. The order of the queue is that of the events, and of the serials.
         with self._rules.lock:

@@ -230,10 +230,19 @@ class Ledger(Rules):
     # --- rule 1: waited for ---------------------------------------------------------------------------------
 
     def hand_off(
-        self, op: str, group: object, index: int, storages: tuple[object, ...], frame: types.FrameType
+        self,
+        op: str,
+        group: object,
+        index: int,
+        storages: tuple[object, ...],
+        frame: types.FrameType,
+        alloc_stream: int | None = None,
     ) -> None:
-        """Hold those of ``storages``, used on the current stream of ``index``, that were allocated on another (S1)."""
-        self.handoffs.add(op, group, index, storages, frame.f_code, frame.f_lasti, _now())
+        """Hold those of ``storages``, used on the current stream of ``index``, that were allocated on another (S1).
+
+        ``alloc_stream``: the one that all of them were allocated on, if the caller knows.
+        """
+        self.handoffs.add(op, group, index, storages, frame.f_code, frame.f_lasti, _now(), alloc_stream)
 
     def check_boundary(self, work: WorkHold) -> bool:
         """Raise CaptureBoundaryError if the current stream is not in the capture that ``work`` was launched in.
@@ -294,7 +303,8 @@ class Ledger(Rules):
 
     def _make_handoff(self, work: WorkHold) -> None:
         group = work.of_group()
-        self.handoffs.add(work.op, group, work.queue.index, work.storages, work.code, work.instruction, work.since)
+        site = work.code, work.instruction, work.since
+        self.handoffs.add(work.op, group, work.queue.index, work.storages, *site, work.alloc_stream)
 
     def _wait_here(self, work: WorkHold) -> bool:
         """Order the current stream after a work; on failure quarantine it and return False.

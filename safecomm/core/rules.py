@@ -68,6 +68,8 @@ class Rules:
 
     def alloc_streams(self, hold: Hold) -> set[int | None]:
         """Return the streams that the memory of ``hold`` was allocated on; None among them if one is unknown."""
+        if hold.event is not None and hold.alloc_stream is not None:
+            return {hold.alloc_stream}
         streams = {alloc_stream_of(self.streams, storage, HOST) for storage in hold.storages}
         return streams - {HOST}
 
