@@ -300,6 +300,31 @@ def host_of_now(small, large):
     return "".join(parts)
 
 
+def ordered(results):
+    cases = {name: case["figures"] for name, case in results["cases"].items()}
+    head = "With torch {torch} on one {device}, one rank, at the commit {commit}: `{command}`.\n\n".format(**results)
+    forum = cases["s2_forum_program_on_a_side_stream"]
+    rows = [
+        (name, f"{row['buffers above no communication']:g}", row.get("time to torch's", "-"))
+        for name, row in forum.items()
+    ]
+    columns = "forum's program on a side stream", "buffers above no communication", "time to torch's, no record_stream"
+    every = cases["s1_every_combination_of_streams_ordered_by_events"]
+    total = every["programs"] * every["trials each"]
+    again = cases["s1_an_event_recorded_again_past_python"]
+    told = (
+        f"{every['programs']} programs of three streams, ordered by events: {every['safecomm corrupted']} of {total} "
+        f"corrupted. An event recorded again past Python: {again['corrupted']} of {again['of']}.\n\n"
+    )
+    calls = cases["host_time_of_what_orders_streams"]
+    times = [
+        (name, row["torch's us"], row.get("us more") or row["us more than torch's"], row.get("us more than unseen", ""))
+        for name, row in calls.items()
+    ]
+    named = "host time of a call", "torch's, us", "us more", "us more than where safecomm does not see events"
+    return head + table(columns, rows) + "\n" + told + table(named, times)
+
+
 def imported(results):
     compiled, source = results["byte code"], results["source"]
     return (
@@ -348,6 +373,8 @@ def figures():
         low_latency(load("low_latency_4.json")),
         "## Megatron\n",
         megatron(load("megatron.json")),
+        "## Side streams ordered by events\n",
+        ordered(load("stream_order_one.json")),
         "## Host time of a call\n",
         host_of_now(load("host_time_one.json"), load("host_time_one_1mib.json")),
         "The same earlier, on two GPUs and on gloo, when three collectives had the direct way and not six:\n",
