@@ -4,6 +4,7 @@ The random programs that use events are those of ``test_ledger.py`` and ``mixed_
 in ``tests/gpu/stream_order.py``.
 """
 
+import sys
 import threading
 
 import pytest
@@ -174,6 +175,25 @@ def test_memory_of_two_streams_waits_for_the_device_s1(device, ledger):
     assert held(ledger) == 0
 
 
+def test_memory_that_replaced_other_memory_is_of_its_own_stream_s1(device, ledger):
+    """A storage that was resized where nobody sees it has memory of another stream, and is used there again."""
+    stream_methods.see(ledger, ledger)
+    tensor = device.allocate(0, 64)
+    storage = tensor.untyped_storage()
+    assert ledger.recorded_uses.add(storage, INDEX, 1, sys._getframe())
+    block = device.block(tensor)
+    block.alloc_stream = 2
+    device.wait(device.streams[1], device.streams[2].past, 0)
+    device.launch(device.streams[1], [block])
+    assert ledger.recorded_uses.add(storage, INDEX, 1, sys._getframe())
+    del tensor, storage
+    FakeStream(device, 0).wait_stream(FakeStream(device, 1))
+    device.settle()  # which finds what is free and still in use
+    assert held(ledger) == 1
+    FakeStream(device, 2).wait_stream(FakeStream(device, 1))
+    assert held(ledger) == 0
+
+
 def test_a_stream_that_does_not_tell_its_handle_is_torchs_matter_s1(device, ledger):
     """The generic ``torch.Stream``: a wait of one releases nothing, and what it records has no note."""
 
@@ -326,6 +346,19 @@ def test_torchs_methods_are_replaced_from_the_first_use_on(process):
     assert replaced() == []
     first_use()
     assert len(replaced()) == 2, "unpatch() is not for good"
+
+
+def test_two_threads_may_use_memory_elsewhere_for_the_first_time(device, ledger):
+    """The first use of one thread takes away what the other one is about to call."""
+
+    class TakenAway(type(ledger.handoffs)):
+        on_use = property(lambda self: told.pop(), lambda self, value: None)
+
+    called = []
+    told = [None, lambda: called.append(True)]
+    ledger.handoffs.__class__ = TakenAway
+    use(device, ledger, 1)
+    assert called == [True]
 
 
 def test_the_switch_forbids_it(process, monkeypatch):

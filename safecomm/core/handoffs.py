@@ -118,8 +118,8 @@ class Handoffs:
             queue.nonempty[queue] = None
         if (observer := self._rules.observer) is not None:
             observer.held(hold)
-        if self.on_use is not None:
-            self.on_use()
+        if (on_use := self.on_use) is not None:  # read once, because another thread's use may take it away
+            on_use()
 
     def queue(
         self,

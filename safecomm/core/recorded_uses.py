@@ -164,7 +164,6 @@ class RecordedUses:
             hold.stream = stream
             hold.release_by = release_by
             hold.unordered = allocated_on is None
-            hold.alloc_stream = allocated_on
             hold.queue = queue
             hold.storages = (storage,)
             queue.holds[hold] = None
@@ -251,6 +250,8 @@ class RecordedUses:
                     if capture_of(self._streams, queue.stream) != queue.capture:
                         return False  # another thread has begun a capture in between, and the event may be of it
                     hold.event = event
+                    # The storage may have got other memory since the call, where nobody saw it (C++).
+                    hold.alloc_stream = None if hold.unordered else stream
                     hold.serial = next(self._rules.serials)
                     if not queue.capture:
                         queue.unused[hold] = None
