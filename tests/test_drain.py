@@ -9,6 +9,7 @@ import gc
 import logging
 import operator
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
@@ -22,6 +23,7 @@ from simulated import INDEX, FakeGroup, SimulatedDevice, call, routes_of
 
 from safecomm.core import drain
 from safecomm.core.drain import drain_ledger
+from safecomm.core.holds import Hold
 from safecomm.core.ledger import Ledger
 from safecomm.core.streams import HOST
 from safecomm.errors import PendingWorkError
@@ -249,6 +251,24 @@ def test_what_only_waits_for_others_from_now_on_is_not_waited_for_s7(device, led
     assert seen
     assert ledger.holds() == [launched.work]
     device.finish()
+
+
+def test_a_recorded_use_that_another_thread_releases_as_drain_looks_is_nothing_to_report_s3(device, ledger) -> None:
+    """It was listed, and is gone before drain() asks whether others still use its memory."""
+    tensor = device.allocate(1, 64)
+    assert ledger.recorded_uses.add(tensor.untyped_storage(), INDEX, 2, sys._getframe())
+    listed = ledger.holds
+
+    def released_since(group: Any = None) -> list[Hold]:
+        found = listed(group)
+        assert [hold.state for hold in found] == ["recorded"]
+        ledger.release_all(found)
+        return found
+
+    with mock.patch.object(ledger, "holds", released_since):
+        assert drain_ledger(ledger) == 0
+    assert ledger.pending() == []
+    assert not ledger.recorded_uses.by_storage
 
 
 @pytest.mark.parametrize("count", [8, 9])

@@ -186,6 +186,18 @@ def test_a_wait_for_the_newest_work_releases_all_before_it_s2(device, group) -> 
     device.settle()
 
 
+def test_a_wait_for_the_newest_work_goes_on_behind_one_that_failed_s2_s4(device, group) -> None:
+    """What failed is kept, because a kernel may still touch it. What came after it did not fail, nor does the wait."""
+    ledger = Ledger(device)
+    failed, *well = (call(ledger, group, [device.allocate(0, 64)], fate=fate) for fate in ("fails", "", ""))
+    assert well[-1].work.wait() is True
+    assert [(entry.op, entry.state) for entry in ledger.pending()] == [(failed.op, "quarantined")]
+    assert ledger.failures == 1
+    with pytest.raises(RuntimeError, match="failed"):
+        failed.work.wait()
+    device.settle()
+
+
 @pytest.mark.parametrize("elsewhere", [0, 2])
 def test_a_wait_elsewhere_orders_the_stream_of_a_staged_launch_too_s1(device, ledger, group, elsewhere) -> None:
     """C10d gives its staging memory back at the first wait, whichever stream waits."""
