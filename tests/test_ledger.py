@@ -843,7 +843,7 @@ class TakesLaterUsesForEarlierOnes(StreamOrder):
 
     def recorded(self, index, stream):
         note = super().recorded(index, stream)
-        return note and dict.fromkeys(note, sys.maxsize)
+        return note and (note[0], dict.fromkeys(note[1], sys.maxsize))
 
 
 class TakesAWaitForALaterRecord(StreamOrder):
@@ -851,9 +851,9 @@ class TakesAWaitForALaterRecord(StreamOrder):
 
     def waited(self, index, stream, note):
         super().waited(index, stream, note)
-        known = self._known((stream, index))
         now = self._streams.capture(stream)
-        self._behind[stream, index] = now, {**known, **dict.fromkeys(note, sys.maxsize)}
+        known = self._known((stream, index), now)
+        self._behind[stream, index] = now, {**known, **dict.fromkeys(note[1], sys.maxsize)}
 
 
 class BelievesTheNote(StreamOrder):
@@ -882,8 +882,9 @@ class ForgetsRecordingAgain(StreamOrder):
         self.all = {}
 
     def recorded(self, index, stream):
-        self.all = {**self.all, **(super().recorded(index, stream) or {})}
-        return self.all or None
+        capture, known = super().recorded(index, stream) or (self._streams.capture(stream), {})
+        self.all = {**self.all, **known}
+        return (capture, self.all) if self.all else None
 
 
 class OrdersAcrossCaptures(StreamOrder):

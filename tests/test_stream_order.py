@@ -16,7 +16,9 @@ import safecomm
 from safecomm import stream_methods
 from safecomm.core.drain import drain_ledger
 from safecomm.core.ledger import LEDGER, Ledger
+from safecomm.core.recorded_uses import SCAN
 from safecomm.diagnostics.replaced import replaced
+from safecomm.tools.demo.simulated import Event
 
 METHODS = torch.cuda.Event.record, torch.cuda.Event.wait
 
@@ -97,6 +99,18 @@ def test_a_chain_through_other_streams_is_followed_s2(device, ledger):
     streams[3].wait_stream(streams[2])
     assert held(ledger) == 2, "neither is the stream that the memory was allocated on"
     streams[0].wait_stream(streams[3])
+    assert held(ledger) == 0
+    device.settle()
+
+
+def test_a_chain_is_followed_to_what_one_wait_does_not_get_to_s2(device, ledger):
+    for _ in range(SCAN):
+        use(device, ledger, 1)
+    use(device, ledger, 1, home=2)
+    streams = [FakeStream(device, number) for number in range(3)]
+    streams[0].wait_stream(streams[1])
+    assert held(ledger) == 1
+    streams[2].wait_stream(streams[0])
     assert held(ledger) == 0
     device.settle()
 
@@ -262,6 +276,19 @@ def test_what_a_stream_was_behind_in_a_capture_it_is_not_behind_afterwards_s1_s5
     ledger.sweep()
     assert held(ledger) == 1
     device.settle()
+
+
+def test_an_external_event_of_a_capture_orders_nothing_that_ran_before_s1(device, ledger):
+    """It is recorded by replays, wherever they run: a wait for it is none before the first one."""
+    use(device, ledger, 1)
+    device.begin_capture(1)
+    event = FakeStream(device, 1).record_event()
+    device.end_capture()
+    event.point = Event(0, 0)
+    before = device.streams[0].past
+    FakeStream(device, 0).wait_event(event)
+    assert device.streams[0].past == before, "waits for what the program does not wait for"
+    assert held(ledger) == 1
 
 
 def test_a_work_that_was_waited_for_elsewhere_comes_back_so_too_s2(device, ledger):

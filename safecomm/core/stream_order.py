@@ -23,12 +23,8 @@ from safecomm.core.recorded_uses import SCAN, RecordedUseQueue, RecordedUses
 from safecomm.core.rules import Rules
 from safecomm.core.streams import capture_of
 
-Note = dict[StreamKey, int]
-"""By stream of uses: all uses there with a lower serial lie before.
-
-Of which capture they are is not noted. A stream that has waited for an event is part of the capture that the event was
-recorded in, if CUDA has let it wait.
-"""
+Note = tuple[int, dict[StreamKey, int]]
+"""A capture, 0 for none, and by stream of uses: all uses there in that capture with a lower serial lie before."""
 
 
 class StreamOrder:
@@ -47,9 +43,9 @@ class StreamOrder:
         self._streams = rules.streams
         self._handoffs = handoffs
         self._recorded_uses = recorded_uses
-        # What each stream has waited for, and in which capture. Each is replaced and never changed, because threads may
-        # share a stream: one of two that wait at once may get lost, which only keeps memory until the device is there.
-        self._behind: dict[StreamKey, tuple[int, Note]] = {}
+        # What each stream has waited for. Each is replaced and never changed, because threads may share a stream: one
+        # of two that wait at once may get lost, which only keeps memory until the device is there.
+        self._behind: dict[StreamKey, Note] = {}
 
     def recorded(self, index: int, stream: int) -> Note | None:
         """Return the note of an event that is about to be recorded on ``stream``; None if it tells of no use.
@@ -60,40 +56,47 @@ class StreamOrder:
             return None
         here = stream, index
         used = here in self._handoffs.used_on
+        if not used and here not in self._behind:
+            return None
+        capture = capture_of(self._streams, stream)
         if used and self._recorded_uses.by_storage:
-            recorded = self._handoffs.queues.get(("recorded", *here, capture_of(self._streams, stream)))
+            recorded = self._handoffs.queues.get(("recorded", *here, capture))
             if isinstance(recorded, RecordedUseQueue):
                 self._recorded_uses.look(recorded)
-        note = self._known(here) if here in self._behind else {}
+        known = self._known(here, capture) if here in self._behind else {}
         if used:
-            note[here] = next(self._rules.serials)
-        return note or None
+            known[here] = next(self._rules.serials)
+        return (capture, known) if known else None
 
     def waited(self, index: int, stream: int, note: Note) -> None:
         """Release what ``note`` tells of and was allocated on ``stream``, which waits for the event of ``note``."""
         here = stream, index
-        capture = capture_of(self._streams, stream)
-        left: Note = {}
-        for used_on, serial in note.items():
+        capture, known = note
+        if capture != capture_of(self._streams, stream):
+            return  # an external event, which is where the graph was replayed last
+        left: dict[StreamKey, int] = {}
+        for used_on, serial in known.items():
             if used_on != here:
                 for queue in self._queues(used_on, capture):
                     if self._release(queue, serial, here):
                         left[used_on] = serial
         if left:
-            captured, behind = self._behind.get(here, (capture, {}))
-            for used_on, serial in behind.items() if captured == capture else ():
+            behind_in, behind = self._behind.get(here, (capture, {}))
+            for used_on, serial in behind.items() if behind_in == capture else ():
                 left[used_on] = max(serial, left.get(used_on, 0))
             self._behind[here] = capture, left
 
     def _release(self, queue: Queue, serial: int, waiting: StreamKey) -> bool:
         """Release those holds of ``queue`` below ``serial`` that were allocated on the stream that waits for them.
 
-        Returns whether others are left.
+        Returns whether others may be left.
         """
         stream, index = waiting
-        covered, left = [], False
+        covered = []
         with self._rules.lock:
-            for hold in first_of(_ready(queue), SCAN):
+            holds = first_of(_ready(queue), SCAN)
+            left = len(holds) == SCAN
+            for hold in holds:
                 if hold.serial >= serial:
                     break
                 if hold.alloc_stream == stream and queue.index == index:
@@ -107,10 +110,10 @@ class StreamOrder:
                     self._rules.release(hold)
         return left
 
-    def _known(self, here: StreamKey) -> Note:
-        """Return, as a new dictionary, what the stream is behind of all that is still held."""
-        capture, behind = self._behind.get(here, (0, {}))
-        if capture == capture_of(self._streams, here[0]):
+    def _known(self, here: StreamKey, capture: int) -> dict[StreamKey, int]:
+        """Return, as a new dictionary, what the stream is behind of all that is still held in ``capture``."""
+        behind_in, behind = self._behind.get(here, (capture, {}))
+        if behind_in == capture:
             known = {
                 used_on: serial
                 for used_on, serial in behind.items()
@@ -119,7 +122,7 @@ class StreamOrder:
             }
             if known:
                 return known
-        elif not capture:
+        elif not behind_in:
             return {}  # the stream is captured now, and runs later again
         self._behind.pop(here, None)
         return {}
