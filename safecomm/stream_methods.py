@@ -28,7 +28,7 @@ _NOTE = "_safecomm_note"
 
 _lock = threading.RLock()
 _users: dict[object, None] = {}
-_replaced: list[tuple[str, Any, Any]] = []  # the name, what stood there, and what stands in for it
+_replaced: dict[str, tuple[Any, Any]] = {}  # by name: what stood there, and what stands in for it
 
 
 def see(who: object, ledger: Ledger = LEDGER) -> None:
@@ -39,10 +39,13 @@ def see(who: object, ledger: Ledger = LEDGER) -> None:
     with _lock:
         _users[who] = None
         for name, around in (("record", _around_record), ("wait", _around_wait)):
-            original = vars(torch.cuda.Event).get(name)
-            if original is not None and all(name != other for other, _, _ in _replaced):
-                standing_in = around(original, ledger)
-                _replaced.append((name, original, standing_in))
+            stands = vars(torch.cuda.Event).get(name)
+            if stands is None:
+                continue
+            if name not in _replaced:
+                _replaced[name] = stands, around(stands, ledger)
+            original, standing_in = _replaced[name]
+            if stands is original:  # also if an exception of a signal handler came before this, the last time
                 setattr(torch.cuda.Event, name, standing_in)
 
 
@@ -52,12 +55,11 @@ def unsee(who: object) -> None:
         _users.pop(who, None)
         if _users:
             return
-        while _replaced:
-            name, original, standing_in = _replaced[-1]
+        for name, (original, standing_in) in tuple(_replaced.items()):
             # Else somebody has put theirs over ours, which goes on to torch's.
             if vars(torch.cuda.Event).get(name) is standing_in:
                 setattr(torch.cuda.Event, name, original)
-            _replaced.pop()
+            _replaced.pop(name, None)
 
 
 def forget_uses() -> None:
@@ -67,9 +69,9 @@ def forget_uses() -> None:
 
 
 def _first_use() -> None:
-    LEDGER.handoffs.on_use = None
     if replacing.allowed():
         see(_first_use)
+    LEDGER.handoffs.on_use = None  # last: what an exception of a signal handler has kept from it, the next use does
 
 
 def _around_record(original: Callable[..., None], ledger: Ledger) -> Callable[..., None]:

@@ -375,6 +375,22 @@ def test_torchs_methods_are_replaced_from_the_first_use_on(process):
     assert len(replaced()) == 2, "unpatch() is not for good"
 
 
+def test_what_an_exception_keeps_from_the_first_use_the_next_one_does(process):
+    def begin():
+        stream_methods.forget_uses()
+
+        def check():
+            if LEDGER.handoffs.on_use is not None:
+                first_use()
+            assert len(replaced()) == 2
+            stream_methods.forget_uses()
+            assert (torch.cuda.Event.record, torch.cuda.Event.wait) == METHODS
+
+        return LEDGER.handoffs.on_use, check
+
+    assert interrupt_everywhere(begin) > 5
+
+
 def test_two_threads_may_use_memory_elsewhere_for_the_first_time(device, ledger):
     """The first use of one thread takes away what the other one is about to call."""
 
