@@ -18,7 +18,7 @@ from safecomm.core.drain import drain_ledger
 from safecomm.core.ledger import LEDGER, Ledger
 from safecomm.core.recorded_uses import SCAN
 from safecomm.diagnostics.replaced import replaced
-from safecomm.tools.demo.simulated import Event
+from safecomm.tools.demo.simulated import Event, Stream
 
 METHODS = torch.cuda.Event.record, torch.cuda.Event.wait
 
@@ -222,6 +222,16 @@ def test_a_stream_that_does_not_tell_its_handle_is_torchs_matter_s1(device, ledg
     with pytest.raises(AttributeError):  # which torch has not, nor the device that stands for it
         torch.cuda.Event.record(event, Generic())
     assert set(vars(event)) == {"point"}, "a note of the record before"
+
+
+def test_a_stream_that_got_the_handle_of_another_one_frees_nothing_too_early_s1(device, ledger):
+    """A stream that was destroyed with work on it; as with the stream of each thread, one handle is two streams."""
+    use(device, ledger, 1)
+    device.streams[1] = Stream(1)
+    use(device, ledger, 1)
+    FakeStream(device, 0).wait_stream(FakeStream(device, 1))
+    device.settle()  # which finds what is free and still in use
+    assert held(ledger) == 0
 
 
 def test_other_threads_may_record_and_wait_s1(device, ledger):

@@ -92,7 +92,6 @@ class StreamOrder:
         Returns whether others may be left.
         """
         stream, index = waiting
-        covered = []
         with self._rules.lock:
             holds = first_of(_ready(queue), SCAN)
             left = len(holds) == SCAN
@@ -100,14 +99,12 @@ class StreamOrder:
                 if hold.serial >= serial:
                     break
                 if hold.alloc_stream == stream and queue.index == index:
-                    covered.append(hold)
+                    # For each one's event, although the last one's is behind the others' if all were recorded on one
+                    # stream: another stream may have got the handle of one that was destroyed.
+                    self._streams.wait_event(index, stream, hold.event)
+                    self._rules.release(hold)
                 else:
                     left = True
-            if covered:
-                # The last one's event is behind all the others': they were recorded on one stream, in this order.
-                self._streams.wait_event(index, stream, covered[-1].event)
-                for hold in covered:
-                    self._rules.release(hold)
         return left
 
     def _known(self, here: StreamKey, capture: int) -> dict[StreamKey, int]:
