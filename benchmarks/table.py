@@ -377,9 +377,10 @@ def figures():
         ordered(load("stream_order_one.json")),
         "## Host time of a call\n",
         host_of_now(load("host_time_one.json"), load("host_time_one_1mib.json")),
-        "The same earlier, on two GPUs and on gloo, when three collectives had the direct way and not six:\n",
-        host(times, times["backend"]),
+        "On gloo, torch 2.13: CPU time of the calling thread.\n",
         host(load("host_time_gloo.json"), "gloo, one rank"),
+        "The same earlier, on two GPUs, when three collectives had the direct way and not six:\n",
+        host(times, times["backend"]),
         "## Import\n",
         imported(load("import_time.json")),
     ]
