@@ -304,7 +304,11 @@ def test_results_name_no_directory_of_a_machine(path):
 def test_directories_are_taken_out_of_results():
     found = without_directories(
         json.dumps(
-            {"at": "of /home/me/main/tests/a.py:3, from /home/me/main", "ratio": "us/call 3 / 4 1/2", "/tmp/x.json": "./a/b"}
+            {
+                "at": "of /home/me/main/tests/a.py:3, from /home/me/main",
+                "ratio": "us/call 3 / 4 1/2",
+                "/tmp/x.json": "./a/b",
+            }
         )
     )
     assert found == '{"at": "of a.py:3, from main", "ratio": "us/call 3 / 4 1/2", "x.json": "./a/b"}'
