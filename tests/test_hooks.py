@@ -17,6 +17,7 @@ from watching import Log
 
 import safecomm
 from safecomm.peers import low_latency
+from safecomm.versions import HERE
 
 SETTINGS = (
     Setting(),
@@ -199,7 +200,7 @@ def test_strict_counts_each_call_of_cpp_once_at_the_line_of_the_program():
     by_functional()
     assert names_and_lines() == {
         ("allreduce", "by_functional"): 1,
-        ("allgather_into_tensor_coalesced", "by_dtensor"): 1,
+        ("allgather" if HERE < "2.15" else "allgather_into_tensor_coalesced", "by_dtensor"): 1,
         ("allreduce", "<lambda>"): 1,
         ("broadcast", "by_python"): 2,
     }
