@@ -192,6 +192,11 @@ class RecordedUses:
 
     # --- rule 1: ordered ------------------------------------------------------------------------------------
 
+    def queue_of(self, stream: int, index: int, capture: int) -> RecordedUseQueue | None:
+        """Return the queue of the uses on that stream of device ``index``, in that capture; None if there are none."""
+        queue = self._handoffs.queues.get(("recorded", stream, index, capture)) if self.by_storage else None
+        return queue if isinstance(queue, RecordedUseQueue) and queue.holds else None
+
     def look(self, queue: RecordedUseQueue) -> None:
         """Record events for those of ``queue`` that nobody else uses any more, as far as a few looks find them."""
         if queue.capture:

@@ -59,10 +59,8 @@ class StreamOrder:
         if not used and here not in self._behind:
             return None
         capture = capture_of(self._streams, stream)
-        if used and self._recorded_uses.by_storage:
-            recorded = self._handoffs.queues.get(("recorded", *here, capture))
-            if isinstance(recorded, RecordedUseQueue):
-                self._recorded_uses.look(recorded)
+        if used and (recorded := self._recorded_uses.queue_of(*here, capture)) is not None:
+            self._recorded_uses.look(recorded)
         known = self._known(here, capture) if here in self._behind else {}
         if used:
             known[here] = next(self._rules.serials)
@@ -128,11 +126,8 @@ class StreamOrder:
         """Return the queues that have holds of uses on that stream, in that capture."""
         queue = self._handoffs.queues.get((*used_on, capture))
         found = [queue] if queue is not None and queue.holds else []
-        if self._recorded_uses.by_storage:
-            queue = self._handoffs.queues.get(("recorded", *used_on, capture))
-            if queue is not None and queue.holds:
-                found.append(queue)
-        return found
+        recorded = self._recorded_uses.queue_of(*used_on, capture)
+        return found if recorded is None else [*found, recorded]
 
 
 def _ready(queue: Queue) -> OrderedDict[Any, None]:
