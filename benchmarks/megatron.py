@@ -4,16 +4,19 @@ Each way of training runs unpatched, patched early, patched late, by the runner,
 ``--avoid-record-streams``, also with ``--arena``, side by side: losses, weights and each process's memory are compared.
 Then the time of a step is measured alone, patched and unpatched in turns, in several processes one after the other:
 with the microbatches of the memory's runs, where the host is what takes the time, and with such that the device is.
-Last, the calls in a step one by one (``megatron_calls.py``). Needs megatron-core.
+Last, the calls in a step one by one (``megatron_calls.py``), and what safecomm's own parts take in it
+(``megatron_parts.py``). Needs megatron-core.
 """
 
 import argparse
 import datetime
 import json
+import math
 import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,6 +24,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "tests" / "frameworks" / "megatron_gpt.py"
 CALLS = ROOT / "benchmarks" / "megatron_calls.py"
+PARTS = ROOT / "benchmarks" / "megatron_parts.py"
 WAYS = {
     "TP": [],
     "TP, SP, DDP, overlapped": ["--sp", "--ddp", "--overlap", "--dist-opt"],
@@ -37,10 +41,12 @@ HOW = {
     "runner, arena, avoid": (["-m", "safecomm", "run", "--arena", "64MiB", "--avoid-record-streams"], []),
 }
 TIMED = {  # what is added to the options, and processes
-    "microbatches of 2": (["--mbs", "2"], 3),
+    "microbatches of 2": (["--mbs", "2"], 8),
     "microbatches of 64": (["--mbs", "64"], 2),  # the device takes the time, and that differs little
 }
 CALLED = ["TP", "TP, SP, DDP, overlapped"]
+IN_PARTS = [*CALLED, "MoE, EP, combined 1F1B"]
+T_975 = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262]  # Student's, of 1 degree of freedom and more
 SIZE = ["--dtype", "bf16", "--hidden", "1024", "--layers", "4", "--seq", "512", "--steps", "6"]
 
 
@@ -75,6 +81,30 @@ def run(world, before, after, limit=90, strict=False, script=SCRIPT):
     return found, error
 
 
+def in_line(world, commands, limit):
+    """Run ``commands``, pairs of a script and its options, and yield what each found; only one has the GPUs at a time.
+
+    All begin at once, because most of what a process takes is the import of torch and Megatron.
+    """
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(max_workers=len(commands) or 1) as together:
+        turns = [Path(folder, str(number)) for number in range(len(commands))]
+        started = [
+            together.submit(run, world, [], [*options, "--after", str(turn)], limit * len(commands), script=script)
+            for (script, options), turn in zip(commands, turns, strict=True)
+        ]
+        for turn, ended in zip(turns, started, strict=True):
+            turn.touch()
+            yield ended.result()[0]
+
+
+def interval(ratios):
+    """Return the 95 % interval of the mean of ``ratios``, taken of their logarithms."""
+    logs = [math.log(ratio) for ratio in ratios]
+    middle, spread = statistics.fmean(logs), statistics.stdev(logs)
+    half = T_975[len(logs) - 2] * spread / math.sqrt(len(logs))
+    return [round(math.exp(middle + side * half), 4) for side in (-1, 0, 1)]
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", required=True)
@@ -87,6 +117,8 @@ def main():
     parser.add_argument("--microbatches", nargs="*", default=list(TIMED), choices=list(TIMED), help="with which")
     parser.add_argument("--seconds", type=int, default=12, help="time of a process in which they are timed")
     parser.add_argument("--calls", nargs="*", default=CALLED, choices=list(WAYS), help="of which to time the calls")
+    parser.add_argument("--parts", nargs="*", default=IN_PARTS, choices=list(WAYS), help="of which to time the parts")
+    parser.add_argument("--processes", type=int, default=0, help="how many for each way, in place of those of TIMED")
     parser.add_argument("--graph", choices=("both", "ours", "none"), default="both", help="full-iteration CUDA graphs")
     arguments = parser.parse_args()
     results = {"command": "python benchmarks/megatron.py", "date": datetime.date.today().isoformat(), "ways": {}}
@@ -130,20 +162,24 @@ def main():
     for way in arguments.times:
         for size in arguments.microbatches:
             microbatches, processes = TIMED[size]
+            processes = arguments.processes or processes
             options = [*SIZE, *WAYS[way], *microbatches, "--compare", str(arguments.seconds)]
-            found = [run(arguments.world, [], options)[0] for _ in range(processes)]
+            found = list(in_line(arguments.world, [(SCRIPT, options)] * processes, arguments.seconds + 30))
             times = [one["compare"] for one in found if one.get("compare")]
             row = {"processes": times or found}
-            for key in ("ratio", "control", "step_ms") if times else ():
+            for key in times[0] if times else ():
                 row[key] = round(statistics.median(one[key] for one in times), 4)
+                if key in ("ratio", "avoid", "control") and len(times) > 1:
+                    row[f"{key}, 95 %"] = interval([one[key] for one in times])
             results.setdefault("step time", {}).setdefault(way, {})[size] = row
             print("step time", way, size, row, flush=True)
             save()
-    for way in arguments.calls:
-        options = [*SIZE, *WAYS[way], "--mbs", "2", "--compare", str(arguments.seconds)]
-        found, _ = run(arguments.world, [], options, script=CALLS)
-        results.setdefault("calls", {})[way] = found
-        print("calls", way, found, flush=True)
+    asked = [("calls", CALLS, way) for way in arguments.calls] + [("parts", PARTS, way) for way in arguments.parts]
+    timing = ["--mbs", "2", "--compare", str(arguments.seconds)]
+    commands = [(script, [*SIZE, *WAYS[way], *timing]) for _, script, way in asked]
+    for (name, _, way), found in zip(asked, in_line(arguments.world, commands, arguments.seconds + 30), strict=True):
+        results.setdefault(name, {})[way] = found
+        print(name, way, found, flush=True)
         save()
     graph = ["--graph", "--steps", "6", "--dtype", "bf16"]
     if arguments.graph == "both":

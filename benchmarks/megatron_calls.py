@@ -133,6 +133,7 @@ def main():
     spec.loader.exec_module(script)
     found = {}
     script.compare = lambda step: found.update(compare(step, script.in_turns))
+    script.await_turn()
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     dist.init_process_group("nccl")

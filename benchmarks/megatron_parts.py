@@ -1,0 +1,171 @@
+"""What the parts of safecomm take in the steps of the real megatron-core: ``megatron.py`` runs this by torchrun.
+
+    torchrun --nproc-per-node 2 benchmarks/megatron_parts.py --device cuda --compare 15 ...
+
+The options are those of ``tests/frameworks/megatron_gpt.py``. All is patched, and one part after the other is timed for
+a few steps, so that no timer runs inside of another. A timer's own time is the row "nothing": one call of C. The driver
+is asked through ctypes; what ctypes alone takes is shown by a function of the C library that is called in its place
+with the same arguments, before the driver is.
+
+Rank 0 prints one line of JSON: by part, how often a step calls it, the median and the mean in microseconds without a
+tenth of the calls, the longest, and the sum over a step.
+"""
+
+import contextlib
+import ctypes
+import functools
+import importlib.util
+import json
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+
+import safecomm
+from safecomm import record_stream
+from safecomm.collectives import coalesced, gates, holding
+from safecomm.core import allocation
+from safecomm.core.handoffs import Handoffs
+from safecomm.core.ledger import Ledger, WorkQueue
+from safecomm.core.rules import Rules
+from safecomm.core.streams import CudaStreams
+
+HERE = Path(__file__).resolve().parent
+SCRIPT = HERE.parent / "tests" / "frameworks" / "megatron_gpt.py"
+STEPS = 3  # of a part, in a turn
+
+
+def named(module, start):
+    return [(module, name) for name in vars(module) if name.startswith(start) and callable(vars(module)[name])]
+
+
+PARTS = {
+    "nothing": named(gates, "_count_"),
+    "launch, by torch's backend": named(gates, "_launch_"),
+    "where memory was allocated": [(gates, "_alloc_stream"), (holding, "_alloc_stream")],
+    "of that, ctypes and the driver": [(allocation, "pointer_attribute")],
+    "of that, ctypes": [(allocation, "pointer_attribute")],
+    "is a sweep needed": [(gates, "_can_skip_sweep")],
+    "sweep": [(Ledger, "sweep")],
+    "hold": [(WorkQueue, "hold")],
+    "release": [(Rules, "release")],
+    "wait": [(safecomm.Work, "wait")],
+    "of that, torch's": [(c10d.Work, "wait"), (c10d.Work, "block_current_stream")],
+    "hand off": [(Handoffs, "add")],
+    "order and release": [(Handoffs, "order_and_release")],
+    "record an event": [(CudaStreams, "record_event")],
+    "record_stream": [(record_stream._Interception, "record_stream")],
+    "region, begin": [(coalesced._Manager, "__enter__")],
+    "region, end": [(coalesced._Manager, "_leave")],
+}
+nothing = ctypes.PyDLL(None)["abs"]
+
+
+def timed(function, times, instead=None):
+    clock, add = time.perf_counter_ns, times.append
+
+    if instead is not None:
+
+        def call(*args):
+            start = clock()
+            instead(*args)
+            add(clock() - start)
+            return function(*args)
+
+        return call
+
+    @functools.wraps(function, updated=())
+    def call(*args, **kwargs):
+        start = clock()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            add(clock() - start)
+
+    return call
+
+
+@contextlib.contextmanager
+def timing(part, times):
+    undo = []
+    for owner, name in PARTS[part]:
+        own = vars(owner).get(name)
+        if getattr(owner, name, None) is None:
+            continue
+        undo.append((owner, name, own))
+        setattr(owner, name, timed(getattr(owner, name), times, nothing if part == "of that, ctypes" else None))
+    try:
+        yield
+    finally:
+        for owner, name, own in undo:
+            if own is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, own)
+
+
+def measure(step, seconds, combined):
+    times = {part: [] for part in PARTS}
+    steps = dict.fromkeys(PARTS, 0)
+    for _ in range(4):
+        step()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(3):
+        step()
+    torch.cuda.synchronize()
+    turns = [max(2, int(seconds / (time.perf_counter() - start) / len(PARTS)))]
+    dist.broadcast_object_list(turns)
+    for _ in range(turns[0]):
+        for part in PARTS:
+            known = len(times[part])
+            # Patched anew, because what is patched refers to functions that a part replaces.
+            with timing(part, times[part]), safecomm.patched(avoid_record_streams=combined):
+                step()
+                torch.cuda.synchronize()
+                dist.barrier()
+                del times[part][known:]
+                for _ in range(STEPS):
+                    step()
+                torch.cuda.synchronize()
+            steps[part] += STEPS
+    found = {}
+    for part, took in times.items():
+        if took:
+            kept = sorted(took)[: max(1, len(took) * 9 // 10)]
+            found[part] = {
+                "a step": round(len(took) / steps[part], 1),
+                "median us": round(statistics.median(took) / 1e3, 2),
+                "mean us": round(statistics.fmean(kept) / 1e3, 2),
+                "us a step": round(sum(kept) / 0.9e3 / steps[part], 1),
+            }
+    return {"parts": found, "turns": turns[0]}
+
+
+def main():
+    sys.path = [path for path in sys.path if Path(path).resolve() != HERE]  # megatron.py is not what is to be imported
+    spec = importlib.util.spec_from_file_location("megatron_gpt", SCRIPT)
+    script = importlib.util.module_from_spec(spec)
+    sys.argv[0] = str(SCRIPT)
+    spec.loader.exec_module(script)
+    found = {}
+    script.compare = lambda step: found.update(measure(step, script.A.compare, script.A.combined))
+    script.await_turn()
+    cuda = script.A.device == "cuda"
+    if cuda:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    dist.init_process_group("nccl" if cuda else "gloo")
+    script.train()
+    if dist.get_rank() == 0:
+        print(json.dumps(found), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
