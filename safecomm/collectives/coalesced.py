@@ -9,7 +9,6 @@ c10d's flight recorder shows the name of the way that each rank went.
 from __future__ import annotations
 
 import functools
-import operator
 import sys
 import types
 from collections.abc import Callable
@@ -27,10 +26,9 @@ from safecomm.collectives.holding import (
     hold_region,
     hold_together,
     kind_for,
-    launch,
     relaxed,
 )
-from safecomm.collectives.regions import REGIONS, Region
+from safecomm.collectives.regions import REGIONS, PlainCall, Region
 from safecomm.collectives.routes import ROUTES, Route
 from safecomm.collectives.table import COLLECTIVE_OF, fits
 from safecomm.collectives.takers import BUCKETS, at_once, default_group
@@ -139,34 +137,37 @@ class _Manager(Block):
             return
         # Also what was called through torch's own functions. KeyError, as of c10d's, if somebody has closed the region.
         calls = REGIONS[group] if manager is None else REGIONS.get(group, [])
-        single = len(calls) == 1 and not device and not region.tensors
+        single = len(calls) == 1 and not device and region.used is None
         if single and (ready := _single_call(region, group, calls[0], async_ops)):
             taken = REGIONS.pop(group)
             if len(taken) == 1:  # a signal handler may have made another call since
                 # c10d's manager, if there is one, is left where it is: it would launch the call again.
                 function, route, options, tensors = ready
-                inner = launch(function, route, group, *tensors, options)
-                cm.append(hold_launched("_coalescing_manager", inner, route, group, tensors, async_ops, frame))
+                inner = function(group if _torch.HOOKS else route.backend, *tensors, options)
+                work = hold_launched("_coalescing_manager", inner, route, group, tensors, async_ops, frame)
+                if work is not None:
+                    cm.works.append(work)
                 return
             calls = REGIONS[group] = taken
-        elif manager is None and not region.tensors and (together := _together(region, group, calls, async_ops)):
+        elif manager is None and region.used is None and (together := _together(region, group, calls, async_ops)):
             taken = REGIONS.pop(group)
             if len(taken) == len(together.given):  # as above
                 cm.append(together.launch(group, async_ops, region.ordered, frame))
                 return
             calls = REGIONS[group] = taken
+        uses = region.uses
         index = index_of(calls[0].tensor) if calls else None
         kept = index is None or index < 0 or kind_for(group, index).needs_aliases
         for call in calls:
             tensor, other = call.tensor, call.dst_tensor
             # Else what is done to them is recorded, or raises.
             if kept and not (tensor.requires_grad or (other is not None and other.requires_grad)):
-                tensor = call.tensor = region.alias(tensor)
+                tensor = call.tensor = uses.alias(tensor)
                 if other is not None:
-                    other = call.dst_tensor = region.alias(other)
-            region.tensors.append(tensor)
+                    other = call.dst_tensor = uses.alias(other)
+            uses.tensors.append(tensor)
             if other is not None:
-                region.tensors.append(other)
+                uses.tensors.append(other)
             # c10d tells calls apart by the function that its module has under the name, which a patch may have changed.
             call.op = getattr(c10d, call.op.__name__, call.op)
         theirs = cm
@@ -176,7 +177,7 @@ class _Manager(Block):
             theirs = manager.__enter__()
             REGIONS[group].extend(calls)
         before = len(theirs.works)
-        with relaxed(group, region.tensors):
+        with relaxed(group, uses.tensors):
             manager.__exit__(None, None, None)
         launched = theirs.works[before:]
         own = cm.works[:before] if theirs is cm else cm.works  # callers may have put works of their own in
@@ -202,8 +203,8 @@ def _single_call(
     given, other = call.tensor, call.dst_tensor
     tensors = [given] if other is None else [other, given]
     # That one has been found to be so when it was collected, where perhaps no gradient was recorded.
-    plain = len(region.plain) == 1 and call is region.plain[0]
-    if not plain or (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)):
+    records = torch.is_grad_enabled() and (given.requires_grad or (other is not None and other.requires_grad))
+    if records or type(call) is not PlainCall:
         for tensor in tensors:
             if type(tensor) not in PLAIN or tensor.is_nested:
                 return None
@@ -259,8 +260,7 @@ def _together(region: Region, group: object, calls: list[Any], async_ops: bool) 
         route is None
         or not _ORDINARY
         or not calls
-        or len(calls) != len(region.plain)
-        or not all(map(operator.is_, calls, region.plain))  # each was found to be plain when it was collected
+        or not all(type(call) is PlainCall for call in calls)  # each was found to be plain when it was collected
     ):
         return None
     op, redop = calls[0].op, calls[0].redop

@@ -204,12 +204,13 @@ def finish(row: Row, result: object, group: object, tensors: list[torch.Tensor],
 
 def _collect(row: Row, result: object, group: object, region: Region, tensors: list[torch.Tensor]) -> object:
     """Leave what a call uses to the end of the region that it is in."""
-    region.tensors.extend(tensors)
-    region.staged |= row.staged
-    region.ordered &= _ends_in_order(row, group, index_of(tensors[0]))
+    uses = region.uses
+    uses.tensors.extend(tensors)
+    uses.staged |= row.staged
+    region.ordered = region.ordered and _ends_in_order(row, group, index_of(tensors[0]))
     if isinstance(result, c10d.Work) and type(result) is not _torch.IllegalWork:
         result = member(result)
-        region.works.append(result)
+        uses.works.append(result)
     return result
 
 
@@ -271,21 +272,22 @@ def _hold_future(
 
 def hold_region(cm: Any, group: object, region: Region, frame: types.FrameType) -> None:
     """Hold what ``region`` has launched, whose work is in c10d's ``cm``, and make that the handle."""
-    index = index_of(region.tensors[0]) if region.tensors else None
+    uses = region.uses
+    index = index_of(uses.tensors[0]) if uses.tensors else None
     if index is None:
         return
-    storages = storages_of(region.tensors)
+    storages = storages_of(uses.tensors)
     if cm.works:
         (inner,) = cm.works
         once = not (region.ordered or kind_for(group, index).pollable_p2p)
         work = ROUTES.hold(
             handle(once=once), "_coalescing_manager", inner, group, index, storages, frame,
-            aliases=tuple(region.aliases), staged=region.staged, unordered=not region.ordered,
+            aliases=tuple(uses.aliases), staged=uses.staged, unordered=not region.ordered,
             alloc_stream=alloc_stream_of_few(index, storages),
         )  # fmt: skip
         cm.works[:] = [work]
-        for call in region.works:
+        for call in uses.works:
             call._region = work
         return
-    leave_all_empty(region.aliases)
+    leave_all_empty(uses.aliases)
     _hold_used("_coalescing_manager", group, index, storages, frame)

@@ -10,21 +10,21 @@ from safecomm import _torch
 from safecomm.core.work import MemberWork
 from safecomm.guards import PLAIN
 
-_CollOp = _torch.CollOp
+
+class PlainCall(_torch.CollOp or object):  # type: ignore[misc]
+    """A call that was collected here: of plain tensors, on a direct route."""
 
 
-class Region(list[Any]):
-    """A coalescing region of ours that is open: the calls that c10d is to launch at its end, and what that holds."""
+class Uses:
+    """What a region has used before its end, and what its end makes to hold it."""
 
-    __slots__ = ("aliases", "ordered", "plain", "staged", "tensors", "works")
+    __slots__ = ("aliases", "staged", "tensors", "works")
 
-    def __init__(self) -> None:  # a list's own has nothing to do
+    def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
         self.aliases: list[torch.Tensor] = []
         self.works: list[MemberWork] = []
-        self.plain: list[object] = []  # the calls that were collected here, of plain tensors on a direct route
         self.staged: bool = False
-        self.ordered: bool = True
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return what c10d is to launch in place of ``tensor``: another tensor of the same memory.
@@ -41,13 +41,28 @@ class Region(list[Any]):
         self.aliases.append(alias)
         return alias
 
+
+class Region(list[Any]):
+    """A coalescing region of ours that is open: the calls that c10d is to launch at its end, and what that holds."""
+
+    # Of the class and without an __init__: a region of one call, which is what Megatron makes for each bucket, needs
+    # nothing of its own, and making it is a good part of what it costs.
+    ordered: bool = True
+    used: Uses | None = None
+
+    @property
+    def uses(self) -> Uses:
+        """What it has used so far, to be added to."""
+        used = self.used
+        if used is None:
+            used = self.used = Uses()
+        return used
+
     def collect(
         self, function: object, tensor: torch.Tensor, other: torch.Tensor | None, op: object, async_op: bool
     ) -> object:
         """Do what c10d's ``function`` does here: note the call, which the end of the region launches and holds."""
-        call = _CollOp(function, tensor, other, op, None)
-        self.plain.append(call)
-        self.append(call)
+        self.append(PlainCall(function, tensor, other, op, None))
         return _torch.IllegalWork() if async_op else None
 
 

@@ -79,7 +79,8 @@ def offer(row: Row, group: object, tensors: tuple[Any, ...], op: object, asynchr
             route = _routes.get(id(group))
             if route is not None and _ordinary(route, tensors, asynchronous):
                 other = None if len(tensors) == 1 else tensors[0]
-                region.ordered &= row.pollable or route.index >= 0
+                if not row.pollable and route.index < 0:
+                    region.ordered = False
                 return region.collect(function, tensors[-1], other, op, asynchronous)
         return GENERAL
     if BUCKETS and (buckets := BUCKETS.get(group)) is not None:
