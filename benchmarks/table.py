@@ -334,6 +334,26 @@ def imported(results):
     )
 
 
+def asked(results):
+    """Return what one question takes: by what was read before, the medians with their quartiles."""
+    by_size = results["MiB read before"]
+
+    def cell(size, name):
+        low, middle, high = by_size[size][name]
+        return f"{middle} ({low} to {high})"
+
+    rows = [
+        (what, *(cell(size, f"{what}, {how}") for size in by_size for how in ("ctypes", "C")))
+        for what in ("one segment", "two segments", "anchored")
+    ]
+    sizes = [f"{size} MiB" if size != "0" else "warm" for size in by_size]
+    head = ("memory at one address, or at two", *(f"{size}: {how}" for size in sizes for how in ("ctypes", "C")))
+    return (
+        f"Nanoseconds a call, medians with quartiles, {results['driver']} in place of the driver's; so much\n"
+        f"other memory was read before each (Python {results['python']}, {results['date']}).\n\n" + table(head, rows)
+    )
+
+
 def failed(cases):
     names = [f"`{name}`" for name, case in cases.items() if not case["passed"]]
     return f"not {', '.join(names)} (see [limits.md](limits.md))." if names else "none failed."
@@ -381,6 +401,8 @@ def figures():
         host(load("host_time_gloo.json"), "gloo, one rank"),
         "The same earlier, on two GPUs, when three collectives had the direct way and not six:\n",
         host(times, times["backend"]),
+        "## Which stream memory was allocated on, in C and by ctypes\n",
+        asked(load("alloc_stream.json")),
         "## Import\n",
         imported(load("import_time.json")),
     ]

@@ -1,25 +1,36 @@
-"""Which stream memory was allocated on, without a device: ``tests/gpu/collectives.py`` asks a real one."""
+"""Which stream memory was allocated on, without a device: ``tests/gpu/collectives.py`` asks a real one.
+
+All of it with ctypes and with C; ``test_native.py`` compares the two in random histories.
+"""
 
 import functools
 import inspect
 from types import SimpleNamespace
 
+import compiled
 import pytest
 import torch
 
 from safecomm import record_stream
+from safecomm._torch import driver, segment_table
 from safecomm.core import allocation
 from safecomm.core.allocation import GRANULE, Allocations
 
 FIRST, SECOND, THIRD = (granule << GRANULE for granule in (8, 9, 10))
 
 
+@pytest.fixture(params=compiled.KINDS)
+def kind(request):
+    return request.param
+
+
 @pytest.fixture
-def known(monkeypatch):
+def known(kind, monkeypatch):
     """Return allocations in which three segments are anchored: two of stream 5, and one of stream 6."""
-    monkeypatch.setattr(allocation, "pointer_attribute", None)  # as without a driver
-    found = Allocations()
-    found._anchored.update({8: 5, 9: 5, 10: 6})
+    found = Allocations(compiled.table_of(kind, compiled.driver(lambda pointer: None), monkeypatch))
+    for granule, stream in {8: 5, 9: 5, 10: 6}.items():
+        found._table.anchor(granule, stream)
+        found._anchors[granule] = None
     return found
 
 
@@ -34,33 +45,31 @@ def test_what_is_pinned_is_known_without_the_driver_s1(known):
 
 def test_a_claim_ends_what_is_known_of_the_segments_that_it_lies_in_s1(known):
     known.claim(SECOND + 512, SECOND + 1024, lambda pointer: 7)
-    assert known._anchored == {8: 5, 10: 6}
+    assert [known.alloc_stream(start) for start in (FIRST, SECOND, THIRD)] == [5, None, 6]
     known.claim(FIRST, THIRD, lambda pointer: 7)
-    assert known._anchored == {10: 6}
+    assert [known.alloc_stream(start) for start in (FIRST, SECOND, THIRD)] == [None, None, 6]
+    assert [*known._anchors] == [10]
 
 
 FOURTH, NOWHERE = 11 << GRANULE, 99 << GRANULE
 
 
-@pytest.fixture
-def asked(monkeypatch):
+BUFFERS = {8: 101, 9: 102, 10: 103, 11: 104}
+
+
+def allocations_of(kind, monkeypatch, identity_of=lambda pointer: BUFFERS.get(pointer >> GRANULE)):
     """Return allocations with a driver: segments of streams 5, 5 and 6, and one that somebody hands out pieces of."""
-    buffers = {8: 101, 9: 102, 10: 103, 11: 104}
-
-    def pointer_attribute(reference, attribute, argument):
-        assert attribute == 7
-        if argument.value >> GRANULE not in buffers:
-            return 1  # CUDA_ERROR_INVALID_VALUE, and the answer stays what it was
-        reference._obj.value = buffers[argument.value >> GRANULE]
-        return 0
-
-    monkeypatch.setattr(allocation, "pointer_attribute", pointer_attribute)
-    found = Allocations()
+    found = Allocations(compiled.table_of(kind, compiled.driver(identity_of), monkeypatch))
     found.claim(FOURTH, FOURTH + 1024, lambda pointer: 5 if pointer < FOURTH + 512 else 6)
     for number, (start, stream) in enumerate([(FIRST, 5), (SECOND, 5), (THIRD, 6)]):
-        found._segments[101 + number] = (stream, start, start + (1 << GRANULE), (0, 0))
-    found._segments[104] = (allocation._CLAIMED, 0, 0, (0, 0))
+        found._table.keep(101 + number, stream, start, start + (1 << GRANULE))
+    found._claimed.add(104)
     return found
+
+
+@pytest.fixture
+def asked(kind, monkeypatch):
+    return allocations_of(kind, monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -83,24 +92,26 @@ def asked(monkeypatch):
     ],
 )
 def test_two_pieces_of_memory_have_a_stream_where_it_is_one_and_known_s1(asked, pointer, other, stream):
-    before = len(allocation.questions)
+    before = len(driver.questions)
     for _ in range(2):
         assert asked.alloc_stream(pointer, other) == stream
-    assert len(allocation.questions) <= max(before, 1), "each question is put back, and taken again"
+    assert len(driver.questions) <= max(before, 1), "each question is put back, and taken again"
 
 
-def test_a_question_asked_in_the_middle_of_another_leaves_that_one_alone_s1(asked, monkeypatch):
+def test_a_question_asked_in_the_middle_of_another_leaves_that_one_alone_s1(kind, monkeypatch):
     """A signal handler, or another thread, can ask between a driver's call and the reading of its answer."""
-    ask = allocation.pointer_attribute
+    due = []
 
-    def interrupted(reference, attribute, argument):
-        failed = ask(reference, attribute, argument)
-        monkeypatch.setattr(allocation, "pointer_attribute", ask)
-        assert asked.alloc_stream(THIRD) == 6
-        return failed
+    def interrupted(pointer):
+        if due:
+            due.pop()
+            assert asked.alloc_stream(THIRD) == 6
+        return BUFFERS[pointer >> GRANULE]
 
-    monkeypatch.setattr(allocation, "pointer_attribute", interrupted)
+    asked = allocations_of(kind, monkeypatch, interrupted)
+    due.append("a signal")
     assert asked.alloc_stream(FIRST, SECOND) == 5
+    assert not due
 
 
 def _snapshot_with_history(given, mempool_id=None, include_traces=True):
@@ -134,7 +145,7 @@ def test_the_allocator_is_asked_without_its_history_where_that_can_be_left_out(s
     memory_snapshot.__signature__ = inspect.signature(functools.partial(snapshot, asked))
     monkeypatch.setattr(torch.cuda, "memory_snapshot", memory_snapshot)
     found = Allocations()
-    assert found._look_up(FIRST, 101) == (5, FIRST, SECOND, (0, 3))
+    assert found._missed(FIRST, 101) == (5, FIRST, SECOND)
     assert found.allocated((0, 3)) == [(FIRST, FIRST + 512)]
     assert record_stream._blocks_awaiting_free() == "512 bytes"
     assert asked == [given] * 3
@@ -145,7 +156,7 @@ def test_a_claim_in_an_expandable_segment_is_met_through_any_part_of_it_s1(asked
     segment = {"address": FOURTH, "total_size": 1 << GRANULE, "stream": 9, "device": 0}
     segment |= {"is_expandable": True, "blocks": []}
     monkeypatch.setattr(allocation._torch, "segments", lambda: [segment])
-    asked._segments.clear()
+    asked._forget()
     beside = FOURTH + (1 << GRANULE) - 512
     assert asked.alloc_stream(beside) == 9
     assert asked.alloc_stream(FOURTH) == 5, "it is of the claim, whoever was asked about first"
@@ -158,7 +169,7 @@ def test_a_claim_in_an_expandable_segment_is_met_through_any_part_of_it_s1(asked
 class Allocator:
     """The driver, torch's snapshot, and what a byte is allocated in: one segment a granule."""
 
-    def __init__(self, monkeypatch):
+    def __init__(self, kind, monkeypatch):
         self.segments = []
         self.identities = {}  # by granule
         self.asked = 0  # how often the driver was
@@ -167,7 +178,7 @@ class Allocator:
         self.current = 5
         self.capturing = 0
         self.meanwhile = lambda: None  # what another thread does while a byte is allocated
-        monkeypatch.setattr(allocation, "pointer_attribute", self._driver)
+        self.table = compiled.table_of(kind, compiled.driver(self._driver), monkeypatch)
         monkeypatch.setattr(allocation._torch, "segments", self._snapshot)
         monkeypatch.setattr(allocation._torch, "current_raw_stream", lambda device: self.current)
         monkeypatch.setattr(allocation._torch, "capture_id", lambda stream: self.capturing)
@@ -189,13 +200,12 @@ class Allocator:
             self.identities[number] = 1000 + granule
         return start
 
-    def _driver(self, reference, attribute, argument):
+    def allocations(self):
+        return Allocations(self.table)
+
+    def _driver(self, pointer):
         self.asked += 1
-        identity = self.identities.get(argument.value >> GRANULE)
-        if identity is None:
-            return 1
-        reference._obj.value = identity
-        return 0
+        return self.identities.get(pointer >> GRANULE)
 
     def _snapshot(self):
         self.searched += 1
@@ -212,12 +222,12 @@ class Allocator:
 
 
 @pytest.fixture
-def allocator(monkeypatch):
-    return Allocator(monkeypatch)
+def allocator(kind, monkeypatch):
+    return Allocator(kind, monkeypatch)
 
 
 def test_what_is_known_of_a_segment_is_searched_for_once(allocator):
-    start, found = allocator.add(8), Allocations()
+    start, found = allocator.add(8), allocator.allocations()
     for number in range(4):
         assert found.alloc_stream(start + 512 * number) == 5
     assert found.pool(start) == (0, 0)
@@ -225,7 +235,7 @@ def test_what_is_known_of_a_segment_is_searched_for_once(allocator):
 
 
 def test_a_segment_that_is_mapped_where_another_was_is_not_taken_for_that_one_s1(allocator):
-    start, found = allocator.add(8, segment_pool_id=(0, 1)), Allocations()
+    start, found = allocator.add(8, segment_pool_id=(0, 1)), allocator.allocations()
     assert found.alloc_stream(start) == 5
     allocator.segments.clear()
     allocator.add(8, stream=6, segment_pool_id=(0, 2))
@@ -236,34 +246,40 @@ def test_a_segment_that_is_mapped_where_another_was_is_not_taken_for_that_one_s1
 
 def test_memory_of_another_allocator_has_no_known_stream_s1(allocator):
     allocator.add(8)
-    found = Allocations()
+    found = allocator.allocations()
     allocator.identities[9] = 55  # cudaMalloc without torch: the driver knows it, and the snapshot does not
     assert found.alloc_stream(9 << GRANULE) is None
     assert found.pool(9 << GRANULE) is None
     assert not found.all_allocated_on(5, [9 << GRANULE])
     allocator.segments = None
-    assert Allocations().alloc_stream(8 << GRANULE) is None
+    assert allocator.allocations().alloc_stream(8 << GRANULE) is None
 
 
 def test_without_a_driver_no_stream_is_known_s1(monkeypatch):
-    monkeypatch.setattr(allocation, "pointer_attribute", None)
-    assert Allocations().alloc_stream(FIRST) is None
-    assert Allocations().pool(FIRST) is None
+    monkeypatch.setattr(segment_table, "pointer_attribute", None)
+    assert Allocations(segment_table.SegmentTable).alloc_stream(FIRST) is None
+    assert Allocations(segment_table.SegmentTable).pool(FIRST) is None
 
 
 def test_a_part_of_an_expandable_segment_says_nothing_of_what_is_beyond_it_s1(allocator):
     """Each part that is mapped has an id of its own, and may be unmapped alone."""
-    start, found = allocator.add(8, granules=2, is_expandable=True), Allocations()
+    start, found = allocator.add(8, granules=2, is_expandable=True), allocator.allocations()
     assert found.alloc_stream(start, start + 512) == 5
     assert allocator.asked == 2, "the driver has to confirm both"
-    assert not found._anchored
+    assert not found._anchors
 
 
 def test_what_is_known_of_segments_does_not_grow_for_ever(allocator):
-    start, found = allocator.add(8, segment_pool_id=(0, 1)), Allocations()
-    found._segments.update(dict.fromkeys(range(10_000, 10_001 + (1 << 16)), allocation._UNKNOWN))
+    start, found = allocator.add(8, segment_pool_id=(0, 1)), allocator.allocations()
+    for identity in range(10_000, 10_001 + (1 << 16)):
+        found._pools[identity] = (0, 1)
+        found._table.keep(identity, 6, 0, 0)
+    allocator.add(9, segment_pool_id=(0, 1))
+    allocator.identities[9] = 10_000
+    assert found.alloc_stream(9 << GRANULE) == 6
     assert found.alloc_stream(start) == 5
-    assert list(found._segments) == [1008]
+    assert list(found._pools) == [1008]
+    assert found.alloc_stream(9 << GRANULE) == 5, "it was forgotten with all others, and searched for again"
 
 
 # --- claims -----------------------------------------------------------------------------------------------------------
@@ -276,11 +292,11 @@ def arena_of(found, start):
 
 @pytest.mark.parametrize("first", ["the claim", "the segment"])
 def test_pieces_of_a_claim_are_their_owners_and_the_rest_of_the_segment_is_the_allocators_s1(allocator, first):
-    start, found = allocator.add(8), Allocations()
+    start, found = allocator.add(8), allocator.allocations()
     allocator.place = start + 512  # an anchor would be possible
     if first == "the segment":
         assert found.alloc_stream(start) == 5
-        assert found._anchored
+        assert found._anchors
     arena_of(found, start)
     for _ in range(2):
         assert found.alloc_stream(start) == 5
@@ -291,11 +307,11 @@ def test_pieces_of_a_claim_are_their_owners_and_the_rest_of_the_segment_is_the_a
         assert found.alloc_stream(start, start + 1024) is None
         assert found.alloc_stream(start + 1024, start + 1536) is None
         assert found.alloc_stream(start, start + 2048) == 5
-    assert not found._anchored, "where an address lies in the segment is no longer the answer"
+    assert not found._anchors, "where an address lies in the segment is no longer the answer"
 
 
 def test_all_of_a_list_are_asked_for_where_a_claim_lies_among_them_s1(allocator):
-    start, found = allocator.add(8), Allocations()
+    start, found = allocator.add(8), allocator.allocations()
     arena_of(found, start)
     assert found.all_allocated_on(5, [start, start + 2048])
     assert found.all_allocated_on(6, [start + 1024, start + 1028])
@@ -305,14 +321,14 @@ def test_all_of_a_list_are_asked_for_where_a_claim_lies_among_them_s1(allocator)
 
 def test_other_segments_are_not_changed_by_a_claim(allocator):
     start, other = allocator.add(8), allocator.add(9, stream=7)
-    found = Allocations()
+    found = allocator.allocations()
     arena_of(found, start)
     assert found.alloc_stream(other) == 7
     assert found.all_allocated_on(7, [other, other + 512])
 
 
 def test_a_claim_that_was_undone_is_the_allocators_again_s1(allocator):
-    start, found = allocator.add(8), Allocations()
+    start, found = allocator.add(8), allocator.allocations()
     arena_of(found, start)
     assert found.alloc_stream(start + 1024) == 6
     found.unclaim(start + 1024)
@@ -327,7 +343,7 @@ def test_a_claim_that_was_undone_is_the_allocators_again_s1(allocator):
 
 
 def test_an_anchored_segment_needs_no_driver_s1(allocator):
-    start, found = allocator.add(8), Allocations()
+    start, found = allocator.add(8), allocator.allocations()
     allocator.place = start + 512
     assert found.alloc_stream(start) == 5
     asked = allocator.asked
@@ -348,16 +364,15 @@ NO_ANCHOR = {
 
 @pytest.mark.parametrize("kind", NO_ANCHOR)
 def test_a_segment_that_may_be_unmapped_whoever_is_in_it_is_not_anchored_s1(allocator, kind):
-    start, found = allocator.add(8, **NO_ANCHOR[kind]), Allocations()
+    start, found = allocator.add(8, **NO_ANCHOR[kind]), allocator.allocations()
     allocator.place = start + 512
     assert found.alloc_stream(start) == 5
-    assert not found._anchored
     assert not found._anchors
 
 
 @pytest.mark.parametrize("how", ["another stream is current", "it is captured", "no memory", "elsewhere", "a claim"])
 def test_a_byte_that_does_not_come_to_lie_in_the_segment_anchors_nothing_s1_s5(allocator, how):
-    start, found = allocator.add(8), Allocations()
+    start, found = allocator.add(8), allocator.allocations()
     allocator.place = start + 512
     if how == "another stream is current":
         allocator.current = 6
@@ -370,20 +385,23 @@ def test_a_byte_that_does_not_come_to_lie_in_the_segment_anchors_nothing_s1_s5(a
     else:
         allocator.meanwhile = lambda: arena_of(found, start)
     assert found.alloc_stream(start) == 5
-    assert not found._anchored
     assert not found._anchors
 
 
 def test_few_segments_are_anchored(allocator):
-    found = Allocations()
+    found = allocator.allocations()
     for granule in range(8, 10 + allocation.ANCHORS):
         allocator.place = allocator.add(granule) + 512
         assert found.alloc_stream(allocator.place) == 5
-    assert len(found._anchors) == len(found._anchored) == allocation.ANCHORS
+    assert len(found._anchors) == allocation.ANCHORS
+    asked = allocator.asked
+    for granule in range(8, 8 + allocation.ANCHORS):
+        assert found.alloc_stream(granule << GRANULE) == 5
+    assert allocator.asked == asked
 
 
 def test_a_segment_that_two_threads_look_up_is_anchored_once(allocator):
-    start, found = allocator.add(8), Allocations()
+    start, found = allocator.add(8), allocator.allocations()
     allocator.place = start + 512
     found.alloc_stream(start)
     before = dict(found._anchors)
@@ -392,7 +410,10 @@ def test_a_segment_that_two_threads_look_up_is_anchored_once(allocator):
 
 
 def test_the_default_stream_is_no_capture_and_can_be_anchored(allocator):
-    start, found = allocator.add(8, stream=0), Allocations()
+    start, found = allocator.add(8, stream=0), allocator.allocations()
     allocator.current, allocator.capturing, allocator.place = 0, 9, start + 512
     assert found.alloc_stream(start) == 0
-    assert found._anchored == {8: 0}
+    assert [*found._anchors] == [8]
+    asked = allocator.asked
+    assert found.alloc_stream(start + 512) == 0
+    assert allocator.asked == asked

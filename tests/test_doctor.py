@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from safecomm import _torch
 from safecomm.__main__ import main
 from safecomm.tools import doctor
 from safecomm.tools.doctor import Diagnosis, Machine, examine
@@ -152,3 +153,14 @@ def test_colours_are_for_terminals():
     assert "\x1b" not in found.text()
     assert "1 of" in found.text()
     assert "GPU0\tX\tNV18" in found.text()
+
+
+@pytest.mark.parametrize(("why", "said"), [("", "are asked in C."), ("of x", "by ctypes, because of x.")])
+def test_it_says_who_asks_the_questions_of_each_call(why, said):
+    (check,) = [check for check in examine(replace(H200, why_ctypes=why), {}) if check.name == "questions of each call"]
+    assert check.ok
+    assert said in check.sentence
+
+
+def test_it_looks_who_asks_them():
+    assert doctor.look().why_ctypes == _torch.WHY_CTYPES

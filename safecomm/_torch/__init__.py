@@ -23,7 +23,9 @@ list. A test that replaces ``_torch.x`` replaces it for the rest of safecomm, an
 #     modes          modes, transforms and profilers that are active on this thread
 #     autograd       saved tensors, version counters, the level of forward mode
 #     kernels        torch's own kernels, replaced by functions of Python
+#     native         what each call asks: in C, if that was built, or by ctypes
 #     streams        the current device and stream, raw handles
+#     segment_table  which stream a segment is of, by the driver's id of it
 #     driver         the CUDA driver
 #     allocator      the caching allocator
 #     names          how a name is looked up and tried out, and what is reported of it
@@ -46,12 +48,8 @@ from safecomm._torch.backends import is_initialized as is_initialized
 from safecomm._torch.backends import regions_differ as regions_differ
 from safecomm._torch.backends import unwrapped as unwrapped
 from safecomm._torch.backends import waits_only_block_streams as waits_only_block_streams
-from safecomm._torch.driver import BUFFER_ID as BUFFER_ID
-from safecomm._torch.driver import capture_id as capture_id
 from safecomm._torch.driver import kernel_launcher as kernel_launcher
-from safecomm._torch.driver import new_question as new_question
 from safecomm._torch.driver import pointer_attribute as pointer_attribute
-from safecomm._torch.driver import questions as questions
 from safecomm._torch.driver import swap_capture_mode as swap_capture_mode
 from safecomm._torch.functional import functional_collectives as functional_collectives
 from safecomm._torch.functional import group_named as group_named
@@ -88,6 +86,11 @@ from safecomm._torch.names import LACKING as LACKING
 from safecomm._torch.names import NAMES as NAMES
 from safecomm._torch.names import missing as missing
 from safecomm._torch.names import warn_of_missing as _warn_of_missing
+from safecomm._torch.native import WHY_CTYPES as WHY_CTYPES
+from safecomm._torch.native import capture_id as capture_id
+from safecomm._torch.native import is_capturing as is_capturing
+from safecomm._torch.native import new_segment_table as new_segment_table
+from safecomm._torch.native import threads_are_free as threads_are_free
 from safecomm._torch.regions import CoalescingManager as CoalescingManager
 from safecomm._torch.regions import CollOp as CollOp
 from safecomm._torch.regions import IllegalWork as IllegalWork
@@ -102,6 +105,10 @@ from safecomm._torch.registry import groups as groups
 from safecomm._torch.registry import on_each_group as on_each_group
 from safecomm._torch.registry import store_of as store_of
 from safecomm._torch.registry import world as world
+from safecomm._torch.segment_table import GRANULE as GRANULE
+from safecomm._torch.segment_table import UNKNOWN as UNKNOWN
+from safecomm._torch.segment_table import Segment as Segment
+from safecomm._torch.segment_table import buffer_id as buffer_id
 from safecomm._torch.storages import KEPT as KEPT
 from safecomm._torch.storages import MAKES_STORAGES as MAKES_STORAGES
 from safecomm._torch.storages import USE_COUNT as USE_COUNT
@@ -115,7 +122,6 @@ from safecomm._torch.storages import storage_over as storage_over
 from safecomm._torch.storages import storage_use_count as storage_use_count
 from safecomm._torch.streams import current_device as current_device
 from safecomm._torch.streams import current_raw_stream as current_raw_stream
-from safecomm._torch.streams import is_capturing as is_capturing
 from safecomm._torch.streams import raw_stream as raw_stream
 from safecomm._torch.streams import spin as spin
 from safecomm._torch.symmetric import symmetric_memory as symmetric_memory

@@ -63,8 +63,8 @@ CUDA driver API). The rule holds for ``cudaMalloc`` and for each mapping of an e
 None without a driver.
 """
 
-_is_capturing = _driver_function("cuStreamIsCapturing")
-_capture_info = _driver_function("cuStreamGetCaptureInfo_v2")
+stream_is_capturing = _driver_function("cuStreamIsCapturing")
+capture_info = _driver_function("cuStreamGetCaptureInfo_v2")
 _exchange_capture_mode = _driver_function("cuThreadExchangeStreamCaptureMode")
 _current_context = _driver_function("cuCtxGetCurrent")
 _set_context = _driver_function("cuCtxSetCurrent")
@@ -73,15 +73,15 @@ _launch_kernel = _driver_function("cuLaunchKernel", waits=True)
 
 def capture_id(stream: int) -> int:
     """Return the id of the CUDA graph capture that the raw ``stream`` is part of; 0 if the stream is not capturing."""
-    if _is_capturing is None or _capture_info is None:
+    if stream_is_capturing is None or capture_info is None:
         # Without the driver only the current stream can be asked, and one capture can't be told from another.
         return int(torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
     handle, status, status_reference = _arguments.capturing
     handle.value = stream
-    if _is_capturing(handle, status_reference) or status.value != _CAPTURE_ACTIVE:
+    if stream_is_capturing(handle, status_reference) or status.value != _CAPTURE_ACTIVE:
         return 0
     identity = _arguments.answer
-    failed = _capture_info(handle, status_reference, ctypes.byref(identity), None, None, None)
+    failed = capture_info(handle, status_reference, ctypes.byref(identity), None, None, None)
     return 0 if failed else int(identity.value)
 
 

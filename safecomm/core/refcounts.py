@@ -133,14 +133,9 @@ def _test_storages(counts: Counts) -> None:
         del held
 
 
-def _threads_are_free() -> bool:
-    has_gil: Callable[[], bool] = getattr(sys, "_is_gil_enabled", lambda: True)
-    return not has_gil() or "t" in getattr(sys, "abiflags", "")
-
-
 def _trusted() -> tuple[Counts, str]:
     """Return the counts, and why they are not to be used; ``""`` if they are."""
-    if _threads_are_free():
+    if _torch.threads_are_free():
         return NEVER, "this Python runs without a global interpreter lock, so its counts are split among threads"
     if not _torch.USE_COUNT:
         return NEVER, f"torch {torch.__version__} does not tell how many tensors use a storage"

@@ -1,7 +1,11 @@
 """The collectives themselves: S1, S2, S3, S5 and S8, beside ``torch.distributed`` where it goes wrong."""
 
 import contextlib
+import ctypes
+import functools
 import itertools
+import random
+import threading
 import time
 
 import torch
@@ -9,8 +13,10 @@ import torch.distributed as stock
 from harness import LIBRARIES, MIB, case, held, rank, require, settle, slow
 
 import safecomm
+from safecomm._torch import driver, native, segment_table
+from safecomm._torch.segment_table import GRANULE
 from safecomm.collectives.routes import ROUTES
-from safecomm.core import allocation
+from safecomm.core.allocation import Allocations
 from safecomm.core.ledger import LEDGER, PATIENCE
 
 # --- S1: corruption -------------------------------------------------------------------------------------------------
@@ -163,40 +169,135 @@ def s1_a_wait_that_only_blocks_the_stream_blocks_it():
     return {"brief": brief, "wrong": wrong}
 
 
+def counting(asked):
+    """Return what makes tables that ask the driver as this process does, by way of a function that counts."""
+    kind = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64)
+    ask = segment_table.pointer_attribute
+
+    @kind
+    def counts(answer, attribute, pointer):
+        asked.append(pointer)
+        return ask(ctypes.c_void_p(answer), attribute, ctypes.c_uint64(pointer))
+
+    asking.append(counts)
+    if native.WHY_CTYPES:
+        segment_table.pointer_attribute = counts
+        return segment_table.SegmentTable
+    return functools.partial(native._native.Table, native.address_of(counts))
+
+
+asking = []  # what the tables have the addresses of
+
+
 @case(60)
 def s1_small_segments_that_were_met_stay_mapped():
     """Where small tensors were allocated is known without the driver, because their segment can't go."""
-    streams = LEDGER.streams
-    asked, ask = [], allocation.pointer_attribute
+    streams, asked = LEDGER.streams, []
     side = torch.cuda.Stream()
-    allocation.pointer_attribute = lambda *question: asked.append(1) or ask(*question)
+    make, table_of_process = counting(asked), segment_table.pointer_attribute
     try:
-        streams._segments.clear()  # as if this were the first that it meets
+        found = Allocations(make)  # as if this were the first that it meets
         small = [torch.ones(256, device="cuda") for _ in range(4)]
         address = small[0].data_ptr()
         for tensor in small:
             safecomm.all_reduce(tensor)
-        asked.clear()
+            require(found.alloc_stream(tensor.data_ptr()) == streams.alloc_stream(tensor.data_ptr()))
+        first = len(asked)
         for tensor in small:
-            safecomm.all_reduce(tensor)
-            safecomm.all_reduce(tensor, async_op=True).wait()
-        unasked = not asked
+            found.alloc_stream(tensor.data_ptr(), tensor.data_ptr() + 512)
+            require(found.all_allocated_on(streams.alloc_stream(tensor.data_ptr()), [tensor.data_ptr()]))
+        unasked = len(asked) == first
         del small, tensor
         settle()
         with torch.cuda.stream(side):
             others = [torch.ones(256, device="cuda") for _ in range(10_000)]
             torch.cuda.synchronize()
-            stray = sum(one.data_ptr() >> allocation.GRANULE == address >> allocation.GRANULE for one in others)
+            stray = sum(one.data_ptr() >> GRANULE == address >> GRANULE for one in others)
             wrong = sum(streams.alloc_stream(one.data_ptr()) != side.cuda_stream for one in others[::100])
+            wrong += sum(found.alloc_stream(one.data_ptr()) != side.cuda_stream for one in others[::100])
     finally:
-        allocation.pointer_attribute = ask
+        segment_table.pointer_attribute = table_of_process
     segments = [(s["address"], s["address"] + s["total_size"], s["stream"]) for s in torch.cuda.memory_snapshot()]
-    pins = [pin.data_ptr() for pin in streams._anchors.values()]
+    pins = [pin.data_ptr() for pin in (*streams._anchors.values(), *found._anchors.values())]
     kept = [any(a <= pin < b and streams.alloc_stream(pin) == stream for a, b, stream in segments) for pin in pins]
-    pinned = address >> allocation.GRANULE in streams._anchored  # not where the allocator had room for it elsewhere
+    pinned = address >> GRANULE in found._anchors  # not where the allocator had room for it elsewhere
     require((unasked or not pinned) and stray * pinned == 0 and wrong == 0, pinned, unasked, stray, wrong)
-    require(pins and all(kept), kept)
-    return {"pinned": pinned, "pins": len(pins)}
+    require(first > 0 and pins and all(kept), first, kept)
+    return {"pinned": pinned, "pins": len(pins), "asked by": "ctypes" if native.WHY_CTYPES else "C"}
+
+
+def ways_to_ask():
+    """Return allocations by the name of who asks the driver: ctypes, and C where this process has it."""
+    ways = {"ctypes": Allocations(segment_table.SegmentTable)}
+    if not native.WHY_CTYPES:
+        ways["C"] = Allocations(native.new_segment_table)
+    return ways
+
+
+@case(90)
+def s1_streams_are_told_while_segments_come_and_go():
+    """Whatever was unmapped and mapped again meanwhile, an address is of the stream that it was allocated on now."""
+    chance, ways = random.Random(7 + rank()), ways_to_ask()
+    on = [torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()]
+    met, live, wrong, came_back, asked = {}, [], [], 0, 0
+    for expandable in (False, True, False):
+        torch.cuda.memory._set_allocator_settings(f"expandable_segments:{expandable}")
+        for step in range(400):
+            if len(live) > 24 or (live and chance.random() < 0.45):
+                live.pop(chance.randrange(len(live)))
+            else:
+                stream = chance.choice(on)
+                with torch.cuda.stream(stream):
+                    numel = chance.choice((1 << 10, 1 << 18, 3 << 20, 20 << 20, 48 << 20))
+                    live.append((torch.empty(numel, dtype=torch.uint8, device="cuda"), stream.cuda_stream))
+                address = live[-1][0].data_ptr()
+                came_back += met.get(address, stream.cuda_stream) != stream.cuda_stream
+                met[address] = stream.cuda_stream
+            if step % 5 == 0:
+                torch.cuda.synchronize()
+                torch.cuda.empty_cache()
+            for tensor, stream in live:
+                first, last = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes - 1
+                other, of_other = chance.choice(live)
+                for name, found in ways.items():
+                    told = found.alloc_stream(first), found.alloc_stream(first, last)
+                    told += (found.alloc_stream(last, other.data_ptr()), found.all_allocated_on(stream, [first, last]))
+                    if told != (stream, stream, stream if of_other == stream else None, True):
+                        wrong.append((name, expandable, step, told, stream, of_other))
+                    asked += 4
+        live.clear()
+    require(not wrong, len(wrong), wrong[:3])
+    require(came_back > 0, "no address came back on another stream")
+    return {"asked by": sorted(ways), "questions": asked, "addresses that came back on another stream": came_back}
+
+
+@case(60)
+def s1_s5_a_thread_that_has_not_called_cuda_is_told_the_same():
+    """A thread without a context of CUDA's asks about memory and captures of others."""
+    side, told = torch.cuda.Stream(), {}
+    with torch.cuda.stream(side):
+        tensor = torch.empty(8 << 20, device="cuda")
+
+    def ask(name):
+        captured = [LEDGER.streams.capture(side.cuda_stream) != 0, driver.capture_id(side.cuda_stream) != 0]
+        told[name] = {by: found.alloc_stream(tensor.data_ptr()) for by, found in ways_to_ask().items()}, captured
+
+    def in_a_thread(name):
+        thread = threading.Thread(target=ask, args=(name,))
+        thread.start()
+        thread.join()
+
+    in_a_thread("eager")
+    cuda_graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(cuda_graph, stream=side, capture_error_mode="thread_local"):
+        torch.ones(1, device="cuda")
+        here = [LEDGER.streams.capture(side.cuda_stream) != 0, driver.capture_id(side.cuda_stream) != 0]
+        here.append(LEDGER.streams.is_capturing(torch.cuda.current_device(), side.cuda_stream))
+        in_a_thread("in a capture")
+    require(here == [True] * 3, here)
+    require(all({*streams.values()} == {side.cuda_stream} for streams, _ in told.values()), told)
+    require(told["eager"][1] == [False, False] and told["in a capture"][1] == [True, True], told)
+    return {"asked by": sorted(told["eager"][0])}
 
 
 @case(60)
@@ -225,8 +326,6 @@ def s1_data_swapped_and_resized_views():
 @case(60)
 def s1_wait_in_another_thread():
     """Waiting in a thread with its own current stream."""
-    import threading
-
     side = torch.cuda.Stream()
     device = torch.cuda.current_device()
     bad = 0
@@ -720,8 +819,6 @@ def s5_waits_across_a_capture():
 @case(60)
 def s5_a_sweep_while_another_thread_captures():
     """Works end and are swept in one thread while another captures in the global mode: the capture survives."""
-    import threading
-
     settle()
     device = torch.cuda.current_device()
     group = stock.new_group()
