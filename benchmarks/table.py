@@ -349,8 +349,29 @@ def asked(results):
     sizes = [f"{size} MiB" if size != "0" else "warm" for size in by_size]
     head = ("memory at one address, or at two", *(f"{size}: {how}" for size in sizes for how in ("ctypes", "C")))
     return (
-        f"Nanoseconds a call, medians with quartiles, {results['driver']} in place of the driver's; so much\n"
-        f"other memory was read before each (Python {results['python']}, {results['date']}).\n\n" + table(head, rows)
+        f"Nanoseconds a call, medians with quartiles. Who was asked: {results['driver']}. So much other memory was\n"
+        f"read before each (Python {results['python']}, {results['date']}).\n\n" + table(head, rows)
+    )
+
+
+def asked_in_calls(results):
+    """Return what calls take whose questions are asked in C, and by ctypes."""
+    rows = [
+        (
+            name,
+            *(found[way] for way in ("stock", "ctypes", "C")),
+            *(
+                f"{found[ratio]['ratio']} ({found[ratio]['quartiles'][0]} to {found[ratio]['quartiles'][1]})"
+                for ratio in ("ctypes to stock", "C to stock")
+            ),
+        )
+        for name, found in results["rows"].items()
+    ]
+    head = ("call", "torch.distributed, us", "ctypes, us", "C, us", "ctypes: of torch's", "C: of torch's")
+    return (
+        f"{results['world']} x {results['device']}, torch {results['torch']}, {results['date']}; {results['unit']}.\n"
+        "Tensors of 4 MiB, for which the driver is asked; *cold*: 4 MiB of other memory were read before each call.\n\n"
+        + table(head, rows)
     )
 
 
@@ -402,7 +423,9 @@ def figures():
         "The same earlier, on two GPUs, when three collectives had the direct way and not six:\n",
         host(times, times["backend"]),
         "## Which stream memory was allocated on, in C and by ctypes\n",
+        asked(load("alloc_stream_gpu.json")),
         asked(load("alloc_stream.json")),
+        asked_in_calls(load("in_c.json")),
         "## Import\n",
         imported(load("import_time.json")),
     ]

@@ -64,6 +64,7 @@ class Histories(RuleBasedStateMachine):
         self.asked = 0
         self.current = 5
         self.asking: Allocations | None = None
+        self.told_meanwhile: list[tuple[int | None, int | None]] = []  # and what is right
         self.during: list[Any] = []  # what happens in the middle of a question: once, for the one that asks
         asked = compiled.driver(self.answer)
         both = [compiled.table_of(kind, asked, self.patch) for kind in compiled.KINDS]
@@ -103,7 +104,8 @@ class Histories(RuleBasedStateMachine):
         if self.during:
             what, pointer = self.during.pop()
             if what == "question":
-                assert self.asking.alloc_stream(pointer) == self.truth(pointer)
+                # An assertion would not get through the driver's function.
+                self.told_meanwhile.append((self.asking.alloc_stream(pointer), self.truth(pointer)))
             elif what == "forget":
                 self.asking._forget()
             else:
@@ -128,6 +130,8 @@ class Histories(RuleBasedStateMachine):
             told.append((question(found), self.asked))
             self.during = []
         assert told[0] == told[1]
+        assert all(stream == right for stream, right in self.told_meanwhile)
+        self.told_meanwhile.clear()
         return told[0]
 
     # --- what happens
@@ -281,10 +285,8 @@ def test_histories_find_what_is_wrong_in_c(mutant, tmp_path, monkeypatch):
     module = compiled.load(tmp_path / "_driver.so")
     monkeypatch.setattr(compiled, "compiled", lambda: module)
     generated = programs(1000, 40, phases=[Phase.generate])
-    with pytest.raises(Exception) as found:  # noqa: PT011
+    with pytest.raises(AssertionError):
         run_state_machine_as_test(Histories, settings=generated)
-    errors = getattr(found.value, "exceptions", [found.value])  # several that differ are a group
-    assert {type(error) for error in errors} == {AssertionError}
 
 
 # --- what C alone can get wrong ---------------------------------------------------------------------------------------

@@ -239,9 +239,10 @@ def s1_streams_are_told_while_segments_come_and_go():
     """Whatever was unmapped and mapped again meanwhile, an address is of the stream that it was allocated on now."""
     chance, ways = random.Random(7 + rank()), ways_to_ask()
     on = [torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()]
+    settings = getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
     met, live, wrong, came_back, asked = {}, [], [], 0, 0
     for expandable in (False, True, False):
-        torch.cuda.memory._set_allocator_settings(f"expandable_segments:{expandable}")
+        settings(f"expandable_segments:{expandable}")
         for step in range(400):
             if len(live) > 24 or (live and chance.random() < 0.45):
                 live.pop(chance.randrange(len(live)))
