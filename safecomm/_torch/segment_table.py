@@ -58,7 +58,8 @@ class SegmentTable:
         anchored = self._anchored_at(pointer >> GRANULE)
         if anchored is not None and (other is None or self._anchored_at(other >> GRANULE) == anchored):
             return anchored
-        stream, start, end = self._segment(pointer)
+        identity = buffer_id(pointer)
+        stream, start, end = UNKNOWN if identity is None else self._known(identity) or self._missed(pointer, identity)
         # Where both lie in one segment, which the driver has just confirmed for the first, it need not be asked again.
         if other is None or start <= other < end or self.alloc_stream(other) == stream:
             return stream
@@ -70,7 +71,8 @@ class SegmentTable:
             # In the segment of one before it, which the driver has just confirmed; or where it need not be asked.
             if pointer < known or self._anchored_at(pointer >> GRANULE) == stream:
                 continue
-            found, _, known = self._segment(pointer)
+            identity = buffer_id(pointer)
+            found, _, known = UNKNOWN if identity is None else self._known(identity) or self._missed(pointer, identity)
             if found != stream:
                 return False
         return True
@@ -89,7 +91,3 @@ class SegmentTable:
             self._anchored.pop(granule, None)
         else:
             self._anchored[granule] = stream
-
-    def _segment(self, pointer: int) -> Segment:
-        identity = buffer_id(pointer)
-        return UNKNOWN if identity is None else self._known(identity) or self._missed(pointer, identity)
