@@ -743,3 +743,15 @@ def test_arena_and_record(tmp_path):
     assert "torch.Size([100])" in ended.out
     assert "of 1.00 MiB, 0 requests did not fit" in ended.err
     assert list(tmp_path.glob("run.*.jsonl"))
+
+
+def test_that_no_arena_was_made_is_said(tmp_path):
+    said = "; no arena was made, because nothing asked for a buffer of it\n"
+    (tmp_path / "script.py").write_text("import torch\ntorch.empty(100)\n")
+    assert said in run("--arena", "1MiB", "script.py", cwd=tmp_path, RANK="0").err
+    assert "arena" not in run("script.py", cwd=tmp_path, RANK="0").err
+    (tmp_path / "script.py").write_text("import safecomm\nsafecomm.empty(100, device='cpu')\n")
+    assert said not in run("--arena", "1MiB", "script.py", cwd=tmp_path, RANK="0").err
+    # What a program's own block takes is no reason to keep quiet about the variable's.
+    (tmp_path / "script.py").write_text("import safecomm\nwith safecomm.use_arena(1024, device='cpu'):\n    pass\n")
+    assert said in run("--arena", "1MiB", "script.py", cwd=tmp_path, RANK="0").err

@@ -51,6 +51,11 @@ def may_be_used() -> bool:
     return bool(IN_USE or _wanted)
 
 
+def asked_in_vain() -> bool:
+    """Return whether the variable asks for an arena, and none was made, because nobody asked for a buffer."""
+    return bool(_wanted) and not OPEN
+
+
 def would_be_used(index: int) -> bool:
     """Return whether :func:`in_use` would give an arena for the device with ``index``, without making one."""
     return index in IN_USE or bool(_wanted and index not in OPEN)

@@ -18,7 +18,7 @@ from safecomm import replacing
 from safecomm.arena.arena import OPEN
 from safecomm.arena.arguments import bytes_of
 from safecomm.arena.use import VARIABLE as ARENA
-from safecomm.arena.use import read_environment
+from safecomm.arena.use import asked_in_vain, read_environment
 from safecomm.collectives.holding import counted
 from safecomm.core.drain import pending
 from safecomm.core.ledger import LEDGER
@@ -164,6 +164,8 @@ def _summary(process: int) -> None:
             f"; arena: at most {used.high_water / 2**20:.2f} of {used.capacity / 2**20:.2f} MiB, "
             f"{used.fallbacks} requests did not fit"
         )
+    if asked_in_vain():
+        memory += "; no arena was made, because nothing asked for a buffer of it"
     lines = [
         f"safecomm: {sum(calls.values())} calls of collectives by it ({by_name or 'none'}); {beside}",
         f"safecomm: {LEDGER.handoffs.count} uses of memory on another stream than its own, "
