@@ -255,6 +255,83 @@ def megatron(results):
     )
 
 
+def megatron_buffers(results):
+    def both(row, *keys):
+        found = []
+        for rank in (row["rank 0"], row["rank 1"]):
+            for key in keys:
+                rank = rank[key]
+            found.append(f"{rank:g}")
+        return found[0] if found[0] == found[1] else " / ".join(found)
+
+    def beyond(row):
+        return f"{row['reserved MiB'] - row['allocated MiB']:.1f}"
+
+    free, outputs = "free when the most was allocated", "outputs that come and go"
+    rows = []
+    for way, row in results["ways"].items():
+        rows.append(
+            (
+                way,
+                both(row, outputs, "a step"),
+                both(row, outputs, "at once MiB"),
+                both(row, free, "MiB"),
+                both(row, free, "where only such outputs had been"),
+                both(row, free, "where they and others had been"),
+                both(row, "with them in a perfect arena", "reserved beyond allocated, ratio"),
+                beyond(row["by the runner, --arena 8MiB"]),
+                beyond(row["expandable segments"]),
+            )
+        )
+    agree = all(
+        row[rank]["the model agrees with torch"] for row in results["ways"].values() for rank in ("rank 0", "rank 1")
+    )
+    head = (
+        "outputs of collectives that come and go, by rank",
+        "a step",
+        "at once, MiB",
+        "free, MiB, when the most was allocated",
+        "of it where only they had been",
+        "where they and others had been",
+        "reserved beyond allocated with a perfect arena, to that without",
+        "reserved beyond allocated, MiB, by the runner, `--arena 8MiB`",
+        "with expandable segments",
+    )
+    says = "reserves and allocates what torch did, to the byte" if agree else "DIFFERS from torch"
+    return (
+        table(head, rows)
+        + f"\nmegatron-core {results['mcore']}, torch {results['torch']}, two ranks, {results['device']}. The model\n"
+        + f"of torch's allocator that the perfect arena is from {says}, in all of them.\n"
+    )
+
+
+def megatron_pretrain(results):
+    rows = []
+    for way, hows in results["ways"].items():
+        patched = {how: row for how, row in hows.items() if how != "stock"}
+        rows.append(
+            (
+                way,
+                ", ".join(patched),
+                "equal" if all(row["same"] for row in hows.values()) else "DIFFERENT",
+                f"{hows['stock']['losses'][0]:g} -> {hows['stock']['losses'][-1]:g}",
+                sum(row["past"] for row in patched.values()),
+                patched["runner"]["said"][0].split()[1],
+            )
+        )
+    head = (
+        "Megatron-LM's `pretrain_gpt.py`, unedited",
+        "patched",
+        "losses, norms of gradients and parameters",
+        "loss",
+        "calls past safecomm",
+        "calls by it, rank 0",
+    )
+    return table(head, rows) + (
+        f"\nMegatron-LM at {results['Megatron-LM']}, torch {results['torch']}, two ranks, {results['device']}.\n"
+    )
+
+
 def low_latency(results):
     def bytes_of(size):
         size = int(size)
@@ -414,6 +491,8 @@ def figures():
         low_latency(load("low_latency_4.json")),
         "## Megatron\n",
         megatron(load("megatron.json")),
+        megatron_pretrain(load("megatron_pretrain.json")),
+        megatron_buffers(load("megatron_buffers.json")),
         "## Side streams ordered by events\n",
         ordered(load("stream_order_one.json")),
         "## Host time of a call\n",
