@@ -119,6 +119,7 @@ def main():
     parser.add_argument("--calls", nargs="*", default=CALLED, choices=list(WAYS), help="of which to time the calls")
     parser.add_argument("--parts", nargs="*", default=IN_PARTS, choices=list(WAYS), help="of which to time the parts")
     parser.add_argument("--processes", type=int, default=0, help="how many for each way, in place of those of TIMED")
+    parser.add_argument("--no-control", dest="control", action="store_false", help="do not time unpatched steps twice")
     parser.add_argument("--graph", choices=("both", "ours", "none"), default="both", help="full-iteration CUDA graphs")
     arguments = parser.parse_args()
     results = {"command": "python benchmarks/megatron.py", "date": datetime.date.today().isoformat(), "ways": {}}
@@ -164,6 +165,7 @@ def main():
             microbatches, processes = TIMED[size]
             processes = arguments.processes or processes
             options = [*SIZE, *WAYS[way], *microbatches, "--compare", str(arguments.seconds)]
+            options += ["--no-control"] * (not arguments.control)
             found = list(in_line(arguments.world, [(SCRIPT, options)] * processes, arguments.seconds + 30))
             times = [one["compare"] for one in found if one.get("compare")]
             row = {"processes": times or found}

@@ -3,9 +3,9 @@
     torchrun --nproc-per-node 2 benchmarks/megatron_parts.py --device cuda --compare 15 ...
 
 The options are those of ``tests/frameworks/megatron_gpt.py``. All is patched, and one part after the other is timed for
-a few steps, so that no timer runs inside of another. A timer's own time is the row "nothing": one call of C. The driver
-is asked through ctypes; what ctypes alone takes is shown by a function of the C library that is called in its place
-with the same arguments, before the driver is.
+a few steps, so that no timer runs inside of another. A timer's own time is the row "nothing": one call of C. What the
+question where memory was allocated takes without the driver is shown by another table, whose driver is a function of
+the C library; it is asked in front of the real one, with the same arguments. That needs safecomm's C file.
 
 Rank 0 prints one line of JSON: by part, how often a step calls it, the median and the mean in microseconds without a
 tenth of the calls, the longest, and the sum over a step.
@@ -28,8 +28,8 @@ import torch.distributed.distributed_c10d as c10d
 
 import safecomm
 from safecomm import record_stream
+from safecomm._torch import native, segment_table
 from safecomm.collectives import coalesced, gates, holding
-from safecomm.core import allocation
 from safecomm.core.handoffs import Handoffs
 from safecomm.core.ledger import Ledger, WorkQueue
 from safecomm.core.rules import Rules
@@ -48,8 +48,7 @@ PARTS = {
     "nothing": named(gates, "_count_"),
     "launch, by torch's backend": named(gates, "_launch_"),
     "where memory was allocated": [(gates, "_alloc_stream"), (holding, "_alloc_stream")],
-    "of that, ctypes and the driver": [(allocation, "pointer_attribute")],
-    "of that, ctypes": [(allocation, "pointer_attribute")],
+    "of that, without the driver": [(gates, "_alloc_stream"), (holding, "_alloc_stream")] * (not native.WHY_CTYPES),
     "is a sweep needed": [(gates, "_can_skip_sweep")],
     "sweep": [(Ledger, "sweep")],
     "hold": [(WorkQueue, "hold")],
@@ -63,7 +62,15 @@ PARTS = {
     "region, begin": [(coalesced._Manager, "__enter__")],
     "region, end": [(coalesced._Manager, "_leave")],
 }
-nothing = ctypes.PyDLL(None)["abs"]
+WITHOUT_DRIVER = "of that, without the driver"
+
+
+def without_driver():
+    """Return what asks a table whose driver knows nothing."""
+    if native.WHY_CTYPES:
+        return None
+    address = native.address_of(ctypes.PyDLL(None)["labs"])
+    return native._native.Table(address, lambda pointer, identity: segment_table.UNKNOWN).alloc_stream
 
 
 def timed(function, times, instead=None):
@@ -98,7 +105,7 @@ def timing(part, times):
         if getattr(owner, name, None) is None:
             continue
         undo.append((owner, name, own))
-        setattr(owner, name, timed(getattr(owner, name), times, nothing if part == "of that, ctypes" else None))
+        setattr(owner, name, timed(getattr(owner, name), times, without_driver() if part == WITHOUT_DRIVER else None))
     try:
         yield
     finally:
@@ -144,7 +151,7 @@ def measure(step, seconds, combined):
                 "mean us": round(statistics.fmean(kept) / 1e3, 2),
                 "us a step": round(sum(kept) / 0.9e3 / steps[part], 1),
             }
-    return {"parts": found, "turns": turns[0]}
+    return {"asked by": "ctypes" if native.WHY_CTYPES else "C", "parts": found, "turns": turns[0]}
 
 
 def main():

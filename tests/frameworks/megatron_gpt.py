@@ -65,6 +65,7 @@ def args_(argv):
     p.add_argument(
         "--compare", type=int, default=0, metavar="S", help="for S seconds, time steps patched and not, in turns"
     )
+    p.add_argument("--no-control", dest="control", action="store_false", help="see --compare")
     p.add_argument(
         "--after", default="", metavar="FILE", help="touch no GPU before this file is there: others are being timed"
     )
@@ -315,7 +316,7 @@ def in_turns(step, kinds, of_kind, block):
         step()
     torch.cuda.synchronize()
     turn_s = len(kinds) * 2 * (time.perf_counter() - start)
-    turns = [max(4, int(A.compare / turn_s))]
+    turns = [max(2, int(A.compare / turn_s))]
     dist.broadcast_object_list(turns)  # every rank is to make as many
     gc.collect()
     gc.disable()
@@ -336,11 +337,11 @@ def compare(step):
     """Time of a step patched over that of one unpatched: blocks of steps in turns, in this process.
 
     "avoid" is the same where ``record_stream`` is called, and avoided. "control" is the figure of one more kind of
-    blocks, unpatched too: how far from 1 nothing at all comes out.
+    blocks, unpatched too: how far from 1 nothing at all comes out. ``--no-control`` leaves it out.
     """
     import safecomm
 
-    kinds = ("unpatched", "patched", "unpatched again") + ("avoid",) * A.combined
+    kinds = ("unpatched", "patched") + ("avoid",) * A.combined + ("unpatched again",) * A.control
     times = {kind: [] for kind in kinds}
 
     def of_kind(kind):
@@ -362,8 +363,9 @@ def compare(step):
         return round(statistics.median(one / other for one, other in pairs), 4)
 
     step_ms = round(statistics.median(times["unpatched"]) / 5e-3, 3)
-    found = dict(ratio=ratio("patched"), control=ratio("unpatched again"), step_ms=step_ms, turns=turns)
-    return found | ({"avoid": ratio("avoid")} if A.combined else {})
+    found = {"ratio": "patched", "avoid": "avoid", "control": "unpatched again"}
+    found = {key: ratio(kind) for key, kind in found.items() if kind in kinds}
+    return {**found, "step_ms": step_ms, "turns": turns}
 
 
 def train():
