@@ -11,6 +11,8 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import operator
+import sys
 import threading
 import types
 import weakref
@@ -24,11 +26,12 @@ from safecomm import _torch, replacing, stream_methods
 from safecomm.arena.arena import OPEN
 from safecomm.block import Block
 from safecomm.core import captures
-from safecomm.core.call_site import outside, place
+from safecomm.core.call_site import line_of, outside, place
 from safecomm.core.ledger import LEDGER, Ledger
 from safecomm.core.refcounts import COUNTED, WHY_NOT
-from safecomm.core.streams import HOST, capture_of, stream_object
+from safecomm.core.streams import HOST, stream_object
 from safecomm.errors import RecordStreamError
+from safecomm.guards import PLAIN
 
 log: logging.Logger = logging.getLogger("safecomm")
 
@@ -38,7 +41,16 @@ MODES = ("convert", "raise", "warn", "count")
 RELEASES = ("auto", "order", "defer")
 
 EVERY = 4
-"""Of so many calls of ``record_stream`` one sweeps the ledger; in a capture, and where much is recorded, each."""
+"""Of so many calls of ``record_stream`` one sweeps the ledger. After one in a capture, or of much memory, the next."""
+
+
+class _Site:
+    """A call site of ``record_stream``, which is put into words when somebody asks."""
+
+    __slots__ = ("code", "count", "instruction")
+
+    def __init__(self, code: types.CodeType, instruction: int) -> None:
+        self.code, self.instruction, self.count = code, instruction, 0
 
 
 class avoid_record_streams(Block):  # noqa: N801
@@ -69,8 +81,8 @@ class avoid_record_streams(Block):  # noqa: N801
     decorator too. Leaving restores torch exactly, and hands what is still held over to the allocator's own keeping, but
     for memory of an arena, which stays held.
 
-    Attributes, after or inside: ``calls`` (number of ``record_stream`` calls), ``sites`` (a Counter of their places),
-    ``unusable`` (bytes freed but unusable that came up inside, known on leaving).
+    Attributes, after or inside: ``calls`` (number of ``record_stream`` calls), ``sites`` (a Counter of their places so
+    far), ``unusable`` (bytes freed but unusable that came up inside, known on leaving).
 
     Raises
     ------
@@ -101,11 +113,39 @@ class avoid_record_streams(Block):  # noqa: N801
         self.this_thread = this_thread
         self.strict = strict
         self.calls = 0
-        self.sites: Counter[str] = Counter()
+        self._sites: dict[tuple[int, int], _Site] = {}  # by the code object's address, as its hash takes long
+        self._warned: set[str] = set()
         self.unusable: int = 0
         self._unusable_before = 0
         self._entered: list[object] = []
         self._noted: weakref.ref[Callable[..., None]] | None = None
+
+    @property
+    def sites(self) -> Counter[str]:
+        """The places of the ``record_stream`` calls so far, with the number of each."""
+        sites: Counter[str] = Counter()
+        for site in list(self._sites.values()):
+            sites[line_of(site.code, site.instruction)] += site.count
+        return sites
+
+    def _note(self, code: types.CodeType, instruction: int) -> None:
+        self.calls += 1
+        key = id(code), instruction
+        site = self._sites.get(key)
+        if site is None:
+            site = self._sites[key] = _Site(code, instruction)
+        site.count += 1
+
+    def _tell(self, frame: types.FrameType) -> None:
+        """Raise or log that ``record_stream`` is called there, if that is what the mode is for."""
+        if self.mode == "raise":
+            raise RecordStreamError(
+                f"record_stream() called at {place(frame)}, inside avoid_record_streams(mode='raise'). "
+                "Keep the tensor until the stream that it was allocated on has waited for the other one."
+            )
+        if self.mode == "warn" and (where := place(frame)) not in self._warned:
+            self._warned.add(where)
+            log.warning("record_stream() called at %s (reported once for this line)", where)
 
     def _recreate_cm(self) -> avoid_record_streams:
         return avoid_record_streams(self.mode, release=self.release, this_thread=self.this_thread, strict=self.strict)
@@ -130,11 +170,7 @@ class avoid_record_streams(Block):  # noqa: N801
     def __repr__(self) -> str:
         where = "inside" if self._entered else "outside"
         told = f"{self.calls} calls of record_stream"
-        try:
-            most = self.sites.most_common(1)
-        except RuntimeError:  # another thread calls it just now
-            most = []
-        if most:
+        if most := self.sites.most_common(1):
             told += f", {most[0][1]} of them from {most[0][0]}"
         if self.unusable:
             told += f", {self.unusable} bytes freed but unusable"
@@ -196,8 +232,11 @@ def _let_out(key: object) -> None:
 
 def policy() -> avoid_record_streams | None:
     """Return the innermost context that counts in this thread; None outside."""
+    users = list(_users.values())
+    if len(users) == 1 and users[0][1] is None:
+        return users[0][0]
     everybodys = None
-    for context, thread in reversed(list(_users.values())):
+    for context, thread in reversed(users):
         if thread is _thread.me:
             return context
         if thread is None and everybodys is None:
@@ -232,6 +271,8 @@ class _Interception:
             "inductor::resize_storage_bytes_", self._key, self.resize_storage, needs_original=True
         )
         self._replace(torch.UntypedStorage, "resize_", self._around_resize)
+        if COUNTED:
+            self._replace(torch.Tensor, "record_stream", self._around_record_stream)
         if self._resize.original is None:  # before torch 2.9; what C++ resizes there is not seen
             self._replace(torch.Tensor, "resize_", self._around_tensor_resize)
         stream_methods.see(self, self.ledger)
@@ -268,63 +309,70 @@ class _Interception:
 
     # --- record_stream ----------------------------------------------------------------------------------
 
+    def _around_record_stream(
+        self, original: Callable[[torch.Tensor, torch.Stream], None]
+    ) -> Callable[[torch.Tensor, torch.Stream], None]:
+        """Stand in for the method of tensors, past the dispatcher, where nobody would see the operator there."""
+
+        @functools.wraps(original)
+        def record_stream(tensor: torch.Tensor, s: torch.Stream) -> None:
+            context = policy()
+            if (
+                context is not None  # else it was left, and somebody has put theirs over this
+                and type(tensor) in PLAIN
+                and isinstance(s, torch.Stream)
+                and is_here(tensor)
+                and tensor.layout is strided
+                and not (has_torch_function(tensor) or dispatch_modes() or profiler._is_profiler_enabled)
+                and transform() is None
+            ):
+                self._record(tensor, s, sys._getframe(1), context)
+            else:
+                original(tensor, s)
+
+        is_here: Callable[[torch.Tensor], bool] = operator.attrgetter(f"is_{self._key.lower()}")
+        has_torch_function, dispatch_modes, profiler = _torch.has_torch_function, _torch.dispatch_modes, _torch.profiler
+        transform, strided = _torch.transform, torch.strided
+        return record_stream
+
     def record_stream(self, tensor: torch.Tensor, stream: torch.Stream) -> None:
         """Stand in for the kernel of ``aten::record_stream``."""
-        context = policy()
+        self._record(tensor, stream, _caller(), policy())
+
+    def _record(
+        self, tensor: torch.Tensor, stream: torch.Stream, frame: types.FrameType, context: avoid_record_streams | None
+    ) -> None:
         original = self._record_stream.original
         if context is None:
-            if original is not None:
-                original(tensor, stream)
-            else:
-                self._hold(tensor, stream, _caller(), "auto", None)
-            return
-        frame = _caller()
-        context.calls += 1
-        context.sites[place(frame)] += 1
-        if context.mode == "raise":
-            raise RecordStreamError(
-                f"record_stream() called at {place(frame)}, inside avoid_record_streams(mode='raise'). "
-                "Keep the tensor until the stream that it was allocated on has waited for the other one."
-            )
-        if context.mode == "warn" and context.sites[place(frame)] == 1:
-            log.warning("record_stream() called at %s (reported once for this line)", place(frame))
-        of_an_arena = not COUNTED and any(arena.owns(tensor) for arena in tuple(OPEN.values()))
-        if context.mode == "convert" and of_an_arena:
-            raise RecordStreamError(
-                f"record_stream() called at {place(frame)} for memory of an arena, which torch's does nothing for, and "
-                f"which can't be held until its last use, because {WHY_NOT}. Order the streams before the buffer is "
-                "dropped, or take ordinary memory. Nothing was done."
-            )
-        if context.mode == "convert" or original is None:
-            self._hold(tensor, stream, frame, context.release, original)
+            converts, release = original is None, "auto"
         else:
-            original(tensor, stream)
-
-    def _hold(
-        self,
-        tensor: torch.Tensor,
-        stream: torch.Stream,
-        frame: types.FrameType,
-        release: str,
-        original: Callable[..., object] | None,
-    ) -> None:
-        raw = self._raw(stream)
+            context._note(frame.f_code, frame.f_lasti)
+            converts, release = context.mode == "convert", context.release
+            if not converts:
+                context._tell(frame)
+                converts = original is None
+            elif not COUNTED and any(arena.owns(tensor) for arena in tuple(OPEN.values())):
+                raise RecordStreamError(
+                    f"record_stream() called at {place(frame)} for memory of an arena, which torch's does nothing for, "
+                    f"and which can't be held until its last use, because {WHY_NOT}. Order the streams before the "
+                    "buffer is dropped, or take ordinary memory. Nothing was done."
+                )
+        if not converts:
+            original(tensor, stream)  # type: ignore[misc]
+            return
+        ledger, index = self.ledger, stream.device_index
+        uses, raw = ledger.recorded_uses, self._raw(stream)
         self._calls += 1
-        ledger = self.ledger
-        if ledger.nonempty and (
-            self._calls % EVERY == 0 or ledger.recorded_uses.sweep_due or capture_of(ledger.streams, raw)
-        ):
+        if ledger.nonempty and (self._calls % EVERY == 0 or uses.sweep_due):
             ledger.sweep()
-        index = stream.device_index
         storage = tensor.untyped_storage()
         # A stream of another device can't be ordered by torch's means; that is rare, and the allocator's matter.
-        near = tensor.get_device() in (index, HOST)
-        if near and self.ledger.recorded_uses.add(storage, index, raw, frame, release):
+        if tensor.get_device() in (index, HOST) and uses.add(storage, index, raw, frame, release):
             return
         if original is not None:
             original(tensor, stream)
         else:
-            self.ledger.recorded_uses.add(storage, index, raw, frame, unordered=True)
+            uses.add(storage, index, raw, frame, unordered=True)
 
     def _raw(self, stream: torch.Stream) -> int:
         key = (stream.stream_id, stream.device_index)
@@ -360,7 +408,11 @@ class _Interception:
     ) -> Callable[[torch.UntypedStorage, int], T]:
         @functools.wraps(original)
         def resize_(storage: torch.UntypedStorage, size: int) -> T:
+            if cdata_of(storage) not in recorded:
+                return original(storage, size)
             return self._resized(storage, lambda: original(storage, size))
+
+        recorded, cdata_of = self.ledger.recorded_uses.by_storage, _torch.cdata_of
 
         return resize_
 

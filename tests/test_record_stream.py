@@ -19,6 +19,9 @@ import pytest
 import torch
 from points import interrupt_everywhere
 from simulated import INDEX, FakeGraph, FakeGroup, FakeStream, SimulatedDevice, call, events_of_torch, routes_of
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from watching import cpu_profile
 
 import safecomm
 from safecomm import record_stream
@@ -61,6 +64,7 @@ def untouched():
     """Assert that torch is as it was."""
     assert torch.UntypedStorage.resize_ == RESIZE
     assert "resize_" not in vars(torch.UntypedStorage)
+    assert "record_stream" not in vars(torch.Tensor)
     assert (torch.cuda.Event.record, torch.cuda.Event.wait) == EVENT
     assert (torch.cuda.CUDAGraph.capture_begin, torch.cuda.CUDAGraph.capture_end) == CAPTURE
     with pytest.raises(NotImplementedError, match="aten::record_stream"):
@@ -166,6 +170,160 @@ def test_on_its_own_stream_there_is_nothing_to_hold(device, ledger):
         empty.record_stream(stream(1))
         assert ledger.pending() == []
         del tensor
+
+
+class Sub(torch.Tensor):
+    """A tensor that does as a tensor does."""
+
+
+class SeesFunctions(TorchFunctionMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.names.append(function.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+def test_pythons_calls_go_past_the_dispatcher_and_cs_do_not(device, ledger, monkeypatch):
+    """The dispatcher and its way into Python take longer than all the rest of a call."""
+    through = []
+    own = record_stream._caller
+    monkeypatch.setattr(record_stream, "_caller", lambda: (through.append("the dispatcher"), own())[1])
+    with avoid_record_streams() as avoided:
+        tensor = used_on(device, 1)
+        parameter = torch.nn.Parameter(device.allocate(0, 64).float())
+        device.track(parameter, 0)
+        parameter.record_stream(s=stream(1))
+        assert through == []
+        assert states(ledger) == ["recorded"] * 2
+        torch.ops.aten.record_stream(tensor, stream(2))
+        assert through == ["the dispatcher"]
+        assert states(ledger) == ["recorded"] * 3
+    assert avoided.calls == 3
+    places = [site.partition(" in ")[2] for site in avoided.sites]
+    assert places[:2] == ["used_on", inspect.currentframe().f_code.co_name]
+
+
+@pytest.mark.parametrize("who", ["subclass", "function mode", "dispatch mode", "profiler", "transform"])
+def test_who_is_to_see_the_operator_sees_it(device, ledger, who):
+    seen = []
+
+    class Sees(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(function._schema.name)
+            return function(*args, **(kwargs or {}))
+
+    tensor = device.allocate(0, 64)
+    with avoid_record_streams() as avoided:
+        if who == "subclass":
+            with Sees():  # below the subclass
+                tensor.as_subclass(Sub).record_stream(stream(1))
+        elif who == "function mode":
+            with SeesFunctions() as mode:
+                tensor.record_stream(stream(1))
+            seen += [f"aten::{name}" for name in mode.names]
+        elif who == "dispatch mode":
+            with Sees():
+                tensor.record_stream(stream(1))
+        elif who == "profiler":
+            with cpu_profile() as profile:
+                tensor.record_stream(stream(1))
+            seen += [event.name for event in profile.events()]
+        else:
+
+            def batched(one):
+                one.record_stream(stream(1))
+                return one
+
+            with pytest.raises(RuntimeError, match="record_stream"):  # torch has no rule for it
+                torch.func.vmap(batched)(tensor)
+            seen.append("aten::record_stream")
+        assert "aten::record_stream" in seen
+        assert avoided.calls == (who != "transform")
+
+
+def test_what_is_no_stream_or_has_no_storage_is_torchs_to_refuse(device, ledger):
+    with avoid_record_streams() as avoided:
+        with pytest.raises(RuntimeError, match="unknown parameter type"):
+            device.allocate(0, 64).record_stream(1)
+        with pytest.raises(NotImplementedError, match="aten::record_stream"):
+            torch.ones(2, device="meta").record_stream(stream(1))
+        with pytest.raises(NotImplementedError, match="aten::record_stream"):
+            torch.eye(2).to_sparse().record_stream(stream(1))
+    assert avoided.calls == 0
+
+
+def test_somebodys_method_over_ours_reaches_torchs_afterwards(device, ledger):
+    def theirs(tensor, s):
+        return ours(tensor, s)
+
+    with avoid_record_streams() as avoided:
+        ours = torch.Tensor.record_stream
+        torch.Tensor.record_stream = theirs
+        used_on(device, 1)
+    try:
+        assert torch.Tensor.record_stream is theirs
+        with pytest.raises(NotImplementedError, match="aten::record_stream"):
+            torch.ones(1).record_stream(stream(1))
+        assert avoided.calls == 1
+        device.finish()
+        ledger.sweep()
+        assert ledger.pending() == []
+    finally:
+        del torch.Tensor.record_stream
+
+
+def test_memory_that_was_swapped_unseen_is_ordered_where_it_is_now_s1(device, ledger):
+    """C++ can give a storage other memory, past all that is replaced."""
+    tensor = device.allocate(0, 64)
+    with avoid_record_streams():
+        tensor.record_stream(stream(1))
+    assert states(ledger) == ["recorded"]
+    RESIZE(tensor.untyped_storage(), 1 << 16)
+    device.settle()
+    device.track(tensor, 2)
+    device.launch(device.streams[1], device.blocks_of([tensor]))
+    del tensor
+    waits(device, ledger, 0, 1)
+    device.settle()
+    assert states(ledger) == ["handed off"]
+    waits(device, ledger, 2, 1)
+    assert states(ledger) == []
+    device.settle()
+
+
+def test_memory_recorded_again_is_ordered_where_it_is_now_s1(device, ledger):
+    """The same address can be another stream's by then."""
+    with avoid_record_streams():
+        tensor = used_on(device, 1)
+        (_, block) = device._live[tensor.data_ptr()]
+        block.alloc_stream = 2
+        device.launch(device.streams[1], device.blocks_of([tensor]))
+        tensor.record_stream(stream(1))
+        del tensor
+        waits(device, ledger, 0, 1)
+        device.settle()
+        assert states(ledger) == ["handed off"]
+        waits(device, ledger, 2, 1)
+        assert states(ledger) == []
+        device.settle()
+
+
+def test_where_memory_was_allocated_is_asked_once(device, ledger, monkeypatch):
+    """S10: the driver's answer takes as long as the rest of a call."""
+    asked = []
+    own = device.alloc_stream
+    monkeypatch.setattr(device, "alloc_stream", lambda *pointers: (asked.append(pointers), own(*pointers))[1])
+    with avoid_record_streams():
+        used_on(device, 1)
+        waits(device, ledger, 0, 1)
+        assert states(ledger) == []
+        used_on(device, 1).untyped_storage().resize_(0)
+        assert states(ledger) == []
+    assert len(asked) == 2
+    device.settle()
 
 
 def test_a_wait_that_orders_it_gives_it_back_at_once_s2(device, ledger):
@@ -544,8 +702,23 @@ def test_count_counts_by_call_site(device, ledger):
         for _ in range(3):
             used_on(device, 1)
         device.allocate(0, 64).record_stream(stream(1))
-    assert avoided.calls == 4
-    assert sorted(avoided.sites.values()) == [1, 3]
+        assert list(avoided.sites.values()) == [3, 1]
+        for _ in range(2):
+            device.allocate(0, 64).record_stream(stream(1)), device.allocate(0, 64).record_stream(stream(1))
+    assert avoided.calls == 8
+    assert sorted(avoided.sites.values()) == [1, 3, 4], "two instructions of one line are one place"
+    assert all("test_record_stream.py" in site for site in avoided.sites)
+    assert avoided.sites.most_common(1)[0][0] in repr(avoided)
+
+
+def test_sites_of_code_that_is_gone_are_not_taken_for_others(device, ledger):
+    """A new code object can lie where an old one did."""
+    with avoid_record_streams("count") as avoided:
+        for number in range(50):
+            names = {}
+            exec(compile("def called(tensor, s): tensor.record_stream(s)", f"file{number}.py", "exec"), names)
+            names["called"](device.allocate(0, 64), stream(1))
+    assert avoided.sites == {f"file{number}.py:1 in called": 1 for number in range(50)}
     device.finish()
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+import time
 from unittest import mock
 
 import pytest
 from simulated import INDEX, FakeGroup, SimulatedDevice, call, call_sync
 
+from safecomm.core import ledger as ledgers
 from safecomm.core.ledger import Ledger
 
 
@@ -103,6 +105,118 @@ def test_works_that_pile_up_order_no_stream_that_another_thread_captures_s5(devi
     ledger.sweep()
     assert ledger.pending() == []
     device.settle()
+
+
+@pytest.fixture
+def later(monkeypatch):
+    """What makes so many seconds pass, for what decides when events are looked at again."""
+    passed = 0.0
+
+    def pass_(seconds: float) -> None:
+        nonlocal passed
+        passed += seconds
+
+    clock = time.perf_counter
+    monkeypatch.setattr(ledgers, "_now", lambda: clock() + passed)
+    return pass_
+
+
+def held_by_event(device, ledger, group, kind: str, home: int = 0) -> None:
+    """Have the ledger hold memory of stream ``home`` that is used on stream 1, by an event."""
+    if kind == "handoff":
+        device.switch(1)
+        call_sync(ledger, group, [device.allocate(home, 64)])
+    else:
+        tensor = device.allocate(home, 64)
+        device.launch(device.streams[1], device.blocks_of([tensor]))
+        assert ledger.recorded_uses.add(tensor.untyped_storage(), INDEX, 1, sys._getframe())
+
+
+@pytest.mark.parametrize("kind", ["handoff", "recorded use"])
+def test_events_are_looked_at_once_in_a_while_s3_s10(device, group, later, kind) -> None:
+    """A look takes longer than the rest of a call, and most programs give memory back by ordering their streams."""
+    ledger = Ledger(device)
+    ledger.interval = 100
+    held_by_event(device, ledger, group, kind)
+    ledger.sweep()
+    assert device.calls["query"] == 1
+    device.finish()
+    for _ in range(5):
+        ledger.sweep()
+        assert ledger.can_skip_sweep()
+    assert device.calls["query"] == 1
+    assert len(ledger.pending()) == 1
+    later(101)
+    assert not ledger.can_skip_sweep()
+    ledger.sweep()
+    assert ledger.pending() == []
+    device.settle()
+
+
+@pytest.mark.parametrize("kind", ["handoff", "recorded use"])
+def test_events_are_looked_at_where_much_has_come_s3(device, group, later, kind) -> None:
+    """What a program holds more than with a look at each call is an eighth of what rule 3 leaves alone, at the most."""
+    ledger = Ledger(device, handoff_budget=8 * 64 * 3)
+    ledger.interval = 100
+    held_by_event(device, ledger, group, kind)
+    ledger.sweep()
+    for _ in range(3):
+        device.finish()
+        held_by_event(device, ledger, group, kind)
+        assert ledger.can_skip_sweep()
+    assert len(ledger.pending()) == 4
+    device.finish()
+    held_by_event(device, ledger, group, kind)
+    assert not ledger.can_skip_sweep()
+    ledger.sweep()
+    # A recorded use is seen to be unused in one look, and its event to be complete in the next.
+    assert [entry.state for entry in ledger.pending()] == ["handed off"] * (1 if kind == "handoff" else 4)
+    device.finish()
+    ledger.sweep(thorough=True)
+    assert ledger.pending() == []
+
+
+@pytest.mark.parametrize("kind", ["handoff", "recorded use"])
+def test_in_a_capture_each_call_looks_s5(device, group, later, kind) -> None:
+    """An edge of the graph gives the memory back, and nothing is asked of the device."""
+    ledger = Ledger(device)
+    ledger.interval = 100
+    device.begin_capture(1)
+    device.wait(device.streams[2], device.here().past, device.capturing)
+    for _ in range(3):
+        held_by_event(device, ledger, group, kind, home=2)
+        assert not ledger.can_skip_sweep()
+        ledger.sweep()
+        assert ledger.pending() == []
+        device.settle()
+    device.end_capture()
+
+
+def test_a_wait_gives_back_what_is_not_looked_at_s2(device, group, later) -> None:
+    ledger = Ledger(device)
+    ledger.interval = 100
+    for kind in ("handoff", "recorded use"):
+        held_by_event(device, ledger, group, kind)
+        ledger.sweep()
+        note = ledger.stream_order.recorded(INDEX, 1)
+        device.wait(device.streams[0], device.streams[1].past, 0)
+        ledger.stream_order.waited(INDEX, 0, note)
+        assert ledger.pending() == []
+        device.settle()
+
+
+def test_works_are_looked_at_beside_events_that_are_not_s3(device, group, later) -> None:
+    ledger = Ledger(device)
+    ledger.interval = 100
+    held_by_event(device, ledger, group, "handoff")
+    ledger.sweep()
+    launched = call(ledger, group, [device.allocate(1, 64)])
+    assert ledger.can_skip_sweep()
+    del launched
+    assert not ledger.can_skip_sweep(), "its handle was dropped"
+    device.finish()
+    ledger.sweep()
+    assert ledger.pending() == []
 
 
 def test_recorded_uses_that_pile_up_order_no_stream_that_another_thread_captures_s5(device) -> None:

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Hashable
 from typing import Any
 
-from safecomm.core.holds import Hold, Queue, Sweeper, keys_of
+from safecomm.core.holds import Hold, Queue, Sweeper, keys_of, nbytes_of
 from safecomm.core.rules import Rules
 from safecomm.core.streams import HOST, alloc_stream_of, capture_of
 
@@ -50,9 +50,7 @@ class Handoffs:
         self.queues: dict[Hashable, Queue] = {}
         self.used_on: set[StreamKey] = set()  # the streams that have, or had, queues here
         self.on_use: Callable[[], None] | None = None  # called at each use, such as to see from then on what orders it
-        self._rules = rules
-        self._streams = rules.streams
-        self._budget = budget
+        self._rules, self._streams, self._budget = rules, rules.streams, budget
         # What dead graphs have left: the device index, the streams, the storages, and the call site.
         self.leftovers: dict[object, tuple[int, tuple[int, ...], tuple[object, ...], types.CodeType, int]] = {}
         # What is to be done because a graph has died, or a block has ended, if an exception kept it from being done.
@@ -97,25 +95,21 @@ class Handoffs:
             foreign = list(storages)
         if not foreign:
             return
-        capture = capture_of(self._streams, stream)
+        # To ask about the current stream takes torch less than the driver.
+        capture = self._streams.capture(stream) if stream and self._streams.is_capturing(index, stream) else 0
         queue = self.queue((stream, index, capture), index, stream, capture)
         self.count += 1
         hold = Handoff()
-        hold.op = op
-        hold.code = code
-        hold.instruction = instruction
-        hold.since = since
-        hold.stream = stream
+        hold.op, hold.code, hold.instruction, hold.since = op, code, instruction, since
         hold.group = None if group is None else weakref.ref(group)
-        hold.queue = queue
-        hold.alloc_stream = alloc_stream
+        hold.queue, hold.stream, hold.alloc_stream = queue, stream, alloc_stream
         hold.storages = tuple(foreign)
         # Threads may use one stream. The order of the queue is that of the events, and of the serials.
         with self._rules.lock:
-            hold.event = self._streams.record_event(index, stream)
-            hold.serial = next(self._rules.serials)
+            hold.event, hold.serial = self._streams.record_event(index, stream), next(self._rules.serials)
             queue.holds[hold] = None
             queue.nonempty[queue] = None
+        queue.unseen_bytes += nbytes_of(foreign)
         if (observer := self._rules.observer) is not None:
             observer.held(hold)
         if (on_use := self.on_use) is not None:  # read once, because another thread's use may take it away
@@ -188,6 +182,7 @@ class Handoffs:
             elif self._streams.capture(queue.stream) != queue.capture:
                 self._rules.release_all(queue.holds)  # the capture is over, and its memory is the graph's
         elif not capturing:  # polling an event inside a capture would break the capture
+            queue.next_look, queue.unseen_bytes = time.perf_counter() + self._rules.interval, 0
             while (hold := queue.first()) is not None:
                 with self._rules.lock:
                     if hold not in queue.holds:

@@ -29,6 +29,9 @@ from safecomm.core.streams import HOST
 
 K = TypeVar("K", bound=Hashable)
 
+SHARE = 8
+"""The share of a queue's budget, one part in this many, that may come between two looks at its events."""
+
 
 class _State(str):
     """A state that had another name in version 0.1, which still compares equal, with a DeprecationWarning."""
@@ -167,7 +170,8 @@ class Queue:
     """Holds of one origin, in the order in which they were made: a group's works, or the handoffs of a stream."""
 
     __slots__ = (
-        "budget", "capture", "defer_polling", "group", "holds", "index", "key", "nonempty", "stream", "sweeper", "table"
+        "budget", "capture", "defer_polling", "group", "holds", "index", "key", "next_look", "nonempty", "stream",
+        "sweeper", "table", "unseen_bytes",
     )  # fmt: skip
 
     def __init__(
@@ -178,11 +182,12 @@ class Queue:
         self.nonempty: dict[Queue, None] = nonempty  # the ledger's: the queues that have holds
         self.table: dict[Any, Any] = table  # where this queue is found under its key
         self.key: Hashable = key
-        self.index: int = index  # device index, or HOST
-        self.stream: int = stream  # of the uses, or of the first launch
-        self.capture: int = capture  # the graph capture that all of it is part of; 0 for none
-        self.budget: int = budget  # bytes that rule 3 leaves alone
+        # The device index, or HOST; the stream of the uses, or of the first launch; the graph capture that all of it is
+        # part of, 0 for none; the bytes that rule 3 leaves alone.
+        self.index, self.stream, self.capture, self.budget = index, stream, capture, budget
         self.defer_polling: bool = False  # handles are out: a sweep may skip this queue while its works are young
+        # Of handoffs and recorded uses: when they are looked at again, if few bytes have come until then.
+        self.next_look, self.unseen_bytes = 0.0, 0
         # Weak, because a group that is still referred to when the interpreter ends can take the process down (gloo,
         # torch 2.13). None for handoffs.
         self.group: weakref.ref[object] | None = None
@@ -218,6 +223,11 @@ class Queue:
     def too_far_behind(self, lag: int) -> bool:
         """Return whether more than ``lag`` holds, and more than ``budget`` bytes, have piled up behind the host."""
         return _pile_up(self.holds, lag, self.budget)
+
+
+def nbytes_of(storages: Iterable[object]) -> int:
+    """Return the bytes of ``storages``, of which none is known to be there twice."""
+    return sum([storage.nbytes() for storage in storages if isinstance(storage, torch.UntypedStorage)])
 
 
 def first_of(

@@ -35,7 +35,7 @@ from itertools import islice
 from typing import Any, TypeVar
 
 from safecomm.core.handoffs import Handoffs
-from safecomm.core.holds import Hold, Pending, Queue, keys_of, leave_all_empty
+from safecomm.core.holds import SHARE, Hold, Pending, Queue, keys_of, leave_all_empty
 from safecomm.core.recorded_uses import RecordedUses
 from safecomm.core.refcounts import QUEUED, getrefcount
 from safecomm.core.rules import Rules
@@ -63,6 +63,12 @@ PATIENCE = 0.1
 """Seconds for which a work is not polled while somebody has its handle, and so is about to wait.
 
 Polling takes longer than the rest of a call, and a program that overlaps has works in flight at each of them.
+"""
+
+INTERVAL = 0.01
+"""Seconds in which handoffs and recorded uses are looked at once, while few bytes of them come.
+
+A look takes longer than the rest of a call, and a program orders its streams by itself, which gives the memory back.
 """
 
 BUDGET = 256 << 20
@@ -226,6 +232,7 @@ class Ledger(Rules):
         self.dropped_at: set[tuple[types.CodeType, int]] = set()  # the call sites of dropped handles
         self.failures: int = 0
         self._patience = patience
+        self.interval = INTERVAL
 
     # --- rule 1: waited for ---------------------------------------------------------------------------------
 
@@ -394,9 +401,12 @@ class Ledger(Rules):
         """
         if self.quarantine or self.handoffs.leftovers or self.handoffs.unfinished:
             return False
-        young = _now() - self._patience
+        now = _now()
+        young = now - self._patience
         try:
             for queue in self.nonempty:
+                if queue.next_look > now and SHARE * queue.unseen_bytes <= queue.budget:
+                    continue
                 holds = queue.holds
                 if not queue.defer_polling or len(holds) > CROWD:
                     return False

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from safecomm import _torch
+from safecomm._torch import KEPT, cdata_of, only_holder
 from safecomm.core.handoffs import Handoffs
-from safecomm.core.holds import Hold, Queue, _pile_up, first_of, keys_of
+from safecomm.core.holds import SHARE, Hold, Queue, _pile_up, first_of, keys_of
 from safecomm.core.refcounts import COUNTED, HELD_ONCE, getrefcount
 from safecomm.core.rules import Rules
 from safecomm.core.streams import alloc_stream_of, capture_of
@@ -26,29 +26,33 @@ SCAN = 64
 """Holds of a queue that one call looks at in a capture, and where a stream is about to wait."""
 
 FEW = 4
-"""Elsewhere a sweep looks at the ``FEW`` newest, and scans the rest round-robin until ``2 * FEW`` were still used.
+"""Elsewhere a look is at the ``FEW`` newest, and then at the rest in turn, until too many were still used.
 
 What was recorded last is mostly freed first, because backward frees in the opposite order. A program that records
-every activation has hundreds, at which no call can look. Only looks in vain are counted: ``record_stream`` sweeps as
-often as uses are recorded, or a quarter as often, and unused ones must not become more than one sweep finds.
+every activation has hundreds, at which no call can look. Too many are ``FEW``, and twice as many as have come since the
+last look: unused ones must not become more than are found.
 """
+
+_now = time.perf_counter
 
 
 class RecordedUse(Hold):
     """Memory that ``record_stream`` was called for."""
 
+    op: str = "record_stream"
     in_a_table: bool = True
     queue: RecordedUseQueue
     storages: tuple[torch.UntypedStorage, ...]
+    pointer: int  # of the memory for which record_stream was called last, which alloc_stream is of
     release_by: str  # "auto", or the one way to give it back: "order" or "defer"
     unordered: bool  # the allocation stream does not matter: it is deferred
 
     def on_release(self) -> None:
         if self.storages:
             by_storage = self.queue.sweeper.by_storage
-            cdata = _torch.cdata_of(self.storages[0])
+            cdata = cdata_of(self.storages[0])
             uses = by_storage.get(cdata, {})
-            key = self.queue.index, self.stream, self.queue.capture
+            key = self.stream, self.queue.index, self.queue.capture
             if uses.get(key) is self:
                 # Without a call in between, where an exception of a signal handler could come: what is counted as a
                 # recorded use of the storage has to refer to it, or somebody's use is taken for a recorded one.
@@ -57,6 +61,11 @@ class RecordedUse(Hold):
                 if not uses:
                     del by_storage[cdata]
         self.queue.unused.pop(self, None)
+
+    def surely_used(self) -> bool:
+        """Return whether others still use the memory, where the count of C++ alone tells that, without the lock."""
+        storages = self.storages  # with a reference of ours, because another thread may release it just now
+        return self.event is None and bool(storages) and not only_holder(storages[0])
 
     def waits_for_others(self) -> bool:
         return self.queue.sweeper.in_use(self)
@@ -69,7 +78,7 @@ class RecordedUse(Hold):
 class RecordedUseQueue(Queue):
     """The recorded uses of one stream."""
 
-    __slots__ = ("scan", "unscanned_bytes", "unused")
+    __slots__ = ("scan", "unseen", "unused")
 
     sweeper: RecordedUses
 
@@ -78,7 +87,7 @@ class RecordedUseQueue(Queue):
         # Those that nobody else uses any more, in the order of their events.
         self.unused: OrderedDict[RecordedUse, None] = OrderedDict()
         self.scan: list[RecordedUse] = []  # the rest of those that next() gives
-        self.unscanned_bytes: int = 0  # of those that came since some were last looked at
+        self.unseen: int = 0  # how many came since some were last looked at
 
     def next(self) -> RecordedUse | None:
         """Return one hold, call after call all that there are; it may have been released since."""
@@ -106,12 +115,10 @@ class RecordedUses:
     """
 
     def __init__(self, rules: Rules, handoffs: Handoffs) -> None:
-        # Then by device index, stream and capture: each device has a default stream of the handle 0.
+        # Then by stream, device index and capture: each device has a default stream of the handle 0.
         self.by_storage: dict[int, dict[tuple[int, int, int], RecordedUse]] = {}
-        self.sweep_due: bool = False  # so many bytes have come since a sweep that rule 3 might apply to them
-        self._rules = rules
-        self._streams = rules.streams
-        self._handoffs = handoffs
+        self.sweep_due: bool = False  # what has come since a sweep is of a capture, or so much that rule 3 might apply
+        self._rules, self._streams, self._handoffs = rules, rules.streams, handoffs
 
     def add(
         self,
@@ -141,38 +148,31 @@ class RecordedUses:
         """
         if not COUNTED:
             return False
-        allocated_on = None if unordered else alloc_stream_of(self._streams, storage, stream)
-        if allocated_on == stream:
-            return True
-        if allocated_on is None:
-            if not unordered:
-                return False
-            release_by = "defer"
+        pointer = storage.data_ptr()
+        allocated_on = None if unordered else self._streams.alloc_stream(pointer) if pointer else stream
+        if allocated_on == stream or (allocated_on is None and not unordered):
+            return allocated_on is not None
         capture = capture_of(self._streams, stream)
-        with self._rules.lock:
-            uses = self.by_storage.setdefault(_torch.cdata_of(storage), {})
-            hold = uses.get((index, stream, capture))
+        rules, cdata, key = self._rules, cdata_of(storage), (stream, index, capture)
+        with rules.lock:
+            hold = self.by_storage.get(cdata, {}).get(key)
             if hold is not None and hold.event is None:
+                hold.pointer, hold.alloc_stream = pointer, allocated_on
                 return True
-            key = ("recorded", stream, index, capture)
-            queue = self._handoffs.queue(key, index, stream, capture, RecordedUseQueue, self)
+            queue = self._handoffs.queue(("recorded", *key), index, stream, capture, RecordedUseQueue, self)
             hold = RecordedUse()
-            hold.op = "record_stream"
-            hold.code = frame.f_code
-            hold.instruction = frame.f_lasti
-            hold.since = time.perf_counter()
-            hold.stream = stream
-            hold.release_by = release_by
-            hold.unordered = allocated_on is None
-            hold.queue = queue
-            hold.storages = (storage,)
+            hold.code, hold.instruction, hold.since = frame.f_code, frame.f_lasti, _now()
+            hold.stream, hold.alloc_stream, hold.pointer = stream, allocated_on, pointer
+            hold.release_by, hold.unordered = "defer" if unordered else release_by, unordered
+            hold.queue, hold.storages = queue, (storage,)
             queue.holds[hold] = None
             queue.nonempty[queue] = None
-            uses[index, stream, capture] = hold  # last, because from then on the storage counts as held
-            queue.unscanned_bytes += storage.nbytes()
-            if (observer := self._rules.observer) is not None:
+            self.by_storage.setdefault(cdata, {})[key] = hold  # last: from then on the storage counts as held
+            queue.unseen += 1
+            queue.unseen_bytes += storage.nbytes()
+            self.sweep_due |= capture != 0 or SHARE * queue.unseen_bytes > queue.budget
+            if (observer := rules.observer) is not None:
                 observer.held(hold)
-            self.sweep_due |= 8 * queue.unscanned_bytes > queue.budget
         return True
 
     def in_use(self, hold: RecordedUse) -> bool:
@@ -185,10 +185,15 @@ class RecordedUses:
         if not hold.storages:
             return False  # another thread has released it
         (storage,) = hold.storages
-        cdata = _torch.cdata_of(storage)
-        others = max(len(self.by_storage.get(cdata, ())) - 1, 0)
-        shared = others + len(_torch.KEPT.get(cdata, ()))
-        return getrefcount(storage) - shared <= HELD_ONCE and _torch.only_holder(storage)
+        cdata = cdata_of(storage)
+        shared = max(len(self.by_storage.get(cdata, ())) - 1, 0) + len(KEPT.get(cdata, ()))
+        return getrefcount(storage) - shared <= HELD_ONCE and only_holder(storage)
+
+    def _alloc_stream(self, hold: RecordedUse, storage: torch.UntypedStorage) -> int | None:
+        """Return the stream that ``storage``, which ``hold`` has, was allocated on; None if it is unknown."""
+        # Each call of record_stream has asked. Other memory it can have got since, where nobody saw it (C++).
+        same = hold.alloc_stream is not None and storage.data_ptr() == hold.pointer
+        return hold.alloc_stream if same else alloc_stream_of(self._streams, storage, hold.stream)
 
     # --- rule 1: ordered ------------------------------------------------------------------------------------
 
@@ -219,7 +224,7 @@ class RecordedUses:
             if capture:
                 self.look(queue)
                 return
-            queue.unscanned_bytes, self.sweep_due = 0, False
+            self.sweep_due, queue.unseen_bytes, queue.next_look = False, 0, _now() + self._rules.interval
             if thorough:
                 for hold in keys_of(queue.holds):
                     self._see(queue, hold)
@@ -229,9 +234,10 @@ class RecordedUses:
 
     def _see_others(self, queue: RecordedUseQueue) -> None:
         """Look at holds in turn, until too many are still used."""
-        in_vain = 0
-        for _ in range(min(SCAN, len(queue.holds) + len(queue.scan))):
-            if in_vain == 2 * FEW or (hold := queue.next()) is None:
+        in_vain, enough = 0, FEW + 2 * queue.unseen
+        queue.unseen = 0
+        for _ in range(min(max(SCAN, enough), len(queue.holds) + len(queue.scan))):
+            if in_vain >= enough or (hold := queue.next()) is None:
                 return
             if hold.event is None or not hold.storages:
                 self._see(queue, hold)
@@ -239,6 +245,8 @@ class RecordedUses:
 
     def _see(self, queue: RecordedUseQueue, hold: RecordedUse) -> bool:
         """Note if nobody else uses the memory of ``hold``, and in a capture release it; return whether it is gone."""
+        if hold.surely_used():
+            return False
         with self._rules.lock:
             if not hold.storages:
                 self._rules.release(hold)  # another thread has, or was about to when an exception came
@@ -246,18 +254,15 @@ class RecordedUses:
             if hold.event is None:
                 if not self._only_recorded(hold):
                     return False
-                stream = alloc_stream_of(self._streams, hold.storages[0], queue.stream)
-                allocated_in = 0 if stream is None else capture_of(self._streams, stream)
-                if allocated_in != queue.capture:
+                stream = self._alloc_stream(hold, hold.storages[0])
+                if capture_of(self._streams, stream or 0) != queue.capture:
                     return False  # allocated outside of this capture, or inside of one that is going on elsewhere
                 try:
                     event = self._streams.record_event(queue.index, queue.stream)
                     if capture_of(self._streams, queue.stream) != queue.capture:
                         return False  # another thread has begun a capture in between, and the event may be of it
-                    hold.event = event
-                    # The storage may have got other memory since the call, where nobody saw it (C++).
-                    hold.alloc_stream = None if hold.unordered else stream
-                    hold.serial = next(self._rules.serials)
+                    serial, alloc_stream = next(self._rules.serials), None if hold.unordered else stream
+                    hold.event, hold.serial, hold.alloc_stream = event, serial, alloc_stream
                     if not queue.capture:
                         queue.unused[hold] = None
                         with contextlib.suppress(KeyError):
@@ -301,9 +306,9 @@ class RecordedUses:
         """
         left = []
         with self._rules.lock:
-            for (_, stream, _), hold in tuple(self.by_storage.get(_torch.cdata_of(storage), {}).items()):
+            for (stream, _, _), hold in tuple(self.by_storage.get(cdata_of(storage), {}).items()):
                 queue = hold.queue
-                allocated_on = None if hold.unordered else alloc_stream_of(self._streams, storage, stream)
+                allocated_on = None if hold.unordered else self._alloc_stream(hold, storage)
                 captures = {capture_of(self._streams, stream), capture_of(self._streams, allocated_on or 0)}
                 if order and captures == {queue.capture} and allocated_on is not None:
                     event = self._streams.record_event(queue.index, stream)
@@ -317,7 +322,7 @@ class RecordedUses:
     def freed(self, storage: torch.UntypedStorage) -> None:
         """Forget what ``storage`` was recorded for: that memory is gone, after :meth:`freeing`."""
         with self._rules.lock:
-            self._rules.release_all(self.by_storage.get(_torch.cdata_of(storage), {}).values())
+            self._rules.release_all(self.by_storage.get(cdata_of(storage), {}).values())
 
     def hand_over(self, give: Callable[[Any, int, int], object]) -> None:
         """Release recorded uses after ``give`` was called with what each holds, the device index, and the stream.
@@ -330,6 +335,6 @@ class RecordedUses:
                 for hold in keys_of(queue.holds):
                     with self._rules.lock:
                         for storage in hold.storages:
-                            if _torch.cdata_of(storage) not in _torch.KEPT:
+                            if cdata_of(storage) not in KEPT:
                                 give(storage, queue.index, queue.stream)
                                 self._rules.release(hold)

@@ -30,6 +30,7 @@ class Rules:
     def __init__(self, streams: Streams, lag: int) -> None:
         self.streams = streams
         self.lag = lag
+        self.interval: float = 0  # seconds in which events are looked at once, while few bytes come
         self.nonempty: dict[Queue, None] = {}  # the queues that have holds: none in a program that waits for its works
         self.quarantine: dict[Hold, None] = {}  # what has failed
         self.observer: Observer | None = None

@@ -39,10 +39,8 @@ class StreamOrder:
     """
 
     def __init__(self, rules: Rules, handoffs: Handoffs, recorded_uses: RecordedUses) -> None:
-        self._rules = rules
-        self._streams = rules.streams
-        self._handoffs = handoffs
-        self._recorded_uses = recorded_uses
+        self._rules, self._streams = rules, rules.streams
+        self._handoffs, self._recorded_uses = handoffs, recorded_uses
         # What each stream has waited for. Each is replaced and never changed, because threads may share a stream: one
         # of two that wait at once may get lost, which only keeps memory until the device is there.
         self._behind: dict[StreamKey, Note] = {}
