@@ -13,6 +13,7 @@ import warnings
 from pathlib import Path
 from unittest import mock
 
+import numpy
 import pytest
 import torch
 import torch.distributed as stock
@@ -166,7 +167,12 @@ def check_options(made):
     with noting(made, "all_to_all_single") as notes:
         made.all_to_all_single(torch.ones(2), torch.ones(2), [2], [2])
         assert notes.given[0][-3:-1] == ([2], [2])
-    for sizes in ([2.5], (2,), [-2], [1 << 70], 2):  # c10d's to refuse, or to take
+        for kind in (numpy.int64, numpy.uint8):  # as Megatron gives them
+            made.all_to_all_single(torch.ones(2), torch.ones(2), numpy.array([2], kind), numpy.array([2], kind))
+            assert notes.given[-1][-3:-1] == ([2], [2])
+            assert {type(size) for sizes in notes.given[-1][-3:-1] for size in sizes} == {int}
+    arrays = numpy.array([2.0]), numpy.array([[2]]), numpy.array(2), numpy.array([-2]), torch.tensor([2])
+    for sizes in ([2.5], (2,), [-2], [1 << 70], 2, *arrays):  # c10d's to refuse, or to take
         assert not goes(made, "all_to_all_single", torch.ones(2), torch.ones(2), sizes, [2])
         assert not goes(made, "all_to_all_single", torch.ones(2), torch.ones(2), [2], sizes)
     with noting(made, "broadcast") as notes:

@@ -206,7 +206,7 @@ def test_pythons_calls_go_past_the_dispatcher_and_cs_do_not(device, ledger, monk
     assert places[:2] == ["used_on", inspect.currentframe().f_code.co_name]
 
 
-@pytest.mark.parametrize("who", ["subclass", "function mode", "dispatch mode", "profiler", "transform"])
+@pytest.mark.parametrize("who", ["subclass", "wrapper", "function mode", "dispatch mode", "profiler", "transform"])
 def test_who_is_to_see_the_operator_sees_it(device, ledger, who):
     seen = []
 
@@ -215,11 +215,20 @@ def test_who_is_to_see_the_operator_sees_it(device, ledger, who):
             seen.append(function._schema.name)
             return function(*args, **(kwargs or {}))
 
+    class Wrapper(torch.Tensor):
+        __torch_function__ = torch._C._disabled_torch_function_impl
+
+        @classmethod
+        def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+            seen.append(function._schema.name)
+
     tensor = device.allocate(0, 64)
     with avoid_record_streams() as avoided:
         if who == "subclass":
             with Sees():  # below the subclass
                 tensor.as_subclass(Sub).record_stream(stream(1))
+        elif who == "wrapper":
+            torch.Tensor._make_subclass(Wrapper, tensor).record_stream(stream(1))
         elif who == "function mode":
             with SeesFunctions() as mode:
                 tensor.record_stream(stream(1))
@@ -241,7 +250,7 @@ def test_who_is_to_see_the_operator_sees_it(device, ledger, who):
                 torch.func.vmap(batched)(tensor)
             seen.append("aten::record_stream")
         assert "aten::record_stream" in seen
-        assert avoided.calls == (who != "transform")
+        assert avoided.calls == (who not in ("wrapper", "transform"))
 
 
 def test_what_is_no_stream_or_has_no_storage_is_torchs_to_refuse(device, ledger):

@@ -271,6 +271,8 @@ def split_sizes(sizes: Any) -> list[int] | None:
     """Return what a backend is given for the sizes of an all_to_all's parts; None if they are c10d's to look at."""
     if sizes is None:
         return _EQUAL
+    if getattr(getattr(sizes, "dtype", None), "kind", "") in ("i", "u"):  # numpy's array, such as Megatron gives
+        sizes = sizes.tolist()
     if type(sizes) is not list or not _INTEGERS.issuperset(map(type, sizes)):
         return None
     return sizes if not sizes or (min(sizes) >= 0 and max(sizes) < _LARGEST) else None
