@@ -77,27 +77,29 @@ def _first_use() -> None:
 def _around_record(original: Callable[..., None], ledger: Ledger) -> Callable[..., None]:
     @functools.wraps(original)
     def record(event: torch.cuda.Event, stream: torch.cuda.Stream | None = None) -> None:
-        if stream is None:
-            stream = torch.cuda.current_stream()
         known = vars(event)
         known.pop(_NOTE, None)
-        # A generic torch.Stream does not tell its handle.
-        raw: int | None = getattr(stream, "cuda_stream", None)
-        note = None if raw is None else recorded(stream.device_index, raw)
+        note = None
+        if held:
+            if stream is None:
+                stream = torch.cuda.current_stream()
+            # A generic torch.Stream does not tell its handle.
+            raw: int | None = getattr(stream, "cuda_stream", None)
+            note = None if raw is None else recorded(stream.device_index, raw)
         original(event, stream)
         if note is not None:
             known[_NOTE] = note
 
-    recorded = ledger.stream_order.recorded
+    held, recorded = ledger.nonempty, ledger.stream_order.recorded
     return record
 
 
 def _around_wait(original: Callable[..., None], ledger: Ledger) -> Callable[..., None]:
     @functools.wraps(original)
     def wait(event: torch.cuda.Event, stream: torch.cuda.Stream | None = None) -> None:
-        if stream is None:
-            stream = torch.cuda.current_stream()
         note: Note | None = vars(event).get(_NOTE)
+        if stream is None and note is not None:
+            stream = torch.cuda.current_stream()
         original(event, stream)
         if note is not None and (raw := getattr(stream, "cuda_stream", None)) is not None:
             waited(stream.device_index, raw, note)

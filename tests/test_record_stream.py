@@ -385,8 +385,10 @@ def test_too_much_behind_the_host_is_ordered(device, monkeypatch):
 
 @pytest.mark.parametrize("window", [8, 64])
 @pytest.mark.parametrize("old", [0, 200])
-def test_what_nobody_uses_does_not_pile_up_whatever_the_order_s3(device, ledger, window, old):
+@pytest.mark.parametrize("every", [4, 64])
+def test_what_nobody_uses_does_not_pile_up_whatever_the_order_s3(device, ledger, monkeypatch, window, old, every):
     """S3: nobody tells when the last reference goes, so what is found by looking must not be less than what comes."""
+    monkeypatch.setattr(record_stream, "EVERY", every)
     with avoid_record_streams():
         kept = [used_on(device, 1) for _ in range(old)]
         used = collections.deque()
@@ -395,11 +397,39 @@ def test_what_nobody_uses_does_not_pile_up_whatever_the_order_s3(device, ledger,
             if len(used) > window:
                 del used[0 if number % 2 else window // 2]
             device.finish()
-        assert len(ledger.pending()) <= (window + old) * 1.5 + 20
+        assert len(ledger.pending()) <= (window + old) * 1.5 + 20 + 2 * (every - 4)
         used.clear()
         kept.clear()
         drain_ledger(ledger)
         assert not device.live()
+
+
+def test_much_memory_is_looked_at_by_the_next_call_s3(device, monkeypatch):
+    few = Ledger(device, handoff_budget=8 * 64 * 3)
+    few.interval = 100
+    monkeypatch.setattr(record_stream, "EVERY", 1 << 30)
+    monkeypatch.setattr(
+        record_stream, "_intercept", lambda: record_stream._Interception(few, "CPU", lambda stream: stream.stream_id)
+    )
+    with avoid_record_streams():
+        for _ in range(100):
+            used_on(device, 1)
+            device.finish()
+            assert len(few.pending()) <= 12
+        assert len(few.pending()) > 3
+    few.sweep(thorough=True)
+
+
+def test_in_a_capture_each_call_of_record_stream_looks_s5(device, ledger):
+    with avoid_record_streams():
+        device.begin_capture(1)
+        device.wait(device.streams[2], device.here().past, device.here().capture)
+        for _ in range(10):
+            used_on(device, 2, 1)
+            assert len(ledger.pending()) == 1
+            device.settle()
+        device.end_capture()
+    ledger.sweep()
 
 
 @pytest.mark.parametrize("passed", ["one", "both"])
@@ -721,13 +751,18 @@ def test_count_counts_by_call_site(device, ledger):
 
 
 def test_sites_of_code_that_is_gone_are_not_taken_for_others(device, ledger):
-    """A new code object can lie where an old one did."""
+    """A new code object could lie where an old one did."""
+    codes = []
     with avoid_record_streams("count") as avoided:
-        for number in range(50):
+        for number in range(2):
             names = {}
             exec(compile("def called(tensor, s): tensor.record_stream(s)", f"file{number}.py", "exec"), names)
             names["called"](device.allocate(0, 64), stream(1))
-    assert avoided.sites == {f"file{number}.py:1 in called": 1 for number in range(50)}
+            codes.append(weakref.ref(names["called"].__code__))
+            del names
+    gc.collect()
+    assert all(code() is not None for code in codes)
+    assert avoided.sites == {f"file{number}.py:1 in called": 1 for number in range(2)}
     device.finish()
 
 

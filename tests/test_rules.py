@@ -7,6 +7,7 @@ import time
 from unittest import mock
 
 import pytest
+import torch
 from simulated import INDEX, FakeGroup, SimulatedDevice, call, call_sync
 
 from safecomm.core import ledger as ledgers
@@ -121,15 +122,16 @@ def later(monkeypatch):
     return pass_
 
 
-def held_by_event(device, ledger, group, kind: str, home: int = 0) -> None:
-    """Have the ledger hold memory of stream ``home`` that is used on stream 1, by an event."""
+def held_by_event(device, ledger, group, kind: str, home: int = 0) -> torch.Tensor:
+    """Have the ledger hold memory of stream ``home`` that is used on stream 1, by an event, and return the tensor."""
+    tensor = device.allocate(home, 64)
     if kind == "handoff":
         device.switch(1)
-        call_sync(ledger, group, [device.allocate(home, 64)])
+        call_sync(ledger, group, [tensor])
     else:
-        tensor = device.allocate(home, 64)
         device.launch(device.streams[1], device.blocks_of([tensor]))
         assert ledger.recorded_uses.add(tensor.untyped_storage(), INDEX, 1, sys._getframe())
+    return tensor
 
 
 @pytest.mark.parametrize("kind", ["handoff", "recorded use"])
@@ -183,12 +185,18 @@ def test_in_a_capture_each_call_looks_s5(device, group, later, kind) -> None:
     ledger.interval = 100
     device.begin_capture(1)
     device.wait(device.streams[2], device.here().past, device.capturing)
+    kept = held_by_event(device, ledger, group, kind, home=2)
+    ledger.sweep()
     for _ in range(3):
         held_by_event(device, ledger, group, kind, home=2)
         assert not ledger.can_skip_sweep()
         ledger.sweep()
-        assert ledger.pending() == []
+        assert len(ledger.pending()) == 1
         device.settle()
+    del kept
+    ledger.sweep()
+    assert ledger.pending() == []
+    device.settle()
     device.end_capture()
 
 

@@ -48,10 +48,9 @@ class StreamOrder:
     def recorded(self, index: int, stream: int) -> Note | None:
         """Return the note of an event that is about to be recorded on ``stream``; None if it tells of no use.
 
-        To be asked before the event is recorded: another thread may use more memory there in between.
+        To be asked before the event is recorded: another thread may use more memory there in between. Nobody need ask
+        while nothing is held.
         """
-        if not self._rules.nonempty:
-            return None
         here = stream, index
         used = here in self._handoffs.used_on
         if not used and here not in self._behind:
