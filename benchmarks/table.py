@@ -402,6 +402,32 @@ def ordered(results):
     return head + table(columns, rows) + "\n" + told + table(named, times)
 
 
+def recorded_use(results):
+    rows, before = results["rows"], results["before"]
+    told = (
+        "With torch {torch} on one {device}, one rank, at the commit {commit}: `{command}`, in us of the host a call. "
+        '"Whole": a tensor is\nallocated, recorded and freed, with all that gives it back. "Cold": 4 MiB of other memory '
+        "are read before each call.\n\n"
+    ).format(**results)
+    calls = [
+        (case, row["torch"], row["converted"], before["rows"][case]["converted"])
+        for case, row in rows.items()
+        if "converted" in row
+    ]
+    others = [
+        (case, row["torch"], row["safecomm"], before["rows"][case]["safecomm"])
+        for case, row in rows.items()
+        if {"torch", "safecomm"} <= row.keys()
+    ]
+    earlier = f"at {before['commit']}"
+    return (
+        told
+        + table(("record_stream", "torch's", "converted", earlier), calls)
+        + "\n"
+        + table(("memory of another stream", "torch", "safecomm", earlier), others)
+    )
+
+
 def imported(results):
     compiled, source = results["byte code"], results["source"]
     return (
@@ -495,6 +521,8 @@ def figures():
         megatron_buffers(load("megatron_buffers.json")),
         "## Side streams ordered by events\n",
         ordered(load("stream_order_one.json")),
+        "## Host time of record_stream and of handoffs\n",
+        recorded_use(load("recorded_use.json")),
         "## Host time of a call\n",
         host_of_now(load("host_time_one.json"), load("host_time_one_1mib.json")),
         "On gloo, torch 2.13: CPU time of the calling thread.\n",

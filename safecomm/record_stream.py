@@ -319,20 +319,22 @@ class _Interception:
             context = policy()
             if (
                 context is not None  # else it was left, and somebody has put theirs over this
-                and type(tensor) in PLAIN
-                and isinstance(s, torch.Stream)
+                and type(tensor) in plain
+                and isinstance(s, stream_type)
                 and is_here(tensor)
                 and tensor.layout is strided
                 and not (has_torch_function(tensor) or dispatch_modes() or profiler._is_profiler_enabled)
                 and transform() is None
             ):
-                self._record(tensor, s, sys._getframe(1), context)
+                record(tensor, s, getframe(1), context)
             else:
                 original(tensor, s)
 
+        # In a program little of what a call touches is in the caches: each name that is looked up elsewhere counts.
         is_here: Callable[[torch.Tensor], bool] = operator.attrgetter(f"is_{self._key.lower()}")
         has_torch_function, dispatch_modes, profiler = _torch.has_torch_function, _torch.dispatch_modes, _torch.profiler
-        transform, strided = _torch.transform, torch.strided
+        transform, strided, plain, stream_type = _torch.transform, torch.strided, PLAIN, torch.Stream
+        record, getframe = self._record, sys._getframe
         return record_stream
 
     def record_stream(self, tensor: torch.Tensor, stream: torch.Stream) -> None:

@@ -98,10 +98,13 @@ def _around_wait(original: Callable[..., None], ledger: Ledger) -> Callable[...,
     @functools.wraps(original)
     def wait(event: torch.cuda.Event, stream: torch.cuda.Stream | None = None) -> None:
         note: Note | None = vars(event).get(_NOTE)
-        if stream is None and note is not None:
+        if note is None:
+            original(event, stream)
+            return
+        if stream is None:
             stream = torch.cuda.current_stream()
         original(event, stream)
-        if note is not None and (raw := getattr(stream, "cuda_stream", None)) is not None:
+        if (raw := getattr(stream, "cuda_stream", None)) is not None:
             waited(stream.device_index, raw, note)
 
     waited = ledger.stream_order.waited

@@ -97,7 +97,8 @@ class Handoffs:
             return
         # To ask about the current stream takes torch less than the driver.
         capture = self._streams.capture(stream) if stream and self._streams.is_capturing(index, stream) else 0
-        queue = self.queue((stream, index, capture), index, stream, capture)
+        key = stream, index, capture
+        queue = self.queues.get(key) or self.queue(key, index, stream, capture)
         self.count += 1
         hold = Handoff()
         hold.op, hold.code, hold.instruction, hold.since = op, code, instruction, since

@@ -159,7 +159,9 @@ class RecordedUses:
             if hold is not None and hold.event is None:
                 hold.pointer, hold.alloc_stream = pointer, allocated_on
                 return True
-            queue = self._handoffs.queue(("recorded", *key), index, stream, capture, RecordedUseQueue, self)
+            queue: Any = self._handoffs.queues.get(("recorded", *key))
+            if queue is None:
+                queue = self._handoffs.queue(("recorded", *key), index, stream, capture, RecordedUseQueue, self)
             hold = RecordedUse()
             hold.code, hold.instruction, hold.since = frame.f_code, frame.f_lasti, _now()
             hold.stream, hold.alloc_stream, hold.pointer = stream, allocated_on, pointer

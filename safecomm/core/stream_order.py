@@ -87,17 +87,18 @@ class StreamOrder:
         Returns whether others may be left.
         """
         stream, index = waiting
-        with self._rules.lock:
+        rules, here = self._rules, queue.index == index
+        with rules.lock:
             holds = first_of(_ready(queue), SCAN)
             left = len(holds) == SCAN
             for hold in holds:
                 if hold.serial >= serial:
                     break
-                if hold.alloc_stream == stream and queue.index == index:
+                if here and hold.alloc_stream == stream:
                     # For each one's event, although the last one's is behind the others' if all were recorded on one
                     # stream: another stream may have got the handle of one that was destroyed.
                     self._streams.wait_event(index, stream, hold.event)
-                    self._rules.release(hold)
+                    rules.release(hold)
                 else:
                     left = True
         return left

@@ -136,15 +136,12 @@ class CudaStreams(Allocations):
     is_capturing = staticmethod(_torch.is_capturing)
 
     def _stream(self, index: int, stream: int) -> torch.cuda.Stream:
-        known = self._streams.get((index, stream))
-        if known is None:
-            known = self._streams[index, stream] = stream_object(index, stream)
-        return known
+        return self._streams.setdefault((index, stream), stream_object(index, stream))
 
     def record_event(self, index: int, stream: int) -> torch.cuda.Event:
         pool = self._events.get(index)
         event = pool.pop() if pool else torch.cuda.Event()  # type: ignore[no-untyped-call]
-        _EVENT.record(event, self._stream(index, stream))
+        _EVENT.record(event, self._streams.get((index, stream)) or self._stream(index, stream))
         return event
 
     def query_event(self, event: Any) -> bool:
@@ -154,14 +151,14 @@ class CudaStreams(Allocations):
         self._events.setdefault(index, []).append(event)
 
     def wait_event(self, index: int, stream: int, event: torch.cuda.Event) -> None:
-        _EVENT.wait(event, self._stream(index, stream))
+        _EVENT.wait(event, self._streams.get((index, stream)) or self._stream(index, stream))
 
     def pause(self, index: int, stream: int) -> None:
         with self.using(index, stream):
             _torch.spin(PAUSE)
 
     def using(self, index: int, stream: int) -> AbstractContextManager[object]:
-        return torch.cuda.stream(self._stream(index, stream))
+        return torch.cuda.stream(self._streams.get((index, stream)) or self._stream(index, stream))
 
     def relaxed_capture_mode(self) -> AbstractContextManager[object]:
         return _Relaxed()
