@@ -301,7 +301,7 @@ class _Interception:
             for override in ("_record_stream", "_resize", "_resize_storage"):
                 if override in vars(self):
                     vars(self)[override].remove()
-            self.ledger.sweep()
+            self.ledger.sweep(thorough=True)
             if self._installed and self._record_stream.original is not None:
                 self.ledger.recorded_uses.hand_over(_give)
         finally:

@@ -24,6 +24,7 @@ from simulated import INDEX, ArenaDevice, ArenaGraph, FakeGroup, Launched, Viola
 
 from safecomm import _torch
 from safecomm.arena import Arena, size_class
+from safecomm.arena import arena as arenas
 from safecomm.arena.free_list import FreeList, Range
 from safecomm.arena.layout import Layout
 from safecomm.arena.size_class import ALIGNMENT, NO_STREAMS, PROBES, SizeClass, Slot
@@ -32,6 +33,7 @@ from safecomm.core.captures import CapturedGraph
 from safecomm.core.drain import drain_ledger
 from safecomm.core.ledger import Ledger
 from safecomm.core.refcounts import UNUSED
+from safecomm.errors import ArenaFullError
 
 CAPACITY = 5 * ALIGNMENT  # so that it is often full
 SIZES = st.sampled_from([100, 512, 512, 1024, 1500, 2048])
@@ -48,6 +50,32 @@ def _quiet() -> Iterator[None]:
     log.setLevel(logging.ERROR)
     yield
     log.setLevel(before)
+
+
+def test_a_request_without_room_looks_for_what_is_over_however_recently_that_was_done(monkeypatch) -> None:
+    device = ArenaDevice()
+    ledger = Ledger(device)
+    ledger.interval = 100
+    monkeypatch.setattr(arenas, "LEDGER", ledger)
+    arena = object.__new__(Arena)
+    arena._start(torch.empty(CAPACITY, dtype=torch.uint8), INDEX, device, "raise", {}, None)
+    tensor = arena.empty(CAPACITY, dtype=torch.uint8)
+    device.hand_out(tensor, 0)
+    group = FakeGroup(device, "nccl")
+    device.switch(1)
+    call_sync(ledger, group, [tensor])
+    del tensor
+    device.switch(0)
+    ledger.sweep()
+    with pytest.raises(ArenaFullError):
+        arena.empty(CAPACITY, dtype=torch.uint8)
+    device.finish()
+    ledger.sweep()
+    assert len(ledger.pending()) == 1
+    tensor = arena.empty(CAPACITY, dtype=torch.uint8)
+    assert ledger.pending() == []
+    del tensor
+    arena.close()
 
 
 class ArenaPrograms(RuleBasedStateMachine):

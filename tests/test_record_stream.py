@@ -420,6 +420,17 @@ def test_much_memory_is_looked_at_by_the_next_call_s3(device, monkeypatch):
     few.sweep(thorough=True)
 
 
+def test_leaving_gives_back_what_is_over_however_recently_it_was_looked_at_s3(device, ledger):
+    ledger.interval = 100
+    with avoid_record_streams():
+        used_on(device, 1)
+        ledger.sweep()
+        device.finish()
+        ledger.sweep()
+        assert states(ledger) == ["handed off"]
+    assert states(ledger) == []
+
+
 def test_in_a_capture_each_call_of_record_stream_looks_s5(device, ledger):
     with avoid_record_streams():
         device.begin_capture(1)

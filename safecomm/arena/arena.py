@@ -309,6 +309,12 @@ class Arena:
         with self._layout.lock:
             self._refuse_ended("Arena.empty()")  # another thread may have closed the arena meanwhile
             tensor = self._take(size, shape, dtype, stream, bucket)
+            if tensor is not None or self._layout.changing or not LEDGER.nonempty:
+                return self._fall_back(shape, dtype, stream, bucket) if tensor is None else tensor
+        LEDGER.sweep(thorough=True)  # what is over may be held still, because it was looked at a moment ago
+        with self._layout.lock:
+            self._refuse_ended("Arena.empty()")
+            tensor = self._take(size, shape, dtype, stream, bucket)
             return self._fall_back(shape, dtype, stream, bucket) if tensor is None else tensor
 
     def if_room(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
