@@ -314,7 +314,7 @@ def test_contexts_tell_what_they_are_and_whether_they_are_entered():
     with avoided:
         for name in ("f", "f", "g"):
             avoided._note(compile("0", "a.py", "exec").replace(co_name=name), 0)
-        assert repr(avoided).endswith("inside, 3 calls of record_stream, 2 of them from a.py:1 in f>")
+        assert repr(avoided).endswith("inside, 3 calls of record_stream, 2 of them from a.py:0 in f>")
     used = safecomm.use_arena("1MiB", device="cpu")
     assert repr(used) == "<use_arena(<Arena of 1048576 bytes on cpu>): outside>"
     with used:

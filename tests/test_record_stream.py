@@ -424,10 +424,9 @@ def test_leaving_gives_back_what_is_over_however_recently_it_was_looked_at_s3(de
     ledger.interval = 100
     with avoid_record_streams():
         used_on(device, 1)
-        ledger.sweep()
         device.finish()
         ledger.sweep()
-        assert states(ledger) == ["handed off"]
+        assert states(ledger) == ["recorded"]
     assert states(ledger) == []
 
 

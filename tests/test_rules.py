@@ -11,6 +11,7 @@ import torch
 from simulated import INDEX, FakeGroup, SimulatedDevice, call, call_sync
 
 from safecomm.core import ledger as ledgers
+from safecomm.core import recorded_uses
 from safecomm.core.ledger import Ledger
 
 
@@ -117,8 +118,12 @@ def later(monkeypatch):
         nonlocal passed
         passed += seconds
 
+    def now() -> float:
+        return clock() + passed
+
     clock = time.perf_counter
-    monkeypatch.setattr(ledgers, "_now", lambda: clock() + passed)
+    for where, name in ((ledgers, "_now"), (recorded_uses, "_now"), (time, "perf_counter")):
+        monkeypatch.setattr(where, name, now)
     return pass_
 
 
@@ -141,6 +146,9 @@ def test_events_are_looked_at_once_in_a_while_s3_s10(device, group, later, kind)
     ledger.interval = 100
     held_by_event(device, ledger, group, kind)
     ledger.sweep()
+    assert device.calls["query"] == 0
+    later(101)
+    ledger.sweep()
     assert device.calls["query"] == 1
     device.finish()
     for _ in range(5):
@@ -161,6 +169,7 @@ def test_events_are_looked_at_where_much_has_come_s3(device, group, later, kind)
     ledger = Ledger(device, handoff_budget=8 * 64 * 3)
     ledger.interval = 100
     held_by_event(device, ledger, group, kind)
+    later(101)
     ledger.sweep()
     for _ in range(3):
         device.finish()
@@ -217,7 +226,6 @@ def test_works_are_looked_at_beside_events_that_are_not_s3(device, group, later)
     ledger = Ledger(device)
     ledger.interval = 100
     held_by_event(device, ledger, group, "handoff")
-    ledger.sweep()
     launched = call(ledger, group, [device.allocate(1, 64)])
     assert ledger.can_skip_sweep()
     del launched
@@ -225,6 +233,27 @@ def test_works_are_looked_at_beside_events_that_are_not_s3(device, group, later)
     device.finish()
     ledger.sweep()
     assert ledger.pending() == []
+
+
+@pytest.mark.parametrize("kind", ["handoff", "recorded use"])
+def test_what_waits_give_back_needs_no_look_s10(device, group, later, kind) -> None:
+    """Neither because of the time since the last one, nor because of the bytes that have come and gone."""
+    ledger = Ledger(device, handoff_budget=8 * 64)
+    ledger.interval = 100
+    for _ in range(5):
+        later(90)
+        held_by_event(device, ledger, group, kind)
+        assert ledger.can_skip_sweep()
+        note = ledger.stream_order.recorded(INDEX, 1)
+        device.wait(device.streams[0], device.streams[1].past, 0)
+        ledger.stream_order.waited(INDEX, 0, note)
+        assert ledger.pending() == []
+    held_by_event(device, ledger, group, kind)
+    held_by_event(device, ledger, group, kind)
+    assert not ledger.can_skip_sweep()
+    ledger.sweep(thorough=True)
+    device.finish()
+    ledger.sweep(thorough=True)
 
 
 def test_recorded_uses_that_pile_up_order_no_stream_that_another_thread_captures_s5(device) -> None:

@@ -301,7 +301,7 @@ class Arena:
         slots.append(slot)
         return tensor
 
-    def _empty(self, size: tuple[Any, ...], dtype: torch.dtype, stream: int, bucket: str) -> torch.Tensor:
+    def _empty(self, size: Any, dtype: torch.dtype, stream: int, bucket: str, last: bool = False) -> torch.Tensor:
         self._refuse_ended("Arena.empty()")
         shape = shape_of(size, dtype, "Arena.empty()")
         if bucket not in self._layout.buckets:
@@ -309,13 +309,10 @@ class Arena:
         with self._layout.lock:
             self._refuse_ended("Arena.empty()")  # another thread may have closed the arena meanwhile
             tensor = self._take(size, shape, dtype, stream, bucket)
-            if tensor is not None or self._layout.changing or not LEDGER.nonempty:
+            if tensor is not None or last or self._layout.changing or not LEDGER.nonempty:
                 return self._fall_back(shape, dtype, stream, bucket) if tensor is None else tensor
         LEDGER.sweep(thorough=True)  # what is over may be held still, because it was looked at a moment ago
-        with self._layout.lock:
-            self._refuse_ended("Arena.empty()")
-            tensor = self._take(size, shape, dtype, stream, bucket)
-            return self._fall_back(shape, dtype, stream, bucket) if tensor is None else tensor
+        return self._empty(size, dtype, stream, bucket, True)
 
     def if_room(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
         """Return what :meth:`empty` does if that is a slot, and None if not, for callers that can do without.

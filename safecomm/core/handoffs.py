@@ -108,6 +108,8 @@ class Handoffs:
         # Threads may use one stream. The order of the queue is that of the events, and of the serials.
         with self._rules.lock:
             hold.event, hold.serial = self._streams.record_event(index, stream), next(self._rules.serials)
+            if not (queue.holds or capture):
+                queue.next_look, queue.unseen_bytes = since + self._rules.interval, 0
             queue.holds[hold] = None
             queue.nonempty[queue] = None
         queue.unseen_bytes += nbytes_of(foreign)

@@ -159,14 +159,14 @@ class RecordedUses:
             if hold is not None and hold.event is None:
                 hold.pointer, hold.alloc_stream = pointer, allocated_on
                 return True
-            queue: Any = self._handoffs.queues.get(("recorded", *key))
-            if queue is None:
-                queue = self._handoffs.queue(("recorded", *key), index, stream, capture, RecordedUseQueue, self)
+            queue = self._handoffs.queue(("recorded", *key), index, stream, capture, RecordedUseQueue, self)
             hold = RecordedUse()
             hold.code, hold.instruction, hold.since = frame.f_code, frame.f_lasti, _now()
             hold.stream, hold.alloc_stream, hold.pointer = stream, allocated_on, pointer
             hold.release_by, hold.unordered = "defer" if unordered else release_by, unordered
             hold.queue, hold.storages = queue, (storage,)
+            if not (queue.holds or capture):
+                queue.next_look, queue.unseen_bytes = hold.since + rules.interval, 0
             queue.holds[hold] = None
             queue.nonempty[queue] = None
             self.by_storage.setdefault(cdata, {})[key] = hold  # last: from then on the storage counts as held
@@ -204,8 +204,11 @@ class RecordedUses:
         queue = self._handoffs.queues.get(("recorded", stream, index, capture)) if self.by_storage else None
         return queue if isinstance(queue, RecordedUseQueue) and queue.holds else None
 
-    def look(self, queue: RecordedUseQueue) -> None:
-        """Record events for those of ``queue`` that nobody else uses any more, as far as a few looks find them."""
+    def look(self, queue: RecordedUseQueue, *, at_newest: bool = False) -> None:
+        """Record events for those of ``queue`` that nobody else uses any more, as far as a few looks find them.
+
+        ``at_newest``: looks at the newest alone, but in a capture.
+        """
         if queue.capture:
             for hold in queue.oldest(SCAN):
                 if not self._see(queue, hold):
@@ -214,7 +217,8 @@ class RecordedUses:
             return
         for hold in queue.newest(FEW):
             self._see(queue, hold)
-        self._see_others(queue)
+        if not at_newest:
+            self._see_others(queue)
 
     # --- rules 2 and 3: complete, or too far behind -----------------------------------------------------------
 

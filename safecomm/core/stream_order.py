@@ -57,7 +57,7 @@ class StreamOrder:
             return None
         capture = capture_of(self._streams, stream)
         if used and (recorded := self._recorded_uses.queue_of(*here, capture)) is not None:
-            self._recorded_uses.look(recorded)
+            self._recorded_uses.look(recorded, at_newest=True)
         known = self._known(here, capture) if here in self._behind else {}
         if used:
             known[here] = next(self._rules.serials)
@@ -87,18 +87,17 @@ class StreamOrder:
         Returns whether others may be left.
         """
         stream, index = waiting
-        rules, here = self._rules, queue.index == index
-        with rules.lock:
+        with self._rules.lock:
             holds = first_of(_ready(queue), SCAN)
             left = len(holds) == SCAN
             for hold in holds:
                 if hold.serial >= serial:
                     break
-                if here and hold.alloc_stream == stream:
+                if hold.alloc_stream == stream and queue.index == index:
                     # For each one's event, although the last one's is behind the others' if all were recorded on one
                     # stream: another stream may have got the handle of one that was destroyed.
                     self._streams.wait_event(index, stream, hold.event)
-                    rules.release(hold)
+                    self._rules.release(hold)
                 else:
                     left = True
         return left
