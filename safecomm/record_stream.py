@@ -434,6 +434,8 @@ class _Interception:
             return self._resize.original(tensor, size, memory_format=memory_format)  # type: ignore[misc]
 
         storage = tensor.untyped_storage()
+        if _torch.cdata_of(storage) not in self.ledger.recorded_uses.by_storage:
+            return resize()  # type: ignore[no-any-return]
         needed = (math.prod(size) + tensor.storage_offset()) * tensor.element_size()
         return self._resized(storage, resize) if needed > storage.nbytes() else resize()  # type: ignore[no-any-return]
 

@@ -104,7 +104,7 @@ def corruption() -> Shown:
     z, first = _program(ours, leave)
     ours.run_all()
     right = ours.values[ours.blocks_of([z])[0]]
-    ledger.sweep()
+    ledger.sweep(thorough=True)
     again = ours.is_free(first)
     return Shown(
         "1. A tensor that is overwritten, and one that is not",
