@@ -406,8 +406,8 @@ def recorded_use(results):
     rows, before = results["rows"], results["before"]
     told = (
         "With torch {torch} on one {device}, one rank, at the commit {commit}: `{command}`, in us of the host a call. "
-        '"Whole": a tensor is\nallocated, recorded and freed, with all that gives it back. "Cold": 4 MiB of other memory '
-        "are read before each call.\n\n"
+        '"Whole": a tensor is\nallocated, recorded and freed, with all that gives it back. "Cold": 4 MiB of other '
+        "memory are read before each call.\n\n"
     ).format(**results)
     calls = [
         (case, row["torch"], row["converted"], before["rows"][case]["converted"])
