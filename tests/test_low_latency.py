@@ -82,7 +82,7 @@ def switched_on(group=None, limits=SMALL, timeout=timedelta(seconds=30), **how):
             assert on_now.reason == ""
             yield on_now
     finally:
-        del low_latency.STAGINGS["gloo"]
+        low_latency.STAGINGS.pop("gloo", None)  # one in another has done it
 
 
 def of_rank(rank, count, dtype):

@@ -82,6 +82,7 @@ from safecomm._torch.modes import probing as probing
 from safecomm._torch.modes import profiler as profiler
 from safecomm._torch.modes import transform as transform
 from safecomm._torch.modes import undisturbed as undisturbed
+from safecomm._torch.modes import without_functions as without_functions
 from safecomm._torch.names import LACKING as LACKING
 from safecomm._torch.names import NAMES as NAMES
 from safecomm._torch.names import missing as missing
@@ -109,6 +110,7 @@ from safecomm._torch.segment_table import GRANULE as GRANULE
 from safecomm._torch.segment_table import UNKNOWN as UNKNOWN
 from safecomm._torch.segment_table import Segment as Segment
 from safecomm._torch.segment_table import buffer_id as buffer_id
+from safecomm._torch.storages import KEEPS_ATTRIBUTES as KEEPS_ATTRIBUTES
 from safecomm._torch.storages import KEPT as KEPT
 from safecomm._torch.storages import MAKES_STORAGES as MAKES_STORAGES
 from safecomm._torch.storages import USE_COUNT as USE_COUNT

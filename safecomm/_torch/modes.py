@@ -70,7 +70,7 @@ _without_modes: Callable[[], AbstractContextManager[object]] = look_up(
     "what is set up inside of a TorchDispatchMode is seen by it",
 )  # fmt: skip
 
-_without_functions: Callable[[], AbstractContextManager[object]] = look_up(
+without_functions: Callable[[], AbstractContextManager[object]] = look_up(
     "torch._C.DisableTorchFunction", contextlib.nullcontext,
     "an import inside of a TorchFunctionMode that raises finds names missing",
 )  # fmt: skip
@@ -108,7 +108,7 @@ def undisturbed() -> Iterator[None]:
 @contextlib.contextmanager
 def probing() -> Iterator[None]:
     """Leave what the program has active, such as a mode that refuses operations, to try a name of torch out."""
-    with _without_functions(), torch.inference_mode(False), undisturbed():
+    with without_functions(), torch.inference_mode(False), undisturbed():
         yield
 
 

@@ -13,6 +13,8 @@ call takes none: while it goes on there are no routes, so that every call goes t
 from __future__ import annotations
 
 import contextlib
+import types
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch.distributed.distributed_c10d as c10d
@@ -100,6 +102,27 @@ def offer(row: Row, group: object, tensors: tuple[Any, ...], op: object, asynchr
     return _run(engine, row, group, tensors, op, asynchronous)
 
 
+def take(
+    row: Row, group: object, tensors: tuple[Any, ...], op: object, site: Callable[[], types.FrameType]
+) -> bool:
+    """Offer a call of one of torch's operators to the engine; return whether it has run it, on the current stream.
+
+    Such a call runs now: what the buckets have deferred is launched before it. ``site`` tells the call site.
+    """
+    if REGIONS and group in REGIONS:
+        return False
+    if BUCKETS and group in BUCKETS:
+        with at_once(group):
+            return take(row, group, tensors, op, site)
+    engine = ENGINES.get(group) or ENGINES.get(None)
+    if engine is None:
+        return False
+    if _profiler._is_profiler_enabled and not SPAN.open:
+        with span(row.name):
+            return _run(engine, row, group, tensors, op, False, site) is not DECLINED
+    return _run(engine, row, group, tensors, op, False, site) is not DECLINED
+
+
 def _ordinary(route: Route, tensors: tuple[Any, ...], asynchronous: bool) -> bool:
     """Return whether a gate would launch a call of ``tensors`` on ``route`` itself."""
     guards = route.guards
@@ -119,7 +142,10 @@ def _ordinary(route: Route, tensors: tuple[Any, ...], asynchronous: bool) -> boo
     return not _modes() and not _profiler._is_profiler_enabled and not (asynchronous and _inflight())
 
 
-def _run(engine: Any, row: Row, group: object, tensors: tuple[Any, ...], op: object, asynchronous: bool) -> object:
+def _run(
+    engine: Any, row: Row, group: object, tensors: tuple[Any, ...], op: object, asynchronous: bool,
+    site: Callable[[], types.FrameType] = caller,
+) -> object:  # fmt: skip
     given = list(tensors)
     recording = captures.RECORDING
     flat = list(flatten(given)) if recording or asynchronous or row.staged else given
@@ -130,16 +156,16 @@ def _run(engine: Any, row: Row, group: object, tensors: tuple[Any, ...], op: obj
         return DECLINED
     _COUNT[row.key]()
     if recording:
-        captures.note(row.name, group, with_memory(flat), caller())
+        captures.note(row.name, group, with_memory(flat), site())
     if result is not None:
-        return finish(row, result, group, flat, caller())
+        return finish(row, result, group, flat, site())
     index = flat[0].get_device()
     if index >= 0 and not (
         all_on_current_stream(flat)
         if row.staged
         else _alloc_stream(flat[0].data_ptr(), flat[-1].data_ptr()) == _current(index)
     ):
-        LEDGER.hand_off(row.name, group, index, storages_of(flat), caller())
+        LEDGER.hand_off(row.name, group, index, storages_of(flat), site())
     return None
 
 

@@ -12,6 +12,7 @@ import contextlib
 import functools
 import gc
 import logging
+import sys
 import threading
 import types
 import weakref
@@ -359,7 +360,7 @@ def _around_begin(original: Callable[..., object]) -> Callable[..., None]:
     def capture_begin(graph: torch.cuda.CUDAGraph, pool: Any = None, *args: object, **kwargs: object) -> None:
         pool = getattr(pool, "id", pool)  # of a MemPool, which torch 2.14 takes as well
         # A pool by its name, because a graph does not tell its pool before the capture has ended.
-        shared_ranges = [] if pool is None else LEDGER.streams.allocated(tuple(pool))
+        shared_ranges = [] if pool is None or _is_of_trees() else LEDGER.streams.allocated(tuple(pool))
         pool = torch.cuda.graph_pool_handle() if pool is None else pool
         if _watchers:
             for prepare in BEFORE:
@@ -422,6 +423,19 @@ def _end_capture(captured: CapturedGraph) -> None:
         f"the capture at {captured.site} ended with works that nobody has waited for: {'; '.join(unjoined)}. "
         "Wait for each inside the capture. The graph was reset; nothing else was harmed."
     )
+
+
+def _is_of_trees() -> bool:
+    """Return whether our caller's capture is made by ``torch.compile(mode="reduce-overhead")``.
+
+    Its graphs share a pool, in which torch keeps what each needs of the others, and refuses memory that others keep.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch._inductor.cudagraph_trees":
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 def _has_ended(graph: torch.cuda.CUDAGraph | None) -> bool:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import sys
 import threading
 import time
 import types
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed.distributed_c10d as c10d
@@ -21,7 +22,7 @@ from safecomm.collectives.table import COLLECTIVE_OF, GATHER, LISTS, OPS, REDUCE
 from safecomm.collectives.takers import DECLINED
 from safecomm.collectives.tensors import storages_of
 from safecomm.core import captures
-from safecomm.core.call_site import line_of, outside
+from safecomm.core.call_site import line_of, outside, program
 from safecomm.core.ledger import LEDGER
 from safecomm.core.streams import HOST
 from safecomm.errors import LowLatencyError, PeerTimeoutError
@@ -55,6 +56,9 @@ _HERE = contextlib.nullcontext()
 
 _KINDS = {REDUCE: 0, SCATTER: 1, GATHER: 2}  # what the kernels know them by
 
+_Plan: TypeAlias = "tuple[()] | tuple[tuple[Callable[..., None], ...], int]"
+"""What launches a call, unaligned and aligned, and on how many elements; () if it is the backend's."""
+
 _Site = tuple[int, str, types.CodeType, int]
 """The number of a call, c10d's function, and where it was called."""
 
@@ -78,6 +82,8 @@ class Engine:
         self.index = index
         self.taken: int = 0  # calls
         self.everywhere = False  # nobody has asked for it for this group alone
+        self.functional = False  # torch's functional collectives stay torch's
+        self.launched_events = False  # some of those have been launched, on a device
         self.limits = limits
         self.timeout = timeout
         self.failure: str = ""  # what there is to say of the call that has given up
@@ -95,7 +101,7 @@ class Engine:
         self._table = torch.tensor(head + [0] * layout.all_chunks, dtype=torch.int64, device=device)
         self._table_pointer = self._table.data_ptr()
         self._launchers: dict[object, Callable[..., None]] = {}
-        self._plans: dict[object, tuple[()] | tuple[tuple[Callable[..., None], ...], int]] = {}
+        self._plans: dict[object, _Plan] = {}
         self._lock = threading.Lock()  # between putting a call in order and launching it, no other may come
         self.order: Order = Order(LEDGER.streams, index)
         self._through = group if _torch.HOOKS else _torch.backend_of(group, device.type)
@@ -107,6 +113,9 @@ class Engine:
         self._captured: dict[int, _Site] = {}
         self.store = store
         self._check = check
+        # Bytes of the largest tensor of an operator's call that it looks at.
+        largest = max(limits.one_shot, limits.two_shot, limits.scatter, limits.gather)
+        self.most = sys.maxsize if check else self._world * largest
         self._compared = 0
         # What the end of the group calls: tells the peers, and returns what waits for them.
         self.leave: Callable[[timedelta], Callable[[], None]] = lambda _: lambda: None
@@ -133,9 +142,7 @@ class Engine:
         key = (name, data.dtype, data.numel(), out.dtype, out.numel(), number)
         plan = self._plans.get(key)
         if plan is None:
-            if len(self._plans) > REMEMBERED:
-                self._plans.clear()
-            plan = self._plans[key] = self._plan(name, out, data, number)
+            plan = self._remember(key, self._plan(name, out, data, number))
         stream = capture = 0
         if index != HOST:
             stream = LEDGER.current(index)
@@ -153,6 +160,21 @@ class Engine:
         self._launch(name, launchers[aligned], addresses, count, number, stream, capture)
         return LaunchedKernel(self, tensors[:1]) if asynchronous else None
 
+    def takes(self, name: str, out: torch.Tensor, data: torch.Tensor, op: object) -> bool:
+        """Return whether :meth:`run` would run such a call of two tensors, if it is not captured unseen."""
+        if not _is_plain(data, self.index) or not _is_plain(out, self.index):
+            return False
+        number = _number(op)
+        key = (name, data.dtype, data.numel(), out.dtype, out.numel(), number)
+        plan = self._plans.get(key)
+        return bool(self._remember(key, self._plan(name, out, data, number)) if plan is None else plan)
+
+    def _remember(self, key: object, plan: _Plan) -> _Plan:
+        if len(self._plans) > REMEMBERED:
+            self._plans.clear()
+        self._plans[key] = plan
+        return plan
+
     def _launch(
         self, name: str, launcher: Callable[..., None], addresses: tuple[int, ...], count: int, number: int,
         stream: int, capture: int,
@@ -160,6 +182,8 @@ class Engine:
         """Launch a kernel that waits for its peers, in the order of the group's calls."""
         self.raise_failure()
         frame = outside(("safecomm.collectives.", "safecomm.peers."))
+        if frame.f_globals.get("__name__") == "torch._ops":  # one of torch's operators, which the program has called
+            frame = program()
         with self._lock:
             call = self._call = self._call % 0x7FFFFFFF + 1
             site = (call, name, frame.f_code, frame.f_lasti)
@@ -300,7 +324,7 @@ class Engine:
 
     def _plan(
         self, name: str, out: torch.Tensor, data: torch.Tensor, number: int
-    ) -> tuple[()] | tuple[tuple[Callable[..., None], ...], int]:
+    ) -> _Plan:
         """Return how calls like this one are run: what launches them, unaligned and aligned, and on how many elements.
 
         () if they are the backend's.

@@ -25,9 +25,10 @@ from safecomm.core import captures
 from safecomm.core.call_site import place
 from safecomm.core.streams import HOST
 from safecomm.errors import LowLatencyError, SafecommError
+from safecomm.peers import operators
 from safecomm.peers.engine import Engine
-from safecomm.peers.limits import LowLatencyLimits, defaults, read
-from safecomm.peers.staging import Staging, StagingLayout, SymmetricStaging
+from safecomm.peers.limits import LARGEST, LowLatencyLimits, defaults, read
+from safecomm.peers.staging import MOST, Staging, StagingLayout, SymmetricStaging
 
 log: logging.Logger = logging.getLogger("safecomm")
 
@@ -75,6 +76,8 @@ class low_latency:  # noqa: N801
         and the next call or wait raises :class:`PeerTimeoutError`.
     check
         For debugging: each call is compared with those of the other ranks before it is launched. It blocks the host.
+    functional
+        Whether torch's functional collectives are taken too, and so DTensor's and those of compiled code.
 
     Raises
     ------
@@ -100,11 +103,13 @@ class low_latency:  # noqa: N801
         limits: LowLatencyLimits | str | Path | None = None,
         timeout: timedelta | None = None,
         check: bool = False,
+        functional: bool = True,
     ) -> None:
         self._group = group
         self._limits = limits
         self._timeout = timeout
         self._check = check
+        self._functional = functional
         self._engine: Engine | None = None
         self.reason: str = "it was not switched on"
         """Why the group's calls are not taken; ``""`` if they are."""
@@ -135,7 +140,7 @@ class low_latency:  # noqa: N801
         self._group = group
         ENGINES[group] = _Stays()  # for the calls that switching on makes
         try:
-            self._engine, self.reason = _make(group, self._limits, self._timeout, self._check)
+            self._engine, self.reason = _make(group, self._limits, self._timeout, self._check, self._functional)
         finally:
             if self._engine is None:
                 ENGINES.pop(group, None)
@@ -148,6 +153,9 @@ class low_latency:  # noqa: N801
         captures.BEFORE.append(self._engine.before_capture)
         self._engine.leave = self._leave
         ENGINES[group] = self._engine
+        if self._functional:
+            self._engine.functional = True
+            operators.install(self._engine, _key(self._engine), group)
         return self
 
     def disable(self) -> None:
@@ -176,7 +184,10 @@ class low_latency:  # noqa: N801
         captures.unwatch()
         _KEPT.append(engine)
         deadline = time.monotonic() + patience.total_seconds()
-        idle = engine.idle(patience) and not engine.timed_out
+        complete = engine.idle(patience)
+        idle = complete and not engine.timed_out
+        if engine.functional:
+            operators.remove(engine, _key(engine), self._group, complete=complete or not engine.launched_events)
         if idle and patience:
             engine.store.set(f"over/{engine.group.rank()}", "1")
 
@@ -198,8 +209,9 @@ class low_latency:  # noqa: N801
 
 
 def _make(
-    group: c10d.ProcessGroup, limits: LowLatencyLimits | str | Path | None, timeout: timedelta | None, check: bool
-) -> tuple[Engine | None, str]:
+    group: c10d.ProcessGroup, limits: LowLatencyLimits | str | Path | None, timeout: timedelta | None, check: bool,
+    functional: bool,
+) -> tuple[Engine | None, str]:  # fmt: skip
     """Return an engine for ``group``, or None and why there is none: the same on every rank.
 
     Whatever can go wrong on one rank alone is told to the others before anybody goes on.
@@ -213,7 +225,7 @@ def _make(
         reason = _why_not(group, backend, found)
     except (OSError, ValueError) as error:
         problem = f"rank {rank}: {error}"
-    mine = (problem, reason, (repr(found), repr(timeout), check), _host(), _device(index), uuid.uuid4().hex)
+    mine = (problem, reason, (repr(found), repr(timeout), check, functional), _host(), _device(index), uuid.uuid4().hex)
     problems, reasons, asked, hosts, devices, names = zip(*_everyones(mine, group), strict=True)
     if any(problems):
         raise LowLatencyError(f"low_latency(): {'; '.join(filter(None, problems))}")
@@ -322,6 +334,11 @@ def lacking() -> str:
     return ""
 
 
+def _key(engine: Engine) -> str:
+    """Return the dispatch key of an engine's device."""
+    return "CPU" if engine.index == HOST else "CUDA"
+
+
 def _host() -> str:
     """Return what tells this machine from others, also from those with its name."""
     boot = Path("/proc/sys/kernel/random/boot_id")
@@ -389,6 +406,9 @@ def _try(engine: Engine) -> str:
 class _Everywhere:
     """Stands in for the engines of groups that have none yet, and makes one at a group's first call."""
 
+    functional = True
+    most = MOST * LARGEST
+
     def __init__(self, limits: str | None) -> None:
         self._limits = limits
 
@@ -410,6 +430,9 @@ class _Everywhere:
 class _Stays:
     """Takes no call of a group."""
 
+    functional = False
+    most = 0
+
     def run(self, group: object, name: str, tensors: object, op: object, asynchronous: bool) -> object:
         """Leave the call to the backend."""
         return DECLINED
@@ -426,4 +449,6 @@ def everywhere(limits: str | None = None, *, instead: bool = False) -> None:
     one that is not. ``instead``: of what was asked for before.
     """
     if instead or None not in ENGINES:
+        if replacing.allowed() and None not in ENGINES:
+            operators.install(everywhere, "CUDA")
         ENGINES[None] = _Everywhere(limits)

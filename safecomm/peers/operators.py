@@ -1,0 +1,365 @@
+"""Torch's functional collectives, DTensor's and those of compiled code: run by the engines that take them.
+
+All of them come down to the operators ``_c10d_functional``, which have one kernel of torch's for all devices. While
+``low_latency()`` is on for any group, those that an engine can run have a kernel of ours for the device besides. It
+offers the call to the engine of its group, and whatever that does not take goes to torch's kernel, untouched.
+
+What the engine runs is complete in the order of the stream that it was called on, as any kernel's result is. Nothing of
+it is in torch's registry of works, so nothing stays if the result is dropped. But a wait on another stream has to order
+that: the storage that was written to carries a :class:`_Launch`, and dies with it.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed.distributed_c10d as c10d
+
+from safecomm import _torch
+from safecomm.collectives.table import ROWS, Row
+from safecomm.collectives.takers import ENGINES, take
+from safecomm.collectives.tensors import storages_of
+from safecomm.core import captures
+from safecomm.core.call_site import program
+from safecomm.core.ledger import LEDGER
+from safecomm.core.streams import HOST
+from safecomm.errors import CaptureBoundaryError, LowLatencyError
+from safecomm.guards import PLAIN
+from safecomm.peers.engine import Engine
+
+NAMESPACE = "_c10d_functional"
+
+_REDUCE, _GATHER, _SCATTER = ROWS["all_reduce"], ROWS["all_gather_single"], ROWS["reduce_scatter_single"]
+_OPS = {name: getattr(c10d.ReduceOp, name.upper()) for name in ("sum", "avg", "max", "min")}
+"""The reduce operations that an engine may take, by the operators' names for them."""
+
+_MARK = "_safecomm_launches"
+"""The attribute of a storage that says what has written to it, and was not waited for."""
+
+_kernels: dict[str, dict[str, _torch.Override]] = {}  # what is replaced, by dispatch key and operator
+_users: dict[str, list[object]] = {}  # what it is replaced for, by dispatch key
+_groups: dict[str, Any] = {}  # those that have an engine, by name
+_unwaited: set[str] = set()  # where an exception has left launches that nobody has waited for, by dispatch key
+_lock = threading.Lock()
+_current = LEDGER.streams.current
+_alloc_stream = LEDGER.streams.alloc_stream
+
+
+class _Launch:
+    """A kernel of an engine that has written to a storage, and for which nobody has waited."""
+
+    __slots__ = ("capture", "engine", "event", "stream")
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = weakref.ref(engine)  # one that is gone was left when all it had launched was complete
+        self.stream = self.capture = 0
+        self.event: Any = None
+        index = engine.index
+        if index != HOST:
+            streams = LEDGER.streams
+            self.stream = stream = _current(index)
+            self.capture = streams.capture(stream) if stream else 0
+            self.event = streams.record_event(index, stream)
+            engine.launched_events = True
+
+    def wait(self) -> None:
+        """Order the current stream after it, and raise PeerTimeoutError if a peer is known to have been late."""
+        engine = self.engine()
+        if engine is None:
+            return
+        if self.event is not None:
+            self._order(engine.index)
+        engine.raise_failure()
+
+    def _order(self, index: int) -> None:
+        streams = LEDGER.streams
+        stream = _current(index)
+        now = streams.capture(stream) if stream else 0
+        if now == self.capture:
+            if stream != self.stream:
+                streams.wait_event(index, stream, self.event)
+            if not now:
+                event, self.event = self.event, None
+                streams.recycle_event(index, event)
+        elif not self.capture:
+            # No graph can wait for what is outside of it, but the host can.
+            with streams.relaxed_capture_mode():
+                self.event.synchronize()
+        elif self.capture in captures.RECORDING:
+            if now:
+                raise CaptureBoundaryError(
+                    "wait_tensor() for a functional collective of low_latency(): it was captured into another CUDA "
+                    "graph than the one that is being captured. To mend it, wait for it in the capture that it was "
+                    "launched in. Nothing was done, and the capture is unharmed."
+                )
+            streams.wait_event(index, stream, self.event)  # which takes this stream into the capture
+        # Else the graph is complete, and whoever replays it orders what it has written.
+
+
+def _mark(engine: Engine, tensor: torch.Tensor) -> None:
+    """Note that ``engine`` has just written to ``tensor``, on the current stream."""
+    attributes = vars(tensor.untyped_storage())
+    launch = _Launch(engine)
+    # The kernels of an engine run one after the other, so that of one engine's the last is enough.
+    others = [one for one in attributes.get(_MARK, ()) if one.engine != launch.engine or one.capture != launch.capture]
+    attributes[_MARK] = (*others, launch)
+
+
+def _wait(tensor: torch.Tensor) -> bool:
+    """Order the current stream after what an engine has written to ``tensor``; return whether there was anything."""
+    attributes = vars(tensor.untyped_storage())
+    launches = attributes.get(_MARK)
+    if launches is None:
+        return False
+    for launch in launches:
+        launch.wait()
+    attributes.pop(_MARK, None)
+    return True
+
+
+# --- whose call it is ---------------------------------------------------------------------------------------
+
+
+def _group_of(named: object, tensor: torch.Tensor) -> Any:
+    """Return the group of a call that an engine may take; None if ``tensor`` is too large for it, or there is none."""
+    name = named if type(named) is str else _name_of(named)
+    group = _groups.get(name)
+    if group is None:
+        if None not in ENGINES:
+            return None
+        try:
+            group = _torch.group_named(name)
+        except (RuntimeError, ValueError):
+            return None  # torch says itself what is wrong with it
+    engine = ENGINES.get(group) or ENGINES.get(None)
+    return group if engine is not None and engine.functional and tensor.nbytes <= engine.most else None
+
+
+def _name_of(group: Any) -> str:
+    """Return the name of a group that an operator was given itself (torch 2.13 and later, where that is asked for)."""
+    if isinstance(group, torch.ScriptObject):
+        group = c10d.ProcessGroup.unbox(group)
+    return str(getattr(group, "group_name", ""))
+
+
+def _taken(row: Row, group: Any, out: torch.Tensor, data: torch.Tensor, op: object) -> bool:
+    """Return whether an engine has written to ``out`` what a call of ``data`` gives."""
+    if LEDGER.nonempty:
+        LEDGER.sweep()
+    if not take(row, group, (out,) if out is data else (out, data), op, program):
+        return False
+    engine = ENGINES.get(group)
+    if engine is not None:  # else another thread has switched it off since, and has waited for it
+        _mark(engine, out)
+    return True
+
+
+def _all_taken(row: Row, group: Any, calls: list[tuple[torch.Tensor, torch.Tensor]], op: object) -> bool:
+    """Return whether an engine has run all of ``calls``, each an output and an input: all of them or none."""
+    engine = ENGINES.get(group)
+    if not isinstance(engine, Engine) or not all([engine.takes(row.name, out, data, op) for out, data in calls]):
+        return False
+    taken = [_taken(row, group, out, data, op) for out, data in calls]
+    if any(taken) and not all(taken):
+        raise LowLatencyError(f"{row.name}: low_latency() was switched off in the middle of a coalesced call")
+    return all(taken)
+
+
+def _unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor`` without a class of its own, which a rank alone may have given it."""
+    if type(tensor) in PLAIN:
+        return tensor
+    with _torch.without_functions():
+        return tensor.as_subclass(torch.Tensor)
+
+
+def _contiguous(group: object, tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor`` without a class of its own, or if it is not contiguous a copy, made on the current stream."""
+    tensor = _unwrapped(tensor)
+    if tensor.is_contiguous():
+        return tensor
+    index = tensor.get_device()
+    copy = tensor.contiguous()
+    if index >= 0 and _alloc_stream(tensor.data_ptr()) != _current(index):
+        LEDGER.hand_off(_REDUCE.name, group, index, storages_of([tensor]), program())
+    return copy
+
+
+def _new(tensor: torch.Tensor, *rows: int) -> torch.Tensor:
+    """Return a new contiguous tensor like ``tensor``, with as many ``rows`` if given."""
+    shape = (*rows, *tensor.shape[1:]) if rows else tensor.shape
+    return torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
+
+
+# --- what engines make of the operators' calls; None where none takes it ---------------------------------------
+
+
+def _all_reduce(tensor: torch.Tensor, op: str, named: object) -> torch.Tensor | None:
+    group = _group_of(named, tensor)
+    if group is None or op not in _OPS:
+        return None
+    out = _new(tensor)
+    return out if _taken(_REDUCE, group, out, _contiguous(group, tensor), _OPS[op]) else None
+
+
+def _all_reduce_(tensor: torch.Tensor, op: str, named: object) -> torch.Tensor | None:
+    group = _group_of(named, tensor)
+    if group is None or op not in _OPS:
+        return None
+    data = _unwrapped(tensor)
+    return tensor if _taken(_REDUCE, group, data, data, _OPS[op]) else None
+
+
+def _all_gather_into_tensor(tensor: torch.Tensor, size: int, named: object) -> torch.Tensor | None:
+    group = _group_of(named, tensor)
+    if group is None:
+        return None
+    out = _new(tensor, size * tensor.shape[0] if tensor.dim() else size)
+    return out if _taken(_GATHER, group, out, _contiguous(group, tensor), None) else None
+
+
+def _reduce_scatter_tensor(tensor: torch.Tensor, op: str, size: int, named: object) -> torch.Tensor | None:
+    group = _group_of(named, tensor)
+    if group is None or op not in _OPS or not tensor.dim() or tensor.shape[0] % size:
+        return None
+    out = _new(tensor, tensor.shape[0] // size)
+    return out if _taken(_SCATTER, group, out, _contiguous(group, tensor), _OPS[op]) else None
+
+
+def _all_gather_into_tensor_out(
+    tensor: torch.Tensor, size: int, named: object, *, out: torch.Tensor
+) -> torch.Tensor | None:
+    group = _group_of(named, tensor)
+    if group is None or size != group.size():
+        return None
+    return out if _taken(_GATHER, group, _unwrapped(out), _contiguous(group, tensor), None) else None
+
+
+def _reduce_scatter_tensor_out(
+    tensor: torch.Tensor, op: str, size: int, named: object, *, out: torch.Tensor
+) -> torch.Tensor | None:
+    group = _group_of(named, tensor)
+    if group is None or op not in _OPS or size != group.size():
+        return None
+    return out if _taken(_SCATTER, group, _unwrapped(out), _contiguous(group, tensor), _OPS[op]) else None
+
+
+def _groups_of(named: object, tensors: list[torch.Tensor]) -> Any:
+    """Return the group of a coalesced call, each of whose tensors is small enough; None otherwise."""
+    group = None
+    for tensor in tensors:
+        group = _group_of(named, tensor)
+        if group is None:
+            return None
+    return group
+
+
+def _all_reduce_coalesced(tensors: list[torch.Tensor], op: str, named: object) -> list[torch.Tensor] | None:
+    group = _groups_of(named, tensors)
+    if group is None or op not in _OPS:
+        return None
+    outs = [_new(tensor) for tensor in tensors]
+    calls = [(out, _contiguous(group, tensor)) for out, tensor in zip(outs, tensors, strict=True)]
+    return outs if _all_taken(_REDUCE, group, calls, _OPS[op]) else None
+
+
+def _all_reduce_coalesced_(tensors: list[torch.Tensor], op: str, named: object) -> list[torch.Tensor] | None:
+    group = _groups_of(named, tensors)
+    if group is None or op not in _OPS:
+        return None
+    data = [_unwrapped(tensor) for tensor in tensors]
+    return tensors if _all_taken(_REDUCE, group, list(zip(data, data, strict=True)), _OPS[op]) else None
+
+
+def _all_gather_into_tensor_coalesced(
+    tensors: list[torch.Tensor], size: int, named: object
+) -> list[torch.Tensor] | None:
+    group = _groups_of(named, tensors)
+    if group is None:
+        return None
+    outs = [_new(tensor, size * tensor.shape[0] if tensor.dim() else size) for tensor in tensors]
+    calls = [(out, _contiguous(group, tensor)) for out, tensor in zip(outs, tensors, strict=True)]
+    return outs if _all_taken(_GATHER, group, calls, None) else None
+
+
+def _reduce_scatter_tensor_coalesced(
+    tensors: list[torch.Tensor], op: str, size: int, named: object
+) -> list[torch.Tensor] | None:
+    group = _groups_of(named, tensors)
+    if group is None or op not in _OPS or any(not tensor.dim() or tensor.shape[0] % size for tensor in tensors):
+        return None
+    outs = [_new(tensor, tensor.shape[0] // size) for tensor in tensors]
+    calls = [(out, _contiguous(group, tensor)) for out, tensor in zip(outs, tensors, strict=True)]
+    return outs if _all_taken(_SCATTER, group, calls, _OPS[op]) else None
+
+
+# A wait that finds what an engine has written may find a work of torch's for the same storage besides.
+
+
+def _wait_tensor(tensor: torch.Tensor) -> torch.Tensor | None:
+    return tensor if _wait(tensor) and _torch.unwaited() == 0 else None
+
+
+def _wait_tensors(tensors: list[torch.Tensor]) -> list[torch.Tensor] | None:
+    return tensors if all([_wait(tensor) for tensor in tensors]) and _torch.unwaited() == 0 else None
+
+
+_OURS: tuple[Callable[..., object], ...] = (
+    _all_reduce, _all_reduce_, _all_reduce_coalesced, _all_reduce_coalesced_, _all_gather_into_tensor,
+    _all_gather_into_tensor_out, _all_gather_into_tensor_coalesced, _reduce_scatter_tensor, _reduce_scatter_tensor_out,
+    _reduce_scatter_tensor_coalesced, _wait_tensor, _wait_tensors,
+)  # fmt: skip
+_WAITS = ("wait_tensor", "wait_tensors")
+
+
+# --- kernels, while anybody wants them --------------------------------------------------------------------------
+
+
+def install(user: object, key: str, group: Any = None) -> None:
+    """Let the functional collectives reach the engine of ``group`` (None: those of all) until :func:`remove`.
+
+    ``key``: the dispatch key of the engine's device.
+    """
+    if not _torch.KEEPS_ATTRIBUTES:
+        return
+    with _lock:
+        if group is not None:
+            _groups[group.group_name] = group
+        _users.setdefault(key, []).append(user)
+        kernels = _kernels.setdefault(key, {})
+        for ours in _OURS:
+            name = ours.__name__[1:]
+            if name not in kernels and hasattr(getattr(torch.ops, NAMESPACE), name):
+                kernels[name] = _override(name, key, ours)
+
+
+def _override(name: str, key: str, ours: Callable[..., object]) -> _torch.Override:
+    def kernel(*args: object, **kwargs: object) -> object:
+        taken = ours(*args, **kwargs)
+        return override.original(*args, **kwargs) if taken is None else taken  # type: ignore[misc]
+
+    override = _torch.Override(f"{NAMESPACE}::{name}", key, kernel, needs_original=True)
+    return override
+
+
+def remove(user: object, key: str, group: Any = None, *, complete: bool = True) -> None:
+    """Undo an :func:`install`: torch's kernels are back when nobody wants ours any more.
+
+    Not ``complete``: what an engine has launched may be running, so that waiting for it stays ours.
+    """
+    with _lock:
+        _groups.pop(getattr(group, "group_name", None), None)
+        users = _users.get(key, [])
+        if user not in users:
+            return
+        users.remove(user)
+        if not complete:
+            _unwaited.add(key)
+        if not users:
+            kernels = _kernels.get(key, {})
+            for name in [name for name in kernels if key not in _unwaited or name not in _WAITS]:
+                kernels.pop(name).remove()
