@@ -22,7 +22,7 @@ memory is. ``help(safecomm.all_reduce)`` ends with what safecomm does beside tor
 #     tools                  what only the shell runs: its commands, the demo, the doctor and the tuning
 #     patching               patch(), unpatch(), and the runner
 #     diagnostics            where memory goes, and what keeps it; loaded when asked for
-#     functional             autograd-aware collectives out of the arena
+#     functional, operators  autograd-aware collectives out of the arena; an all_reduce as an operator of torch
 #     graphs                 graph(): a capture in which collectives behave
 #     peers                  low_latency(): small collectives as one kernel over peer memory
 #     record_stream          avoid_record_streams(): intercept, convert, verify
@@ -60,6 +60,7 @@ from torch.distributed import *  # type: ignore[assignment, no-redef]  # noqa: F
 
 from safecomm import _submodules
 from safecomm import functional as functional
+from safecomm import operators as _operators  # noqa: F401  which defines torch.ops.safecomm
 from safecomm._version import __version__ as __version__
 from safecomm.arena import Arena as Arena
 from safecomm.arena import ArenaStats as ArenaStats

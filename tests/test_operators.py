@@ -7,6 +7,7 @@ import contextlib
 import gc
 import itertools
 import types
+import warnings
 import weakref
 from datetime import timedelta
 
@@ -17,7 +18,7 @@ import torch.distributed._functional_collectives as funcol
 from ranks import on, run_program, signal_to_peers, wait_for_signal
 from test_low_latency import GATHER, OPS, SCATTER, SMALL, of_rank, switched_on
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import safecomm
 from safecomm import _torch
@@ -163,7 +164,7 @@ def test_other_calls_are_torch_s_own_s8():
         ):
             errors = []
             for kernels_of_ours in (True, False):
-                with contextlib.nullcontext() if kernels_of_ours else without_ours(), pytest.raises(Exception) as error:  # noqa: PT011
+                with contextlib.nullcontext() if kernels_of_ours else without_ours(), pytest.raises(Exception) as error:
                     operator(*arguments)
                 errors.append((error.type, str(error.value).partition("\n")[0].rpartition("] ")[2]))
             assert errors[0] == errors[1], errors
@@ -220,20 +221,16 @@ def train(mesh):
 
 
 @on(2, interpreted=True)
-@pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_gradients_are_those_of_the_program_without():
-    import warnings
-
-    warnings.simplefilter("ignore", FutureWarning)  # the names of torch 2.13
     mesh = init_device_mesh("cpu", (2,))
-    before = [one.detach().clone() for one in train(mesh)]
-    with switched_on() as low:
-        after = [one.detach().clone() for one in train(mesh)]
-        assert low.calls >= 6
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # the names of torch 2.13
+        before = [one.detach().clone() for one in train(mesh)]
+        with switched_on() as low:
+            after = [one.detach().clone() for one in train(mesh)]
+            assert low.calls >= 6
     for one, other in zip(before, after, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
-    warnings.resetwarnings()
-    warnings.simplefilter("error")
 
 
 @on(2, interpreted=True)
@@ -271,10 +268,12 @@ def test_compiled_code_reaches_the_engine_s9():
         for backend in ("aot_eager", "inductor"):
             torch._dynamo.reset()
             compiled = torch.compile(step, backend=backend, fullgraph=True)
-            for _ in range(2):
-                before = low.calls
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of what inductor imports
                 assert (compiled(x) == 15).all()
-                assert low.calls == before + 2
+            before = low.calls
+            assert (compiled(x) == 15).all()
+            assert low.calls == before + 2
     # What was compiled inside calls torch's own outside.
     assert (compiled(x) == 15).all()
     assert _torch.unwaited() == 0
@@ -521,3 +520,87 @@ operators.remove(operators, "CPU")
 assert replaced()
 """
     run_program(program).check()
+
+
+# --- operators of our own ----------------------------------------------------------------------------------------------
+
+OWN = torch.ops.safecomm
+
+
+def own_step(x):
+    y = OWN.all_reduce(x * 2, "sum", "0")
+    z = x * 3
+    OWN.all_reduce_(z, "max", "0")
+    return y + z
+
+
+@on(2, interpreted=True)
+def test_own_operators_are_operators_to_torch():
+    rank = stock.get_rank()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, of names that it calls itself
+        for way in (contextlib.nullcontext, switched_on):
+            with way():
+                for x in (torch.full((4,), 1.0 + rank, requires_grad=True), torch.arange(6.0).view(2, 3).t()):
+                    torch.library.opcheck(OWN.all_reduce.default, (x, "sum", "0"))
+                torch.library.opcheck(OWN.all_reduce_.default, (torch.full((4,), 1.0 + rank), "sum", "0"))
+
+
+@on(2, interpreted=True)
+def test_own_operators_are_run_by_the_engine_or_by_the_backend_s8():
+    rank = stock.get_rank()
+    x = torch.full((6,), 1.0 + rank)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        compiled = [torch.compile(own_step, backend=backend, fullgraph=True) for backend in ("aot_eager", "inductor")]
+        assert (own_step(x) == 12).all()
+        assert all((run(x) == 12).all() for run in compiled)
+        with switched_on() as low:
+            for number, run in enumerate((own_step, *compiled), 1):
+                assert (run(x) == 12).all()
+                assert low.calls == 2 * number
+            taken = low.calls
+            for tensor in (torch.ones(4, dtype=torch.int64), torch.ones(20_000), torch.ones(4, dtype=torch.complex64)):
+                assert (OWN.all_reduce(tensor, "sum", "0") == 2).all()
+                OWN.all_reduce_(tensor, "sum", "0")
+                assert (tensor == 2).all()
+            assert low.calls == taken
+            view = torch.arange(6.0).view(2, 3).t()
+            result = OWN.all_reduce(view, "sum", "0")
+            assert torch.equal(result, 2 * view)
+            assert result.is_contiguous()
+            assert low.calls == taken + 1
+            with safecomm.bucketed():
+                tensor = torch.ones(3)
+                safecomm.all_reduce(tensor)
+                assert (OWN.all_reduce(tensor, "sum", "0") == 4).all()
+    assert safecomm.pending() == []
+
+
+@on(2, interpreted=True)
+def test_own_operators_have_the_gradient_of_a_sum_or_refuse_it():
+    rank = stock.get_rank()
+    for way in (contextlib.nullcontext, switched_on):
+        with way():
+            for op, expected in (("sum", 3.0), ("avg", 1.5)):
+                x = torch.ones(3, requires_grad=True)
+                try:
+                    total = OWN.all_reduce(x, op, "0")
+                except (RuntimeError, ValueError):  # gloo has no averages
+                    assert op == "avg"
+                    continue
+                (total * (1.0 + rank)).sum().backward()
+                assert x.grad.tolist() == [expected] * 3
+            x = torch.ones(3, requires_grad=True)
+            with pytest.raises(ValueError, match="max has no gradient"):
+                OWN.all_reduce(x, "max", "0").sum().backward()
+            with pytest.raises(ValueError, match="has no gradient"):
+                OWN.all_reduce_(x * 2, "sum", "0")
+            tensor = torch.ones(3)
+            saved = (tensor * torch.ones(3, requires_grad=True)).sum()
+            OWN.all_reduce_(tensor, "sum", "0")
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                saved.backward()
+            with pytest.raises(ValueError, match="is none of sum"):
+                OWN.all_reduce(tensor, "nonsense", "0")
+    assert safecomm.pending() == []

@@ -1,0 +1,105 @@
+"""``torch.ops.safecomm``: an all_reduce as an operator, for those who write code for ``torch.compile``.
+
+    safecomm::all_reduce(Tensor x, str op, str group_name) -> Tensor
+    safecomm::all_reduce_(Tensor(a!) x, str op, str group_name) -> ()
+
+Both guarantee what the wrapped ``all_reduce`` does: the result is complete in the order of the current stream, so there
+is nothing to wait for, and what they use is held (S1). Inside of ``low_latency()`` a call that its engine takes is one
+kernel, without a copy; anything else is the backend's, here as there. A compiler sees one operator, whatever runs it.
+
+``op`` is ``"sum"``, ``"avg"``, ``"product"``, ``"min"``, ``"max"``, ``"band"``, ``"bor"`` or ``"bxor"``, and
+``group_name`` is ``group.group_name``. ``all_reduce`` returns new contiguous memory of the shape and type of ``x``;
+sums and averages have a gradient, of the sum of all ranks' losses. ``all_reduce_`` writes to ``x``, and has none.
+
+Raises ValueError for another ``op`` or a gradient that there is not, and what ``torch.distributed`` raises.
+
+    >>> total = torch.ops.safecomm.all_reduce(partial, "sum", group.group_name)
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from safecomm import _torch
+from safecomm.collectives import gates as _gates
+from safecomm.collectives.table import OPS, ROWS
+from safecomm.collectives.takers import ENGINES, at_once, take
+from safecomm.core.call_site import program
+
+_ROW = ROWS["all_reduce"]
+_OPS = {str(op).rsplit(".", 1)[-1].lower(): op for op in OPS}
+
+LIBRARY: torch.library.Library = torch.library.Library("safecomm", "DEF")  # type: ignore[no-untyped-call]
+"""What keeps the operators defined."""
+
+
+class _Call(Protocol):
+    """What autograd keeps of a call for its backward."""
+
+    call: tuple[str, str]
+
+
+def _found(op: str, group_name: str) -> tuple[Any, Any]:
+    """Return the reduce operation and the group that are meant."""
+    if op not in _OPS:
+        raise ValueError(f"torch.ops.safecomm: the operation {op!r} is none of {', '.join(_OPS)}")
+    return _OPS[op], _torch.group_named(group_name)
+
+
+def _new(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def _all_reduce(x: torch.Tensor, op: str, group_name: str) -> torch.Tensor:
+    operation, group = _found(op, group_name)
+    out = _new(x)
+    if not ENGINES or not take(_ROW, group, (out, x.detach().contiguous()), operation, program):
+        out.copy_(x)
+        with at_once(group):
+            _gates.all_reduce(out, operation, group)
+    return out
+
+
+def _all_reduce_(x: torch.Tensor, op: str, group_name: str) -> None:
+    operation, group = _found(op, group_name)
+    _refuse_gradient(x)
+    with at_once(group):
+        _gates.all_reduce(x, operation, group)
+    if not x.is_inference():
+        _torch.increment_versions([x])
+
+
+def _refuse_gradient(x: torch.Tensor) -> None:
+    if x.requires_grad and torch.is_grad_enabled():
+        raise ValueError("torch.ops.safecomm.all_reduce_ has no gradient; call all_reduce, or detach() the tensor")
+
+
+def _fake_all_reduce(x: torch.Tensor, op: str, group_name: str) -> torch.Tensor:
+    return _new(x)
+
+
+def _fake_all_reduce_(x: torch.Tensor, op: str, group_name: str) -> None:
+    _refuse_gradient(x)
+
+
+def _keep(ctx: _Call, inputs: tuple[torch.Tensor, str, str], output: torch.Tensor) -> None:
+    ctx.call = inputs[1:]
+
+
+def _backward(ctx: _Call, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    op, group_name = ctx.call
+    if op not in ("sum", "avg"):
+        raise ValueError(f"torch.ops.safecomm.all_reduce: {op} has no gradient, only sums and averages have")
+    return torch.ops.safecomm.all_reduce(gradient, op, group_name), None, None
+
+
+LIBRARY.define("all_reduce(Tensor x, str op, str group_name) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+LIBRARY.define("all_reduce_(Tensor(a!) x, str op, str group_name) -> ()", tags=(torch.Tag.pt2_compliant_tag,))
+LIBRARY.impl("all_reduce", _all_reduce, "CompositeExplicitAutograd")
+LIBRARY.impl("all_reduce_", _all_reduce_, "CompositeExplicitAutograd")
+torch.library.register_fake("safecomm::all_reduce", _fake_all_reduce, lib=LIBRARY)
+torch.library.register_fake("safecomm::all_reduce_", _fake_all_reduce_, lib=LIBRARY)
+torch.library.register_autograd("safecomm::all_reduce", _backward, setup_context=_keep, lib=LIBRARY)
