@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 benchmarks/functional_low_latency.py --out FILE [case ...]
 
-Cases: ``kernels`` (which kernels run, as the profiler sees them, and what ``low.calls`` counts), ``bits`` (random calls,
+Cases: ``kernels`` (which kernels run, as the profiler sees, and what ``low.calls`` counts), ``bits`` (random calls,
 against the wrapped ones), ``times`` (host and device time of a functional all_reduce of 8 KiB), ``gradients``
 (DTensor and functional collectives, with and without), ``llama`` (a Llama of transformers with ``tp_plan="auto"``: a
 decode step in a CUDA graph, with and without, in turns), ``soak`` (mixed calls, each verified on the device).
@@ -127,7 +127,9 @@ def bits(device, low, calls=600):
     different = taken = 0
     for number in range(calls):
         dtype = dice.choice((torch.bfloat16, torch.float16, torch.float32))
-        count = world * dice.choice((1, 3, 17, 512, 4096, 5000) if device.type == "cpu" else (1, 17, 4096, 60_000, 250_000))
+        count = world * dice.choice(
+            (1, 3, 17, 512, 4096, 5000) if device.type == "cpu" else (1, 17, 4096, 60_000, 250_000)
+        )
         kind, op = dice.choice(list(compiled)), dice.choice(list(OPS))
         x = torch.randn(count, generator=generator, device=device).to(dtype)
         before = low.calls
@@ -145,9 +147,7 @@ def bits(device, low, calls=600):
             expected = torch.empty(count // world, dtype=dtype, device=device)
             scatter(expected, x, op=OPS[op])
             found = [wait(TORCHS.reduce_scatter_tensor(x, op, world, name()))]
-            found.append(
-                wait(TORCHS.reduce_scatter_tensor_out(x, op, world, name(), out=torch.empty_like(expected)))
-            )
+            found.append(wait(TORCHS.reduce_scatter_tensor_out(x, op, world, name(), out=torch.empty_like(expected))))
         if number % 10 == 0 and (op == "sum" or kind == "all_gather"):
             found.append(compiled[kind](x))
         width = torch.int32 if dtype.itemsize == 4 else torch.int16
@@ -343,7 +343,7 @@ def llama(device, low, rounds=50):
     with torch.no_grad():
         for batch, way in ((1, "eager"), (8, "eager"), (1, "compiled"), (8, "compiled")):
             decode = model.decoder(batch)
-            run = decode if way == "eager" else lambda decode=decode: decode(compiled)
+            run = decode if way == "eager" else lambda decode=decode, model=compiled: decode(model)
             graphs, logits, row = {}, {}, {}
             low.disable()
             for where in ("without", "with"):
@@ -429,8 +429,7 @@ def soak(device, low, total=1_000_000, seconds=100):
         return wait(TORCHS.all_gather_into_tensor(x, world, name())).view(world, -1).sum(0)
 
     def by_scatter(x):
-        part = wait(TORCHS.reduce_scatter_tensor(x.repeat(world), "sum", world, name()))
-        return part
+        return wait(TORCHS.reduce_scatter_tensor(x.repeat(world), "sum", world, name()))
 
     def on_a_side_stream(x):
         result = TORCHS.all_reduce(x, "sum", name())
@@ -499,7 +498,7 @@ def soak(device, low, total=1_000_000, seconds=100):
         graph.reset()
     torch._dynamo.reset()
     return {
-        "calls": made, **counts, "taken by low_latency(), outside of replays": low.calls, "wrong elements": int(everyones),
+        "calls": made, **counts, "taken outside of replays": low.calls, "wrong elements": int(everyones),
         "stuck": 0, "all of them made": finished, "seconds": round(time.monotonic() - begun, 1),
         "left in torch's registry": safecomm._torch.unwaited(),
     }  # fmt: skip

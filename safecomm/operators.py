@@ -21,19 +21,15 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 
 from safecomm import _torch
 from safecomm.collectives import gates as _gates
+from safecomm.collectives.holding import program
 from safecomm.collectives.table import OPS, ROWS
 from safecomm.collectives.takers import ENGINES, at_once, take
-from safecomm.core.call_site import program
 
 _ROW = ROWS["all_reduce"]
 _OPS = {str(op).rsplit(".", 1)[-1].lower(): op for op in OPS}
-
-LIBRARY: torch.library.Library = torch.library.Library("safecomm", "DEF")  # type: ignore[no-untyped-call]
-"""What keeps the operators defined."""
 
 
 class _Call(Protocol):
@@ -96,10 +92,21 @@ def _backward(ctx: _Call, gradient: torch.Tensor) -> tuple[torch.Tensor, None, N
     return torch.ops.safecomm.all_reduce(gradient, op, group_name), None, None
 
 
-LIBRARY.define("all_reduce(Tensor x, str op, str group_name) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
-LIBRARY.define("all_reduce_(Tensor(a!) x, str op, str group_name) -> ()", tags=(torch.Tag.pt2_compliant_tag,))
-LIBRARY.impl("all_reduce", _all_reduce, "CompositeExplicitAutograd")
-LIBRARY.impl("all_reduce_", _all_reduce_, "CompositeExplicitAutograd")
-torch.library.register_fake("safecomm::all_reduce", _fake_all_reduce, lib=LIBRARY)
-torch.library.register_fake("safecomm::all_reduce_", _fake_all_reduce_, lib=LIBRARY)
-torch.library.register_autograd("safecomm::all_reduce", _backward, setup_context=_keep, lib=LIBRARY)
+def _define() -> None:
+    """Define the operators, for the life of the process; what an earlier import has defined, stays."""
+    namespace: Any = torch.ops.safecomm
+    if hasattr(namespace, "all_reduce"):
+        return
+    library: Any = torch.library.Library("safecomm", "DEF")  # type: ignore[no-untyped-call]
+    namespace.library = library  # its death would take the operators away
+    tags = (torch.Tag.pt2_compliant_tag,)
+    library.define("all_reduce(Tensor x, str op, str group_name) -> Tensor", tags=tags)
+    library.define("all_reduce_(Tensor(a!) x, str op, str group_name) -> ()", tags=tags)
+    library.impl("all_reduce", _all_reduce, "CompositeExplicitAutograd")
+    library.impl("all_reduce_", _all_reduce_, "CompositeExplicitAutograd")
+    torch.library.register_fake("safecomm::all_reduce", _fake_all_reduce, lib=library)
+    torch.library.register_fake("safecomm::all_reduce_", _fake_all_reduce_, lib=library)
+    torch.library.register_autograd("safecomm::all_reduce", _backward, setup_context=_keep, lib=library)
+
+
+_define()

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as stock
 import torch.distributed._functional_collectives as funcol
 from ranks import on, run_program, signal_to_peers, wait_for_signal
-from test_low_latency import GATHER, OPS, SCATTER, SMALL, of_rank, switched_on
+from test_low_latency import GATHER, OPS, SCATTER, SMALL, SharedStaging, of_rank, switched_on
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -123,7 +123,7 @@ def test_tensors_that_torch_takes_and_an_engine_cannot_read():
         for number, given in enumerate(kinds, 1):
             out = TORCHS.wait_tensor(TORCHS.all_reduce(given, "sum", "0"))
             expected = 2 * torch.Tensor(given.detach().as_subclass(torch.Tensor)) + 1 - 2 * rank
-            assert torch.equal(out.as_subclass(torch.Tensor), expected if number != 7 else expected), number
+            assert torch.equal(out.as_subclass(torch.Tensor), expected), number
             assert out.is_contiguous()
             assert out.shape == given.shape
             assert low.calls == number
@@ -164,7 +164,8 @@ def test_other_calls_are_torch_s_own_s8():
         ):
             errors = []
             for kernels_of_ours in (True, False):
-                with contextlib.nullcontext() if kernels_of_ours else without_ours(), pytest.raises(Exception) as error:
+                kinds = (RuntimeError, ValueError, IndexError)
+                with contextlib.nullcontext() if kernels_of_ours else without_ours(), pytest.raises(kinds) as error:
                     operator(*arguments)
                 errors.append((error.type, str(error.value).partition("\n")[0].rpartition("] ")[2]))
             assert errors[0] == errors[1], errors
@@ -302,7 +303,7 @@ def test_check_finds_calls_that_differ():
         TORCHS.all_reduce(torch.ones(4 + rank), "sum", "0")
 
 
-# --- what is left ------------------------------------------------------------------------------------------------------
+# --- what is left -----------------------------------------------------------------------------------------------------
 
 
 @on(2, interpreted=True)
@@ -357,14 +358,13 @@ def test_a_group_that_opts_out_stays_torch_s_beside_one_that_does_not():
         assert (first.calls, second.calls) == (1, 0)
     with switched_on():
         rank = stock.get_rank()
-        low_latency.STAGINGS["gloo"] = low_latency.STAGINGS["gloo"]
         with pytest.raises(safecomm.LowLatencyError, match="ask for different things"):
             safecomm.low_latency(other, limits=SMALL, functional=bool(rank)).enable()
 
 
 @on(2, interpreted=True)
 def test_it_is_on_for_every_group_at_its_first_functional_call():
-    low_latency.STAGINGS["gloo"] = low_latency.STAGINGS["gloo"] if "gloo" in low_latency.STAGINGS else shared()
+    low_latency.STAGINGS["gloo"] = SharedStaging
     takers.ENGINES[None] = low_latency._Everywhere(None)
     operators.install(test_it_is_on_for_every_group_at_its_first_functional_call, "CPU")
     try:
@@ -377,12 +377,6 @@ def test_it_is_on_for_every_group_at_its_first_functional_call():
         takers.ENGINES.clear()
         del low_latency.STAGINGS["gloo"]
     assert replaced() == []
-
-
-def shared():
-    from test_low_latency import SharedStaging
-
-    return SharedStaging
 
 
 @on(2, interpreted=True)
@@ -474,7 +468,7 @@ def test_a_wait_orders_the_stream_that_waits_s5(device, launched, waited, record
     operators._mark(engine, tensor)
     assert engine.launched_events
     device.now = waited[0]
-    device.captures = {1: launched[1], **{waited[0]: waited[1]}}
+    device.captures = {1: launched[1], waited[0]: waited[1]}
     captures.RECORDING.update(dict.fromkeys(recording))
     if expected is None:
         with pytest.raises(safecomm.CaptureBoundaryError, match="another CUDA graph"):
@@ -522,7 +516,7 @@ assert replaced()
     run_program(program).check()
 
 
-# --- operators of our own ----------------------------------------------------------------------------------------------
+# --- operators of our own ---------------------------------------------------------------------------------------------
 
 OWN = torch.ops.safecomm
 

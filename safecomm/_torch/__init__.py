@@ -110,7 +110,6 @@ from safecomm._torch.segment_table import GRANULE as GRANULE
 from safecomm._torch.segment_table import UNKNOWN as UNKNOWN
 from safecomm._torch.segment_table import Segment as Segment
 from safecomm._torch.segment_table import buffer_id as buffer_id
-from safecomm._torch.storages import KEEPS_ATTRIBUTES as KEEPS_ATTRIBUTES
 from safecomm._torch.storages import KEPT as KEPT
 from safecomm._torch.storages import MAKES_STORAGES as MAKES_STORAGES
 from safecomm._torch.storages import USE_COUNT as USE_COUNT
@@ -118,6 +117,7 @@ from safecomm._torch.storages import StorageWeakRef as StorageWeakRef
 from safecomm._torch.storages import WeakStorage as WeakStorage
 from safecomm._torch.storages import before_sharing as before_sharing
 from safecomm._torch.storages import cdata_of as cdata_of
+from safecomm._torch.storages import keeps_attributes as keeps_attributes
 from safecomm._torch.storages import non_owning_alias as non_owning_alias
 from safecomm._torch.storages import only_holder as only_holder
 from safecomm._torch.storages import storage_over as storage_over

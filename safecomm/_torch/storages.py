@@ -41,16 +41,17 @@ storage_use_count: Callable[[int], int] = _storage_use_count or (lambda _: 0)
 """How many references in C++ there are to the storage at an address; 0, which means nothing, without ``USE_COUNT``."""
 
 
+@functools.cache
+def keeps_attributes() -> bool:
+    """Return whether a storage has what was set on it for as long as it lives, also if Python does not refer to it."""
+    try:
+        with probing():
+            tensor = torch.empty(4, dtype=torch.uint8, device="cpu")
+            tensor.untyped_storage()._safecomm_tried = True  # type: ignore[attr-defined]
+            return "_safecomm_tried" in vars(tensor.view(2, 2).untyped_storage())
+    except (AttributeError, TypeError):
+        return False
 
-def _keeps_attributes() -> bool:
-    tensor = torch.empty(4, dtype=torch.uint8, device="cpu")
-    tensor.untyped_storage()._safecomm_tried = True  # type: ignore[attr-defined]
-    return "_safecomm_tried" in vars(tensor.view(2, 2).untyped_storage())
-
-
-with probing():
-    KEEPS_ATTRIBUTES = _keeps_attributes()
-"""Whether a storage has what was set on it for as long as it lives, also if nothing in Python refers to it."""
 
 KEPT: dict[int, list[None]] = {}
 """Storages that something keeps for good without using them, by ``_cdata``: an item for each reference in Python.

@@ -49,6 +49,11 @@ def caller() -> types.FrameType:
     return outside(("safecomm.collectives.",))
 
 
+def program() -> types.FrameType:
+    """Return the innermost frame that is neither safecomm's nor torch's: who has called one of torch's operators."""
+    return outside(("safecomm.", "torch."))
+
+
 class _Span(threading.local):
     open = False
 

@@ -102,9 +102,7 @@ def offer(row: Row, group: object, tensors: tuple[Any, ...], op: object, asynchr
     return _run(engine, row, group, tensors, op, asynchronous)
 
 
-def take(
-    row: Row, group: object, tensors: tuple[Any, ...], op: object, site: Callable[[], types.FrameType]
-) -> bool:
+def take(row: Row, group: object, tensors: tuple[Any, ...], op: object, site: Callable[[], types.FrameType]) -> bool:
     """Offer a call of one of torch's operators to the engine; return whether it has run it, on the current stream.
 
     Such a call runs now: what the buckets have deferred is launched before it. ``site`` tells the call site.

@@ -15,11 +15,6 @@ def outside(packages: tuple[str, ...]) -> types.FrameType:
     return frame
 
 
-def program() -> types.FrameType:
-    """Return the innermost frame that is neither safecomm's nor torch's: who has called one of torch's operators."""
-    return outside(("safecomm.", "torch."))
-
-
 def place(frame: types.FrameType) -> str:
     """Return where ``frame`` is, as ``file:line in function``."""
     return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"

@@ -16,13 +16,13 @@ import torch
 import torch.distributed.distributed_c10d as c10d
 
 from safecomm import _torch
-from safecomm.collectives.holding import relaxed
+from safecomm.collectives.holding import program, relaxed
 from safecomm.collectives.lists import STAGED
 from safecomm.collectives.table import COLLECTIVE_OF, GATHER, LISTS, OPS, REDUCE, SCATTER
 from safecomm.collectives.takers import DECLINED
 from safecomm.collectives.tensors import storages_of
 from safecomm.core import captures
-from safecomm.core.call_site import line_of, outside, program
+from safecomm.core.call_site import line_of, outside
 from safecomm.core.ledger import LEDGER
 from safecomm.core.streams import HOST
 from safecomm.errors import LowLatencyError, PeerTimeoutError
@@ -322,9 +322,7 @@ class Engine:
         else:
             self._plan(name, tensors[0], tensors[-1], 0)
 
-    def _plan(
-        self, name: str, out: torch.Tensor, data: torch.Tensor, number: int
-    ) -> _Plan:
+    def _plan(self, name: str, out: torch.Tensor, data: torch.Tensor, number: int) -> _Plan:
         """Return how calls like this one are run: what launches them, unaligned and aligned, and on how many elements.
 
         () if they are the backend's.

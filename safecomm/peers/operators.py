@@ -20,11 +20,11 @@ import torch
 import torch.distributed.distributed_c10d as c10d
 
 from safecomm import _torch
+from safecomm.collectives.holding import program
 from safecomm.collectives.table import ROWS, Row
 from safecomm.collectives.takers import ENGINES, take
 from safecomm.collectives.tensors import storages_of
 from safecomm.core import captures
-from safecomm.core.call_site import program
 from safecomm.core.ledger import LEDGER
 from safecomm.core.streams import HOST
 from safecomm.errors import CaptureBoundaryError, LowLatencyError
@@ -161,7 +161,7 @@ def _taken(row: Row, group: Any, out: torch.Tensor, data: torch.Tensor, op: obje
 def _all_taken(row: Row, group: Any, calls: list[tuple[torch.Tensor, torch.Tensor]], op: object) -> bool:
     """Return whether an engine has run all of ``calls``, each an output and an input: all of them or none."""
     engine = ENGINES.get(group)
-    if not isinstance(engine, Engine) or not all([engine.takes(row.name, out, data, op) for out, data in calls]):
+    if not isinstance(engine, Engine) or not all(engine.takes(row.name, out, data, op) for out, data in calls):
         return False
     taken = [_taken(row, group, out, data, op) for out, data in calls]
     if any(taken) and not all(taken):
@@ -305,7 +305,8 @@ def _wait_tensor(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def _wait_tensors(tensors: list[torch.Tensor]) -> list[torch.Tensor] | None:
-    return tensors if all([_wait(tensor) for tensor in tensors]) and _torch.unwaited() == 0 else None
+    found = [_wait(tensor) for tensor in tensors]
+    return tensors if all(found) and _torch.unwaited() == 0 else None
 
 
 _OURS: tuple[Callable[..., object], ...] = (
@@ -324,7 +325,7 @@ def install(user: object, key: str, group: Any = None) -> None:
 
     ``key``: the dispatch key of the engine's device.
     """
-    if not _torch.KEEPS_ATTRIBUTES:
+    if not _torch.keeps_attributes():
         return
     with _lock:
         if group is not None:
@@ -352,7 +353,8 @@ def remove(user: object, key: str, group: Any = None, *, complete: bool = True) 
     Not ``complete``: what an engine has launched may be running, so that waiting for it stays ours.
     """
     with _lock:
-        _groups.pop(getattr(group, "group_name", None), None)
+        if group is not None:
+            _groups.pop(group.group_name, None)
         users = _users.get(key, [])
         if user not in users:
             return
