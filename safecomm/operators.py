@@ -25,11 +25,11 @@ import torch
 from safecomm import _torch
 from safecomm.collectives import gates as _gates
 from safecomm.collectives.holding import program
-from safecomm.collectives.table import OPS, ROWS
+from safecomm.collectives.table import OPS_BY_NAME as _OPS
+from safecomm.collectives.table import ROWS
 from safecomm.collectives.takers import ENGINES, at_once, take
 
 _ROW = ROWS["all_reduce"]
-_OPS = {str(op).rsplit(".", 1)[-1].lower(): op for op in OPS}
 
 
 class _Call(Protocol):

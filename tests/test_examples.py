@@ -32,11 +32,12 @@ SAYS = {
     ],
     "record_stream.py": ["the same bit for bit"],
     "tensor_parallel.py": ["as on one rank", "still held by safecomm: nothing"],
+    "transformers_decode.py": ["32 of 32 tokens are the same", "the group stays as it is: its backend is gloo"],
     "transformers_tp.py": ["the same bit for bit", "by safecomm 0 -> 4 of 6 collectives"],
 }
 """What an example shows on the CPU beside its last line. megatron.py is run in test_frameworks.py."""
 
-NEEDS = {"transformers_tp.py": "transformers"}
+NEEDS = {"transformers_decode.py": "transformers", "transformers_tp.py": "transformers"}
 
 
 DRIVER = """

@@ -21,6 +21,7 @@ import torch.distributed.distributed_c10d as c10d
 
 from safecomm import _torch
 from safecomm.collectives.holding import program
+from safecomm.collectives.table import OPS_BY_NAME as _OPS
 from safecomm.collectives.table import ROWS, Row
 from safecomm.collectives.takers import ENGINES, take
 from safecomm.collectives.tensors import storages_of
@@ -34,9 +35,6 @@ from safecomm.peers.engine import Engine
 NAMESPACE = "_c10d_functional"
 
 _REDUCE, _GATHER, _SCATTER = ROWS["all_reduce"], ROWS["all_gather_single"], ROWS["reduce_scatter_single"]
-_OPS = {name: getattr(c10d.ReduceOp, name.upper()) for name in ("sum", "avg", "max", "min")}
-"""The reduce operations that an engine may take, by the operators' names for them."""
-
 _MARK = "_safecomm_launches"
 """The attribute of a storage that says what has written to it, and was not waited for."""
 
@@ -112,12 +110,15 @@ def _mark(engine: Engine, tensor: torch.Tensor) -> None:
 def _wait(tensor: torch.Tensor) -> bool:
     """Order the current stream after what an engine has written to ``tensor``; return whether there was anything."""
     attributes = vars(tensor.untyped_storage())
-    launches = attributes.get(_MARK)
+    launches = attributes.pop(_MARK, None)  # by one thread alone, because a wait gives the event away
     if launches is None:
         return False
-    for launch in launches:
-        launch.wait()
-    attributes.pop(_MARK, None)
+    try:
+        for launch in launches:
+            launch.wait()
+    except CaptureBoundaryError:
+        attributes[_MARK] = launches  # it can be waited for elsewhere
+        raise
     return True
 
 
