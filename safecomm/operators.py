@@ -13,7 +13,7 @@ sums and averages have a gradient, of the sum of all ranks' losses. ``all_reduce
 
 Raises ValueError for another ``op`` or a gradient that there is not, and what ``torch.distributed`` raises.
 
-    >>> total = torch.ops.safecomm.all_reduce(partial, "sum", group.group_name)
+    >>> total = torch.ops.safecomm.all_reduce(tensor, "sum", torch.distributed.group.WORLD.group_name)
 """
 
 from __future__ import annotations

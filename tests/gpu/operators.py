@@ -1,4 +1,4 @@
-"""Functional collectives under low_latency(): other streams, captures, graphs of torch.compile, threads, and the end."""
+"""Functional collectives under low_latency(): other streams, captures, compiled graphs, threads, and the end."""
 
 import datetime
 import gc
