@@ -2,10 +2,10 @@
 
     torchrun --nproc-per-node 2 examples/transformers_decode.py    (--cpu; needs transformers 5.16 or later)
 
-A Llama with random weights, of the layers of Llama 3.2 1B, is divided among the ranks, as
-``from_pretrained(..., tp_plan="auto")`` does it with one that is on disk. Nothing of transformers is edited:
-``patched()`` makes the ``all_reduce`` that its layers call safecomm's, what compiled code and DTensor call are operators
-of torch, and inside of ``low_latency()`` all of them are kernels over the memory of the other GPUs.
+A Llama with random weights and the layers of Llama 3.2 1B is divided among the ranks, as ``from_pretrained(...)`` with
+``tp_plan="auto"`` does it with one that is on disk. Nothing of transformers is edited: ``patched()`` makes the
+``all_reduce`` that its layers call safecomm's, what compiled code and DTensor call are operators of torch, and inside
+of ``low_latency()`` all of them are kernels over the memory of the other GPUs.
 
 The last line is the time of a token in a CUDA graph. A CPU has no graphs, and gloo's groups stay as they are: there
 both loops are eager, and the last line is the last token. ``low_latency()`` does not round as NCCL, so tokens may

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
@@ -49,9 +50,12 @@ def caller() -> types.FrameType:
     return outside(("safecomm.collectives.",))
 
 
-def program() -> types.FrameType:
-    """Return the innermost frame that is neither safecomm's nor torch's: who has called one of torch's operators."""
-    return outside(("safecomm.", "torch."))
+def program(frame: types.FrameType | None = None) -> types.FrameType:
+    """Return the innermost frame from ``frame`` on that is not safecomm's or torch's: who has called an operator."""
+    frame = frame or sys._getframe(1)
+    while frame.f_back is not None and f"{frame.f_globals.get('__name__')}.".startswith(("safecomm.", "torch.")):
+        frame = frame.f_back
+    return frame
 
 
 class _Span(threading.local):

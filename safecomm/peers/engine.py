@@ -183,7 +183,7 @@ class Engine:
         self.raise_failure()
         frame = outside(("safecomm.collectives.", "safecomm.peers."))
         if frame.f_globals.get("__name__") == "torch._ops":  # one of torch's operators, which the program has called
-            frame = program()
+            frame = program(frame)
         with self._lock:
             call = self._call = self._call % 0x7FFFFFFF + 1
             site = (call, name, frame.f_code, frame.f_lasti)
