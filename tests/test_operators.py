@@ -199,6 +199,22 @@ def test_a_region_and_buckets_keep_their_order():
         assert low.calls == before
 
 
+@on(2, interpreted=True)
+def test_a_tensor_that_both_have_written_to_is_waited_for_twice():
+    with switched_on() as low:
+        tensor = torch.ones(20_000)
+        TORCHS.all_reduce_(tensor, "sum", "0")  # torch's, too large for an engine
+        TORCHS.wait_tensor(tensor)
+        TORCHS.all_reduce_(tensor, "product", "0")
+        TORCHS.all_reduce_(tensor[:100], "sum", "0")
+        assert low.calls == 1
+        assert _torch.unwaited() == 1
+        TORCHS.wait_tensor(tensor)
+        assert _torch.unwaited() == 0
+    # What is left unwaited is torch's to wait for.
+    assert (TORCHS.wait_tensor(tensor) > 0).all()
+
+
 # --- autograd, DTensor ----------------------------------------------------------------------------------------------
 
 
@@ -372,10 +388,13 @@ def test_it_is_on_for_every_group_at_its_first_functional_call():
         engine = takers.ENGINES[stock.group.WORLD]
         assert engine.taken == 1
         engine.leave(timedelta(seconds=10))()
+        with switched_on(functional=False) as low:
+            assert (funcol.all_reduce(torch.ones(3), "sum", stock.group.WORLD) + 0 == 2).all()
+            assert low.calls == 0
     finally:
         operators.remove(test_it_is_on_for_every_group_at_its_first_functional_call, "CPU")
         takers.ENGINES.clear()
-        del low_latency.STAGINGS["gloo"]
+        low_latency.STAGINGS.pop("gloo", None)
     assert replaced() == []
 
 
