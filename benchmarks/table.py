@@ -255,6 +255,37 @@ def megatron(results):
     )
 
 
+def megatron_steps(results):
+    now = results["with C"]
+    calls = [
+        (way, asked, " / ".join(str(found["us a step"][kind]) for kind in ("unpatched", "patched")), found["ratio"])
+        for asked in ("with ctypes", "with C")
+        for way, found in results[asked]["calls"].items()
+    ]
+    steps = []
+    for way, sizes in now["step time"].items():
+        (row,) = sizes.values()
+        low, middle, high = row["ratio, 95 %"]
+        steps.append((way, len(row["processes"]), row["step_ms"], f"{middle:.3f} ({low:.3f} to {high:.3f})"))
+    parts = []
+    for asked in ("with ctypes", "with C"):
+        for way, found in results[asked]["parts"].items():
+            for part, took in found.get("parts", {}).items():
+                parts.append((way, asked, part, took["a step"], took["median us"], took["us a step"]))
+    return (
+        f"The same again on another machine, whose host is slower: {results['world']} x {results['device']}, torch\n"
+        f"{results['torch']}, {results['date']}, at {results['with ctypes']['commit']} with ctypes and at"
+        f" {now['commit']} with the C file.\n\n"
+        + table(
+            ("collectives of a step, timed one by one in it", "asked", "us a step, unpatched / patched", "ratio"), calls
+        )
+        + "\n"
+        + table(("steps, microbatches of 2", "processes", "ms a step, unpatched", "patched to unpatched (95 %)"), steps)
+        + "\nWhat safecomm's own parts take in such a step; each is timed alone, and a timer takes what *nothing*\n"
+        "does.\n\n" + table(("way", "asked", "part", "a step", "median, us", "us a step"), parts)
+    )
+
+
 def megatron_buffers(results):
     def both(row, *keys):
         found = []
@@ -517,6 +548,7 @@ def figures():
         low_latency(load("low_latency_4.json")),
         "## Megatron\n",
         megatron(load("megatron.json")),
+        megatron_steps(load("megatron_steps.json")),
         megatron_pretrain(load("megatron_pretrain.json")),
         megatron_buffers(load("megatron_buffers.json")),
         "## Side streams ordered by events\n",
