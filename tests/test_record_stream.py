@@ -303,6 +303,25 @@ def test_memory_that_was_swapped_unseen_is_ordered_where_it_is_now_s1(device, le
     device.settle()
 
 
+@pytest.mark.parametrize("release", ["auto", "order"])
+def test_memory_that_was_swapped_for_some_of_an_unknown_stream_is_deferred_s1(device, ledger, release):
+    """There is nothing to order."""
+    tensor = device.allocate(0, 64)
+    with avoid_record_streams(release=release):
+        tensor.record_stream(stream(1))
+    RESIZE(tensor.untyped_storage(), 1 << 16)
+    device.settle()
+    device.track(tensor, None)
+    device.launch(device.streams[1], device.blocks_of([tensor]))
+    del tensor
+    ledger.sweep()
+    assert states(ledger) == ["handed off"]
+    device.settle()
+    device.finish()
+    ledger.sweep()
+    assert states(ledger) == []
+
+
 def test_memory_recorded_again_is_ordered_where_it_is_now_s1(device, ledger):
     """The same address can be another stream's by then."""
     with avoid_record_streams():

@@ -278,7 +278,8 @@ class RecordedUses:
                     hold.event = None
                     raise
             at_once = queue.capture or hold.release_by == "order"
-            if not at_once or self._rules.captured_now(hold):
+            # Memory that came unseen (C++) can be of a stream that is unknown: nothing can be ordered then.
+            if not at_once or None in self._rules.alloc_streams(hold) or self._rules.captured_now(hold):
                 return False
             self._handoffs.order_and_release(hold)
             return True
