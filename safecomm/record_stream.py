@@ -271,7 +271,8 @@ class _Interception:
             "inductor::resize_storage_bytes_", self._key, self.resize_storage, needs_original=True
         )
         self._replace(torch.UntypedStorage, "resize_", self._around_resize)
-        if COUNTED:
+        # Where somebody has replaced the method, theirs is called, and the operator leads here.
+        if COUNTED and "record_stream" not in vars(torch.Tensor):
             self._replace(torch.Tensor, "record_stream", self._around_record_stream)
         if self._resize.original is None:  # before torch 2.9; what C++ resizes there is not seen
             self._replace(torch.Tensor, "resize_", self._around_tensor_resize)

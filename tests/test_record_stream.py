@@ -284,6 +284,19 @@ def test_somebodys_method_over_ours_reaches_torchs_afterwards(device, ledger):
         del torch.Tensor.record_stream
 
 
+def test_somebodys_method_below_ours_is_called(device, ledger, monkeypatch):
+    seen = []
+    own = torch.Tensor.record_stream
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, s: (seen.append(s), own(tensor, s))[1])
+    theirs = torch.Tensor.record_stream
+    with avoid_record_streams() as avoided:
+        used_on(device, 1)
+        assert states(ledger) == ["recorded"]
+    assert (len(seen), avoided.calls) == (1, 1)
+    assert torch.Tensor.record_stream is theirs
+    monkeypatch.undo()
+
+
 def test_memory_that_was_swapped_unseen_is_ordered_where_it_is_now_s1(device, ledger):
     """C++ can give a storage other memory, past all that is replaced."""
     tensor = device.allocate(0, 64)
