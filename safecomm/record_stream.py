@@ -327,7 +327,11 @@ class _Interception:
                 and not (has_torch_function(tensor) or dispatch_modes() or profiler._is_profiler_enabled)
                 and transform() is None
             ):
-                record(tensor, s, getframe(1), context)
+                try:
+                    caller: types.FrameType | None = getframe(1)
+                except ValueError:  # C calls, such as autograd in a thread of its own
+                    caller = None
+                record(tensor, s, caller or getframe(), context)  # as a local variable our frame would keep the tensor
             else:
                 original(tensor, s)
 

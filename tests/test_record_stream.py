@@ -4,8 +4,10 @@ The dispatcher's key can be CPU's as well, so the interception is the real one, 
 the simulated device. What needs CUDA's allocator is in ``tests/gpu/graphs.py``.
 """
 
+import _thread
 import collections
 import contextlib
+import functools
 import gc
 import inspect
 import logging
@@ -295,6 +297,28 @@ def test_somebodys_method_below_ours_is_called(device, ledger, monkeypatch):
     assert (len(seen), avoided.calls) == (1, 1)
     assert torch.Tensor.record_stream is theirs
     monkeypatch.undo()
+
+
+def test_a_call_that_no_frame_of_python_makes(device, ledger, monkeypatch):
+    """So a hook of a tensor runs in a thread of autograd."""
+    over, failed = threading.Event(), []
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: failed.append(unraisable.exc_value))
+    tensor = device.allocate(0, 64)
+
+    class Over:
+        def __del__(self):
+            over.set()
+
+    with avoid_record_streams() as avoided:
+        # The thread lets go of what it was started with when the call is over, whatever came of it.
+        call = functools.partial(torch.Tensor.record_stream, tensor, stream(1))
+        call.over = Over()
+        _thread.start_new_thread(call, ())
+        del call
+        assert over.wait(60)
+        assert (failed, avoided.calls, states(ledger)) == ([], 1, ["recorded"])
+        del tensor
+        device.finish()
 
 
 def test_memory_that_was_swapped_unseen_is_ordered_where_it_is_now_s1(device, ledger):
