@@ -187,6 +187,22 @@ def test_events_are_looked_at_where_much_has_come_s3(device, group, later, kind)
     assert ledger.pending() == []
 
 
+def test_what_is_recorded_and_falls_unused_does_not_pile_up_between_looks_s3(device, group, later) -> None:
+    """A backward frees what a forward has recorded, and records nothing."""
+    ledger = Ledger(device, handoff_budget=8 * 64)
+    ledger.interval = 100
+    kept = [held_by_event(device, ledger, group, "recorded use") for _ in range(100)]
+    ledger.sweep()
+    while kept:
+        del kept[-1]
+        ledger.sweep()
+        device.finish()
+        assert len(ledger.pending()) <= max(len(kept) + 2, 8)
+    ledger.sweep(thorough=True)
+    ledger.sweep(thorough=True)
+    assert ledger.pending() == []
+
+
 @pytest.mark.parametrize("kind", ["handoff", "recorded use"])
 def test_in_a_capture_each_call_looks_s5(device, group, later, kind) -> None:
     """An edge of the graph gives the memory back, and nothing is asked of the device."""
@@ -254,6 +270,20 @@ def test_what_waits_give_back_needs_no_look_s10(device, group, later, kind) -> N
     ledger.sweep(thorough=True)
     device.finish()
     ledger.sweep(thorough=True)
+
+
+@pytest.mark.parametrize("kept", [0, 5])
+def test_a_wait_gives_back_all_that_came_and_fell_unused_before_its_event_s2(device, group, later, kept) -> None:
+    """And not the newest alone."""
+    ledger = Ledger(device)
+    ledger.interval = 100
+    used = [held_by_event(device, ledger, group, "recorded use") for _ in range(30)]
+    del used[: 30 - kept]
+    note = ledger.stream_order.recorded(INDEX, 1)
+    device.wait(device.streams[0], device.streams[1].past, 0)
+    ledger.stream_order.waited(INDEX, 0, note)
+    assert len(ledger.pending()) == kept
+    device.settle()
 
 
 def test_recorded_uses_that_pile_up_order_no_stream_that_another_thread_captures_s5(device) -> None:

@@ -9,7 +9,8 @@ complete (S1):
    an event that the program recorded behind the use (``stream_order.py``).
 2. *Complete.* The work, or the event, is complete: release at the next call of safecomm, of any group (S3). While all
    that is held are works whose handles somebody has, and which are younger than ``PATIENCE``, nothing is polled. Events
-   are polled once in ``INTERVAL``, and whenever ``SHARE`` of the bytes has come that rule 3 leaves alone.
+   are polled once in ``INTERVAL``, and whenever ``SHARE`` of the bytes has come that rule 3 leaves alone; recorded uses
+   at each call where they are more than rule 3 leaves alone.
 3. *Too far behind.* More than ``LAG`` holds and ``BUDGET`` bytes, estimated from the eight oldest, have piled up behind
    the host, and nobody is going to wait for the oldest: its allocation stream is ordered after it. Inside a graph
    capture nothing can be polled. There handoffs and recorded uses that only the ledger still refers to are released by

@@ -26,7 +26,8 @@ SCAN = 64
 """Holds of a queue that one call looks at in a capture, and where a stream is about to wait."""
 
 FEW = 4
-"""Elsewhere a look is at the ``FEW`` newest, and then at the rest in turn, until too many were still used.
+"""Elsewhere a look is at all that have come since the last one, at the ``FEW`` newest in any case, and then at the rest
+in turn, until too many were still used.
 
 What was recorded last is mostly freed first, because backward frees in the opposite order. A program that records
 every activation has hundreds, at which no call can look. Too many are ``FEW``, and twice as many as have come since the
@@ -78,7 +79,7 @@ class RecordedUse(Hold):
 class RecordedUseQueue(Queue):
     """The recorded uses of one stream."""
 
-    __slots__ = ("scan", "unseen", "unused")
+    __slots__ = ("fresh", "scan", "unseen", "unused")
 
     sweeper: RecordedUses
 
@@ -87,7 +88,8 @@ class RecordedUseQueue(Queue):
         # Those that nobody else uses any more, in the order of their events.
         self.unused: OrderedDict[RecordedUse, None] = OrderedDict()
         self.scan: list[RecordedUse] = []  # the rest of those that next() gives
-        self.unseen: int = 0  # how many came since some were last looked at
+        # How many came since the newest were last looked at, and since others were.
+        self.fresh, self.unseen = 0, 0
 
     def next(self) -> RecordedUse | None:
         """Return one hold, call after call all that there are; it may have been released since."""
@@ -170,6 +172,7 @@ class RecordedUses:
             queue.holds[hold] = None
             queue.nonempty[queue] = None
             self.by_storage.setdefault(cdata, {})[key] = hold  # last: from then on the storage counts as held
+            queue.fresh += 1
             queue.unseen += 1
             queue.unseen_bytes += storage.nbytes()
             self.sweep_due |= capture != 0 or SHARE * queue.unseen_bytes > queue.budget
@@ -215,7 +218,8 @@ class RecordedUses:
                     with contextlib.suppress(KeyError):
                         queue.holds.move_to_end(hold)
             return
-        for hold in queue.newest(FEW):
+        newest, queue.fresh = min(max(FEW, queue.fresh), SCAN), 0
+        for hold in queue.newest(newest):
             self._see(queue, hold)
         if not at_newest:
             self._see_others(queue)
@@ -230,7 +234,10 @@ class RecordedUses:
             if capture:
                 self.look(queue)
                 return
-            self.sweep_due, queue.unseen_bytes, queue.next_look = False, 0, _now() + self._rules.interval
+            # All of it can fall unused in a moment, and nobody tells. Where that would be too much, each call looks.
+            much = _pile_up(queue.holds, self._rules.lag, queue.budget)
+            self.sweep_due, queue.unseen_bytes = False, 0
+            queue.next_look = 0.0 if much else _now() + self._rules.interval
             if thorough:
                 for hold in keys_of(queue.holds):
                     self._see(queue, hold)
