@@ -1029,6 +1029,35 @@ def test_an_exception_of_a_signal_handler_loses_no_record_s1_s3(how):
     assert interrupt_everywhere(begin) > 5
 
 
+def test_an_exception_as_memory_is_recorded_for_another_stream_keeps_none_of_it_for_ever_s3():
+    """Uses of one storage know of each other, or each takes the others for somebody who still has the memory."""
+
+    def begin():
+        device = SimulatedDevice()
+        ledger = Ledger(device)
+        kept = [device.allocate(0, 64)]
+
+        def record(number):
+            device.launch(device.streams[number], device.blocks_of(kept))
+            ledger.recorded_uses.add(kept[0].untyped_storage(), INDEX, number, sys._getframe())
+
+        def check():
+            record(2)  # an interrupted call has recorded nothing, perhaps
+            kept.clear()
+            device.settle()
+            ledger.sweep()
+            device.finish()
+            ledger.sweep()
+            assert ledger.pending() == []
+            assert not device.live()
+            assert not ledger.recorded_uses.by_storage
+
+        record(1)
+        return lambda: record(2), check
+
+    assert interrupt_everywhere(begin) > 5
+
+
 # --- captures ------------------------------------------------------------------------------------------------------
 
 

@@ -169,9 +169,13 @@ class RecordedUses:
             hold.queue, hold.storages = queue, (storage,)
             if not (queue.holds or capture):
                 queue.next_look, queue.unseen_bytes = hold.since + rules.interval, 0
+            uses = self.by_storage.get(cdata, {})
+            # No call in between, where an exception of a signal handler could come: recorded uses of one storage, of
+            # which one was not in the table, would wait for each other for ever.
             queue.holds[hold] = None
             queue.nonempty[queue] = None
-            self.by_storage.setdefault(cdata, {})[key] = hold  # last: from then on the storage counts as held
+            uses[key] = hold
+            self.by_storage[cdata] = uses
             queue.fresh += 1
             queue.unseen += 1
             queue.unseen_bytes += storage.nbytes()
