@@ -171,8 +171,11 @@ class Device(ArenaDevice):
     def freed(self, pointer: int) -> None:
         """Note that the memory at ``pointer`` was freed under whoever refers to it."""
         _, block = self._live.pop(pointer)
+        past = 0
         for stream in self.recorded.pop(block, ()):
-            self.deferred.append((self.streams[stream].eager, block))
+            past |= self.streams[stream].eager
+        if past:
+            self.deferred.append((past, block))
         if not any(one is block for _, one in self.deferred):
             self.check_free(block)
             self._free.append(block)
@@ -329,6 +332,7 @@ class World:
                 "events": (cuda.Event.record, cuda.Event.wait) != self.events_methods or stream_methods._users,
                 "capture_begin": vars(cuda.CUDAGraph).get("capture_begin") is not self.capture_begin,
                 "resize_": "resize_" in vars(torch.UntypedStorage),
+                "record_stream": "record_stream" in vars(torch.Tensor),
                 "avoid_record_streams()": record_stream._users or record_stream._installed,
                 "watchers": captures._watchers,
                 "captures that go on": captures.RECORDING,
@@ -355,6 +359,8 @@ class World:
         cuda.CUDAGraph.capture_begin = self.capture_begin
         if "resize_" in vars(torch.UntypedStorage):
             del torch.UntypedStorage.resize_
+        if "record_stream" in vars(torch.Tensor):
+            del torch.Tensor.record_stream  # type: ignore[misc]
         for lock in (record_stream._lock, stream_methods._lock, captures._lock):
             lock._depth = 0
         gc.collect()
@@ -408,6 +414,7 @@ class Program:
         patience = math.inf if rng.random() < 0.3 else 0
         budget = rng.choice([0, 512, 1 << 20])
         self.ledger = Ledger(self.device, lag=rng.randrange(3), budget=budget, handoff_budget=budget, patience=patience)
+        self.ledger.interval = rng.choice([0, 1000])
         self.ledger.lock = TurnLock(self.turns)  # type: ignore[assignment]
         routes = routes_of(self.ledger)
         routes._lock = TurnLock(self.turns)  # type: ignore[assignment]
@@ -838,6 +845,10 @@ class Program:
         try:
             tensor.record_stream(torch.Stream(stream_id=self.stream, device_index=INDEX, device_type=1))
         except RecordStreamError:
+            self.keep([tensor])
+        except NotImplementedError:  # the other thread has left in the middle of it, and it was torch's: there is none
+            if _diverted():
+                raise
             self.keep([tensor])
         except INTERRUPTS:
             self.keep([tensor])
