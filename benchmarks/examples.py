@@ -116,6 +116,7 @@ def main():
     parser.add_argument("--limit", type=float, default=180, help="seconds that an example may take (180)")
     parser.add_argument("--table", action="store_true", help="run nothing, and write the tables of examples/README.md")
     parser.add_argument("--check", action="store_true", help="run nothing, and compare the tables with the results")
+    parser.add_argument("--only", help="run this example alone, and keep what an earlier run has of the others")
     arguments = parser.parse_args()
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"runs": []}
     if arguments.table or arguments.check:
@@ -130,11 +131,16 @@ def main():
         "date": datetime.date.today().isoformat(),
         "examples": {},
     }
+    mine = [one for one in results["runs"] if (one["device"], one["ranks"]) == (measured["device"], ranks)]
+    if arguments.only and mine:
+        measured["examples"] |= mine[0]["examples"]
+        measured["date"] = mine[0]["date"]  # of the others
     kept = [one for one in results["runs"] if (one["device"], one["ranks"]) != (measured["device"], ranks)]
-    for name in examples():
+    for name in [arguments.only] if arguments.only else examples():
         row = measured["examples"][name] = run(name, ranks, cpu, arguments.limit)
         print(f"{name}: {said(row)}", *row.get("error", []), sep="\n  ", flush=True)
         # GPUs first; after each example, so that what was measured is not lost when the machine is.
+        measured["examples"] = dict(sorted(measured["examples"].items()))
         results["runs"] = sorted([*kept, measured], key=lambda one: (one["device"] == "CPU", -one["ranks"]))
         RESULTS.write_text(without_directories(json.dumps(results, indent=1)) + "\n")
     write_readme(results, check=False)

@@ -390,6 +390,51 @@ def low_latency(results):
     return f"{table(head, rows)}\n{text}"
 
 
+def functional(results):
+    """The figures of functional collectives, of the cases that there are."""
+    parts = ["By `{command}`: torch {torch}, {world} x {device}, {date}.\n\n".format(**results)]
+    rows = [
+        (way, row["ours"], row["the backend's"], row["low.calls, of two calls"])
+        for way, row in results.get("kernels", {}).items()
+    ]
+    columns = "kernels of a step with four collectives (DTensor: one)", "ours", "NCCL's", "`low.calls`, two steps"
+    parts.append(table(columns, rows))
+    times = results["times"]
+    ways = [name for name in times if name.startswith("host us") and name.endswith("torch's")]
+    rows = [
+        (name.removesuffix(", torch's"), times[name], times[name.removesuffix("torch's") + "ours"]) for name in ways
+    ]
+    rows += [(name, "-", times[name]) for name in times if name.startswith("host us") and name not in ways
+             and name.removesuffix("ours") + "torch's" not in ways]  # fmt: skip
+    device = "device us, operator and wait"
+    rows += [(device, times[f"{device}, torch's"], times[f"{device}, ours"])]
+    rows += [("device us, wrapped", "-", times["device us, wrapped"])]
+    parts.append("\n" + table(("all_reduce of 8 KiB", "torch's", "`low_latency()`"), rows))
+    llama = results.get("llama", {})
+    rows = [
+        (way, row["us, without"], row["us, with"], row["ratio"], row["captured calls of low_latency(), with"])
+        for way, row in llama.items()
+        if isinstance(row, dict)
+    ]
+    if rows:
+        head = (
+            f"a Llama of transformers {llama['transformers']}, {llama['layers']} layers: us of a token in a CUDA graph"
+        )
+        parts.append("\n" + table((head, "NCCL", "`low_latency()`", "ratio", "calls taken"), rows))
+    bits, gradients = results["bits"], results["gradients"]
+    parts.append(
+        f"\nOf {bits['calls']} random calls, {bits['taken in all their forms']} of them taken in every form, "
+        f"{bits['different']} differed from the wrapped call in a bit. Gradients\nthrough DTensor and functional "
+        f"collectives differed by at most {gradients['largest relative difference']:.1g} of those without.\n"
+    )
+    if soak := results.get("soak"):
+        parts.append(
+            f"Of {soak['calls']} mixed calls, {soak['eager']} eager and {soak['replayed']} replayed, "
+            f"{soak['wrong elements']} elements were wrong and {soak['stuck']} calls stuck.\n"
+        )
+    return "".join(parts)
+
+
 def host(results, where):
     rows = [(name, row["stock"], row["safecomm"], row["ratio"]) for name, row in results["rows"].items()]
     return table((f"host time of a call, 1 KiB, {where}, us", "torch.distributed", "safecomm", "ratio"), rows)
@@ -546,6 +591,8 @@ def figures():
         "## Low-latency collectives\n",
         low_latency(load("low_latency.json")),
         low_latency(load("low_latency_4.json")),
+        "## Functional collectives and compiled code\n",
+        functional(load("functional_low_latency.json") | load("functional_low_latency_llama.json")),
         "## Megatron\n",
         megatron(load("megatron.json")),
         megatron_steps(load("megatron_steps.json")),

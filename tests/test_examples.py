@@ -119,8 +119,10 @@ def test_every_example_is_listed_tested_and_measured():
     listed, _, _ = (ROOT / "examples" / "README.md").read_text().partition(benchmark.BEGIN)
     for name in names:
         assert f"| [{name}]({name}) | " in listed
-    for measured in json.loads(benchmark.RESULTS.read_text())["runs"]:
-        assert set(measured["examples"]) == names
+    runs = json.loads(benchmark.RESULTS.read_text())["runs"]
+    assert any(set(measured["examples"]) == names for measured in runs)
+    for measured in runs:
+        assert set(measured["examples"]) <= names  # of those that there were
         assert not any("failed" in row for row in measured["examples"].values())
 
 
