@@ -365,6 +365,33 @@ def test_torch_s_kernels_are_back_to_the_object_s9():
     assert (funcol.all_reduce(torch.ones(3), "sum", stock.group.WORLD) + 0 == 2).all()
 
 
+def test_where_torch_tells_too_little_they_stay_torch_s(monkeypatch):
+    assert operators.why_not("CUDA") == operators.why_not("CPU") == ""
+    with monkeypatch.context() as patch:
+        patch.setattr(_torch, "kernel_of_all_devices", lambda *_: None)
+        assert "has another kernel for CUDA" in operators.why_not("CUDA")
+    monkeypatch.setattr(_torch, "keeps_attributes", lambda: False)
+    assert "no attributes" in operators.why_not("CUDA")
+
+
+@on(2, interpreted=True)
+def test_a_kernel_of_another_library_stays():
+    library = torch.library.Library("_c10d_functional", "IMPL")
+    library.impl("all_reduce_", lambda tensor, op, group: tensor.fill_(7), "CPU")
+    try:
+        before = tables()
+        with switched_on() as low:
+            assert tables() == before
+            assert (TORCHS.all_reduce_(torch.ones(3), "sum", "0") == 7).all()
+            safecomm.all_reduce(torch.ones(3))
+            assert low.calls == 1
+    finally:
+        library._destroy()
+    with switched_on() as low:
+        assert (TORCHS.wait_tensor(TORCHS.all_reduce_(torch.ones(3), "sum", "0")) == 2).all()
+        assert low.calls == 1
+
+
 @on(2, interpreted=True)
 def test_a_group_that_opts_out_stays_torch_s_beside_one_that_does_not():
     other = stock.new_group([0, 1])

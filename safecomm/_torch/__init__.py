@@ -57,6 +57,7 @@ from safecomm._torch.functional import inflight_as_graph_input as inflight_as_gr
 from safecomm._torch.functional import unwaited as unwaited
 from safecomm._torch.kernels import OVERRIDDEN as OVERRIDDEN
 from safecomm._torch.kernels import Override as Override
+from safecomm._torch.kernels import kernel_of_all_devices as kernel_of_all_devices
 from safecomm._torch.launches import ASYNC_OPTION as ASYNC_OPTION
 from safecomm._torch.launches import COALESCED as COALESCED
 from safecomm._torch.launches import Launch as Launch

@@ -19,17 +19,18 @@ OVERRIDDEN: weakref.WeakKeyDictionary[Override, str] = weakref.WeakKeyDictionary
 class Override:
     """A Python function in place of torch's own kernel of ``operator`` (such as ``"aten::record_stream"``).
 
-    ``original`` is called as the operator is; None if this torch does not give out the kernel (before 2.9, unless it is
-    one kernel for all devices). Without an original, a function that ``needs_original`` replaces nothing.
+    ``original`` is called as the operator is: what is given, or torch's kernel for ``key``; None if this torch does not
+    give that out (before 2.9). Without an original, a function that ``needs_original`` replaces nothing.
     """
 
     def __init__(
-        self, operator: str, key: str, function: Callable[..., object], *, needs_original: bool = False
-    ) -> None:
+        self, operator: str, key: str, function: Callable[..., object], *, needs_original: bool = False,
+        original: Callable[..., Any] | None = None,
+    ) -> None:  # fmt: skip
         namespace, name = operator.split("::")
-        self.original: Callable[..., Any] | None = _kernel_of_all_devices(namespace, name, key)
+        self.original: Callable[..., Any] | None = original
         try:
-            kernel = None if self.original or _get_kernel is None else _get_kernel(operator, key)
+            kernel = None if original or _get_kernel is None else _get_kernel(operator, key)
             if kernel is not None:
                 keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
                 self.original = functools.partial(kernel.call_boxed, keys)
@@ -55,13 +56,13 @@ class Override:
             library._destroy()
 
 
-def _kernel_of_all_devices(namespace: str, name: str, key: str) -> Callable[..., Any] | None:
+def kernel_of_all_devices(operator: str, key: str) -> Callable[..., Any] | None:
     """Return what calls the operator's one kernel for all devices, None if it has none, or one for ``key`` besides.
 
     The way there is the key of no device, which no other kernel is put at. Unlike a kernel that torch gives out, it is
     called without the interpreter's lock: gloo's threads may need that before a wait can end.
     """
-    operator = f"{namespace}::{name}"
+    namespace, name = operator.split("::")
     if _has_kernel is None or not _has_kernel(operator, _ALL_DEVICES) or _has_kernel(operator, key):
         return None
     overload = getattr(getattr(torch.ops, namespace), name).default
@@ -74,7 +75,7 @@ _ALL_DEVICES = "CompositeExplicitAutograd"
 
 _has_kernel: Any = look_up(
     "torch._C._dispatch_has_kernel_for_dispatch_key", None,
-    "functional collectives do not reach low_latency() before torch 2.9, and wait with the interpreter's lock after",
+    "functional collectives do not reach low_latency()",
     lambda found: found("aten::empty_like", _ALL_DEVICES) is True and found("aten::empty_like", "Undefined") is False,
 )  # fmt: skip
 

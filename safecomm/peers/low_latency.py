@@ -153,9 +153,8 @@ class low_latency:  # noqa: N801
         captures.BEFORE.append(self._engine.before_capture)
         self._engine.leave = self._leave
         ENGINES[group] = self._engine
-        if self._functional:
-            self._engine.functional = True
-            operators.install(self._engine, _key(self._engine), group)
+        if self._engine.functional:
+            operators.install(self._engine, _key(self._engine.index), group)
         return self
 
     def disable(self) -> None:
@@ -187,7 +186,7 @@ class low_latency:  # noqa: N801
         complete = engine.idle(patience)
         idle = complete and not engine.timed_out
         if engine.functional:
-            operators.remove(engine, _key(engine), self._group, complete=complete or not engine.launched_events)
+            operators.remove(engine, _key(engine.index), self._group, complete=complete or not engine.launched_events)
         if idle and patience:
             engine.store.set(f"over/{engine.group.rank()}", "1")
 
@@ -225,7 +224,8 @@ def _make(
         reason = _why_not(group, backend, found)
     except (OSError, ValueError) as error:
         problem = f"rank {rank}: {error}"
-    mine = (problem, reason, (repr(found), repr(timeout), check, functional), _host(), _device(index), uuid.uuid4().hex)
+    torchs = operators.why_not(_key(index)) if functional else "functional=False"
+    mine = (problem, reason, (repr(found), repr(timeout), check, torchs), _host(), _device(index), uuid.uuid4().hex)
     problems, reasons, asked, hosts, devices, names = zip(*_everyones(mine, group), strict=True)
     if any(problems):
         raise LowLatencyError(f"low_latency(): {'; '.join(filter(None, problems))}")
@@ -259,6 +259,7 @@ def _make(
         staging.meet(group)
         store = _torch.store_of(group, f"safecomm/low_latency/{names[0]}")
         engine = Engine(group, index, staging, layout, found, timeout, store, check=check)
+        engine.functional = not torchs
         for call in _first_calls(engine):
             engine.prepare(*call[:2])  # compiles: other ranks are not to wait for that in a kernel
     except Exception as error:
@@ -266,6 +267,8 @@ def _make(
     if not all(_everyones(not reason, group)):
         return None, reason or "a rank can't reach the memory of the others, or can't compile its kernels"
     assert engine is not None
+    if functional and torchs:
+        log.warning("low_latency(): functional collectives stay torch's: %s", torchs)
     reason = _try(engine)
     if not all(_everyones(not reason, group)):
         _KEPT.append(engine)
@@ -334,9 +337,9 @@ def lacking() -> str:
     return ""
 
 
-def _key(engine: Engine) -> str:
-    """Return the dispatch key of an engine's device."""
-    return "CPU" if engine.index == HOST else "CUDA"
+def _key(index: int) -> str:
+    """Return the dispatch key of device ``index``."""
+    return "CPU" if index == HOST else "CUDA"
 
 
 def _host() -> str:
@@ -449,6 +452,6 @@ def everywhere(limits: str | None = None, *, instead: bool = False) -> None:
     one that is not. ``instead``: of what was asked for before.
     """
     if instead or None not in ENGINES:
-        if replacing.allowed() and None not in ENGINES:
+        if replacing.allowed() and None not in ENGINES and not operators.why_not("CUDA"):
             operators.install(everywhere, "CUDA")
         ENGINES[None] = _Everywhere(limits)

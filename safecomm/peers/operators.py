@@ -324,28 +324,44 @@ _WAITS = ("wait_tensor", "wait_tensors")
 def install(user: object, key: str, group: Any = None) -> None:
     """Let the functional collectives reach the engine of ``group`` (None: those of all) until :func:`remove`.
 
-    ``key``: the dispatch key of the engine's device.
+    ``key``: the dispatch key of the engine's device. Not if :func:`why_not` has something to say.
     """
-    if not _torch.keeps_attributes():
-        return
     with _lock:
         if group is not None:
             _groups[group.group_name] = group
         _users.setdefault(key, []).append(user)
         kernels = _kernels.setdefault(key, {})
-        for ours in _OURS:
-            name = ours.__name__[1:]
-            if name not in kernels and hasattr(getattr(torch.ops, NAMESPACE), name):
+        for name, ours in _present():
+            if name not in kernels:
                 kernels[name] = _override(name, key, ours)
 
 
+def why_not(key: str) -> str:
+    """Return why the functional collectives of ``key`` stay torch's; ``""`` if they need not."""
+    if not _torch.keeps_attributes():
+        return f"storages of torch {torch.__version__} have no attributes"
+    there = _kernels.get(key, {})
+    for name, _ in _present():
+        if name not in there and _torch.kernel_of_all_devices(f"{NAMESPACE}::{name}", key) is None:
+            return f"{NAMESPACE}::{name} has another kernel for {key}, or torch does not tell"
+    return ""
+
+
+def _present() -> list[tuple[str, Callable[..., object]]]:
+    """Return the operators that this torch has, by their names, each with what is ours."""
+    operators = getattr(torch.ops, NAMESPACE)
+    return [(name, ours) for ours in _OURS if hasattr(operators, name := ours.__name__[1:])]
+
+
 def _override(name: str, key: str, ours: Callable[..., object]) -> _torch.Override:
+    operator = f"{NAMESPACE}::{name}"
+    original: Any = _torch.kernel_of_all_devices(operator, key)
+
     def kernel(*args: object, **kwargs: object) -> object:
         taken = ours(*args, **kwargs)
-        return override.original(*args, **kwargs) if taken is None else taken  # type: ignore[misc]
+        return original(*args, **kwargs) if taken is None else taken
 
-    override = _torch.Override(f"{NAMESPACE}::{name}", key, kernel, needs_original=True)
-    return override
+    return _torch.Override(operator, key, kernel, needs_original=True, original=original)
 
 
 def remove(user: object, key: str, group: Any = None, *, complete: bool = True) -> None:
