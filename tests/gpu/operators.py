@@ -25,6 +25,11 @@ def reduced(x, group=None):
     return TORCHS.all_reduce(x, "sum", name(group))
 
 
+def operators_replaced():
+    """What of torch's operators has a kernel of ours; events are replaced since the first use on another stream."""
+    return [one for one in replaced() if "::" in one]
+
+
 def total(number):
     world = stock.get_world_size()
     return world * number + sum(range(world))
@@ -87,7 +92,7 @@ def operators_on_other_streams():
 def operators_across_captures():
     """Launched before a capture and waited for inside, the reverse, and on other streams inside: wrong elements."""
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
-    side = torch.cuda.Stream()
+    main, side = torch.cuda.current_stream(), torch.cuda.Stream()
     with switched_on():
         static = torch.zeros(5000, device="cuda")
         before = torch.full((5000,), 1.0 + rank(), device="cuda")
@@ -109,11 +114,11 @@ def operators_across_captures():
             graph.capture_end()
         for number in range(200):
             static.fill_(number + rank())
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream if number % 2 else side):
-                (stream if number % 2 else side).wait_stream(torch.cuda.current_stream())
+            replaying = stream if number % 2 else side
+            replaying.wait_stream(main)
+            with torch.cuda.stream(replaying):
                 graph.replay()
-            torch.cuda.current_stream().wait_stream(stream if number % 2 else side)
+            main.wait_stream(replaying)
             wrong += (first != total(1) + number + rank()).sum()
             wrong += (second != total(number)).sum()
             wrong += (third != stock.get_world_size() * total(number)).sum()
@@ -177,7 +182,7 @@ def operators_in_graphs_of_torch_compile():
     )
     require(worst < 1e-4, worst)
     require(calls >= 4, calls)
-    require(replaced() == [], replaced())
+    require(not operators_replaced(), operators_replaced())
     return {"calls, of which those in graphs count once": calls, "largest difference": worst, "left alive": refused}
 
 
@@ -230,7 +235,7 @@ def operators_and_an_exception():
         pass
     with torch.cuda.stream(side):
         wrong = int((TORCHS.wait_tensor(result) != total(1)).sum())
-    left = replaced()
+    left = operators_replaced()
     require(torch._C._dispatch_dump_table("_c10d_functional::all_reduce") == before)
     torch.cuda.synchronize()
     stock.barrier()
@@ -238,7 +243,7 @@ def operators_and_an_exception():
     later = reduced(torch.full((5000,), 1.0 + rank(), device="cuda"))
     require(int((TORCHS.wait_tensor(later) != total(1)).sum()) == 0)
     require(wrong == 0, wrong)
-    return {"wrong elements": wrong, "left in place": [one for one in left if "::" in one]}
+    return {"wrong elements": wrong, "left in place": left}
 
 
 @case(60, ranks=2)
