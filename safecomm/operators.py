@@ -24,7 +24,7 @@ import torch
 
 from safecomm import _torch
 from safecomm.collectives import gates as _gates
-from safecomm.collectives.holding import program
+from safecomm.collectives.holding import hold_read, program
 from safecomm.collectives.table import OPS_BY_NAME as _OPS
 from safecomm.collectives.table import ROWS
 from safecomm.collectives.takers import ENGINES, at_once, take
@@ -56,6 +56,8 @@ def _all_reduce(x: torch.Tensor, op: str, group_name: str) -> torch.Tensor:
         out.copy_(x)
         with at_once(group):
             _gates.all_reduce(out, operation, group)
+    if x.numel():
+        hold_read(_ROW.name, group, x)
     return out
 
 

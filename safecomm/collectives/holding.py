@@ -58,6 +58,13 @@ def program(frame: types.FrameType | None = None) -> types.FrameType:
     return frame
 
 
+def hold_read(op: str, group: object, tensor: torch.Tensor) -> None:
+    """Hold ``tensor``, which an operator has read on the current stream, if it was allocated on another one (S1)."""
+    index = tensor.get_device()
+    if index >= 0 and _alloc_stream(tensor.data_ptr()) != _current(index):
+        LEDGER.hand_off(op, group, index, storages_of([tensor]), program())
+
+
 class _Span(threading.local):
     open = False
 

@@ -20,11 +20,10 @@ import torch
 import torch.distributed.distributed_c10d as c10d
 
 from safecomm import _torch
-from safecomm.collectives.holding import program
+from safecomm.collectives.holding import hold_read, program
 from safecomm.collectives.table import OPS_BY_NAME as _OPS
 from safecomm.collectives.table import ROWS, Row
 from safecomm.collectives.takers import ENGINES, take
-from safecomm.collectives.tensors import storages_of
 from safecomm.core import captures
 from safecomm.core.ledger import LEDGER
 from safecomm.core.streams import HOST
@@ -44,7 +43,6 @@ _groups: dict[str, Any] = {}  # those that have an engine, by name
 _unwaited: set[str] = set()  # where an exception has left launches that nobody has waited for, by dispatch key
 _lock = threading.Lock()
 _current = LEDGER.streams.current
-_alloc_stream = LEDGER.streams.alloc_stream
 
 
 class _Launch:
@@ -183,10 +181,8 @@ def _contiguous(group: object, tensor: torch.Tensor) -> torch.Tensor:
     tensor = _unwrapped(tensor)
     if tensor.is_contiguous():
         return tensor
-    index = tensor.get_device()
     copy = tensor.contiguous()
-    if index >= 0 and _alloc_stream(tensor.data_ptr()) != _current(index):
-        LEDGER.hand_off(_REDUCE.name, group, index, storages_of([tensor]), program())
+    hold_read(_REDUCE.name, group, tensor)
     return copy
 
 
