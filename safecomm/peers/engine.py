@@ -10,7 +10,7 @@ import time
 import types
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed.distributed_c10d as c10d
@@ -56,9 +56,6 @@ _HERE = contextlib.nullcontext()
 
 _KINDS = {REDUCE: 0, SCATTER: 1, GATHER: 2}  # what the kernels know them by
 
-_Plan: TypeAlias = "tuple[()] | tuple[tuple[Callable[..., None], ...], int]"
-"""What launches a call, unaligned and aligned, and on how many elements; () if it is the backend's."""
-
 _Site = tuple[int, str, types.CodeType, int]
 """The number of a call, c10d's function, and where it was called."""
 
@@ -101,7 +98,7 @@ class Engine:
         self._table = torch.tensor(head + [0] * layout.all_chunks, dtype=torch.int64, device=device)
         self._table_pointer = self._table.data_ptr()
         self._launchers: dict[object, Callable[..., None]] = {}
-        self._plans: dict[object, _Plan] = {}
+        self._plans: dict[object, tuple[()] | tuple[tuple[Callable[..., None], ...], int]] = {}
         self._lock = threading.Lock()  # between putting a call in order and launching it, no other may come
         self.order: Order = Order(LEDGER.streams, index)
         self._through = group if _torch.HOOKS else _torch.backend_of(group, device.type)
@@ -114,8 +111,7 @@ class Engine:
         self.store = store
         self._check = check
         # Bytes of the largest tensor of an operator's call that it looks at.
-        largest = max(limits.one_shot, limits.two_shot, limits.scatter, limits.gather)
-        self.most = sys.maxsize if check else self._world * largest
+        self.most: int = sys.maxsize if check else self._world * max(vars(limits).values())
         self._compared = 0
         # What the end of the group calls: tells the peers, and returns what waits for them.
         self.leave: Callable[[timedelta], Callable[[], None]] = lambda _: lambda: None
@@ -142,7 +138,9 @@ class Engine:
         key = (name, data.dtype, data.numel(), out.dtype, out.numel(), number)
         plan = self._plans.get(key)
         if plan is None:
-            plan = self._remember(key, self._plan(name, out, data, number))
+            if len(self._plans) > REMEMBERED:
+                self._plans.clear()
+            plan = self._plans[key] = self._plan(name, out, data, number)
         stream = capture = 0
         if index != HOST:
             stream = LEDGER.current(index)
@@ -162,18 +160,8 @@ class Engine:
 
     def takes(self, name: str, out: torch.Tensor, data: torch.Tensor, op: object) -> bool:
         """Return whether :meth:`run` would run such a call of two tensors, if it is not captured unseen."""
-        if not _is_plain(data, self.index) or not _is_plain(out, self.index):
-            return False
-        number = _number(op)
-        key = (name, data.dtype, data.numel(), out.dtype, out.numel(), number)
-        plan = self._plans.get(key)
-        return bool(self._remember(key, self._plan(name, out, data, number)) if plan is None else plan)
-
-    def _remember(self, key: object, plan: _Plan) -> _Plan:
-        if len(self._plans) > REMEMBERED:
-            self._plans.clear()
-        self._plans[key] = plan
-        return plan
+        plain = _is_plain(data, self.index) and _is_plain(out, self.index)
+        return plain and bool(self._plan(name, out, data, _number(op)))
 
     def _launch(
         self, name: str, launcher: Callable[..., None], addresses: tuple[int, ...], count: int, number: int,
@@ -322,7 +310,9 @@ class Engine:
         else:
             self._plan(name, tensors[0], tensors[-1], 0)
 
-    def _plan(self, name: str, out: torch.Tensor, data: torch.Tensor, number: int) -> _Plan:
+    def _plan(
+        self, name: str, out: torch.Tensor, data: torch.Tensor, number: int
+    ) -> tuple[()] | tuple[tuple[Callable[..., None], ...], int]:
         """Return how calls like this one are run: what launches them, unaligned and aligned, and on how many elements.
 
         () if they are the backend's.
