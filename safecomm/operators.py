@@ -42,7 +42,10 @@ def _found(op: str, group_name: str) -> tuple[Any, Any]:
     """Return the reduce operation and the group that are meant."""
     if op not in _OPS:
         raise ValueError(f"torch.ops.safecomm: the operation {op!r} is none of {', '.join(_OPS)}")
-    return _OPS[op], _torch.group_named(group_name)
+    group = _torch.group_named(group_name)
+    if group is None:
+        raise ValueError(f"torch.ops.safecomm: torch {torch.__version__} does not tell which group is {group_name!r}")
+    return _OPS[op], group
 
 
 def _new(x: torch.Tensor) -> torch.Tensor:
