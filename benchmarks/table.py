@@ -392,7 +392,7 @@ def low_latency(results):
 
 def functional(results):
     """The figures of functional collectives, of the cases that there are."""
-    parts = ["By `{command}`: torch {torch}, {world} x {device}, {date}.\n\n".format(**results)]
+    parts = ["By `{command}`: torch {torch}, {world} x {device}, {date}, at {commit}.\n\n".format(**results)]
     rows = [
         (way, row["ours"], row["the backend's"], row["low.calls, of two calls"])
         for way, row in results.get("kernels", {}).items()
@@ -592,7 +592,7 @@ def figures():
         low_latency(load("low_latency.json")),
         low_latency(load("low_latency_4.json")),
         "## Functional collectives and compiled code\n",
-        functional(load("functional_low_latency.json") | load("functional_low_latency_llama.json")),
+        functional(load("functional_low_latency.json")),
         "## Megatron\n",
         megatron(load("megatron.json")),
         megatron_steps(load("megatron_steps.json")),
