@@ -728,7 +728,7 @@ MUTANTS_OF_TAKERS = {
     "knows no engine of everywhere": (" or ENGINES.get(None)", ""),
     "shows a profiler nothing": ("if _profiler._is_profiler_enabled and not SPAN.open:", "if False:"),
     "asks no capture": ("captures.check_group(row.name, group, flat)", "pass"),
-    "tells no capture": ("captures.note(row.name, group, with_memory(flat), caller())", "pass"),
+    "tells no capture": ("captures.note(row.name, group, with_memory(flat), site())", "pass"),
     "takes what an engine leaves": ("is DECLINED:\n        return DECLINED", "is DECLINED:\n        return"),
     "takes flags as they are": ("asynchronous = is_true(asynchronous)", "pass"),
 }  # fmt: skip
