@@ -390,6 +390,29 @@ def low_latency(results):
     return f"{table(head, rows)}\n{text}"
 
 
+def push_copy(results):
+    """What plain copies over the link take, by the bytes of an all_reduce of two ranks."""
+    rows = []
+    for size, reference in results["reference"].items():
+        row = [f"{int(size) >> 20} MiB", reference["NCCL"], reference["copy engine"]]
+        for way in ("push", "moves"):
+            shapes = results[way].get(size, {})
+            best = min(shapes, key=shapes.get, default=None)
+            row.append(f"{shapes[best]} ({best})" if best else "-")
+        rows.append(row)
+    head = (
+        "us, in a CUDA graph, slowest rank",
+        "NCCL's all_reduce",
+        "the copy engine, as many bytes each way",
+        "the best plain kernel that pushes them",
+        "the best that also moves what an all_reduce moves",
+    )
+    told = (
+        "From 8 MiB on, what is left between NCCL and the link, by `{command}` ({world} x {device}, torch {torch}):\n\n"
+    )
+    return f"\n{told.format(**results)}\n\n" + table(head, rows)
+
+
 def functional(results):
     """The figures of functional collectives, of the cases that there are."""
     parts = ["By `{command}`: torch {torch}, {world} x {device}, {date}, at {commit}.\n\n".format(**results)]
@@ -591,6 +614,7 @@ def figures():
         "## Low-latency collectives\n",
         low_latency(load("low_latency.json")),
         low_latency(load("low_latency_4.json")),
+        push_copy(load("push_copy.json")),
         "## Functional collectives and compiled code\n",
         functional(load("functional_low_latency.json")),
         "## Megatron\n",
