@@ -21,7 +21,7 @@ import torch.distributed as stock
 from measured import begin, setting, write
 
 import safecomm
-from safecomm.collectives.table import GATHER, REDUCE, SCATTER
+from safecomm.collectives.table import EXCHANGE, GATHER, REDUCE, SCATTER
 from safecomm.tools.tune_low_latency import NCCL, calls, prepare, slowest
 
 OURS, ONE_SHOT, TWO_SHOT = "safecomm", "torch one-shot", "torch two-shot"
@@ -29,6 +29,7 @@ SIZES = {
     REDUCE: [512, *(1 << power for power in range(11, 29))],
     SCATTER: [1 << power for power in range(13, 21)],
     GATHER: [1 << power for power in range(13, 21)],
+    EXCHANGE: [1 << power for power in range(9, 19)],
 }
 SYMMETRIC_MOST = 4 << 20  # bytes up to which torch's own are timed
 NCCLS_OWN = 8 << 20  # bytes from which on the call is NCCL's own

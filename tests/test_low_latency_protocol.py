@@ -5,7 +5,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from protocol import Wrong, explore, start, walk
+from protocol import Wrong, explore, start, start_exact, walk
 from simulated import INDEX, SimulatedDevice
 
 from safecomm.peers.order import Order
@@ -15,13 +15,32 @@ from safecomm.peers.order import Order
 
 @pytest.mark.parametrize("two_shot", [False, True])
 def test_two_ranks_never_read_wrong_or_wait_for_ever_whatever_happens(two_shot):
-    assert explore(start(2, 5, two_shot=two_shot), limit=20_000) > 600
+    assert explore(start(2, 3 if two_shot else 4, two_shot=two_shot), limit=200_000) > 600
+    assert explore(start(2, 5, two_shot=two_shot, signals=False, kind=True), limit=20_000) > 600
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.integers(2, 4), st.integers(1, 8), st.booleans(), st.integers(0, 1 << 32))
 def test_more_ranks_never_read_wrong_or_wait_for_ever(ranks, calls, two_shot, seed):
     walk(start(ranks, calls, two_shot=two_shot), random.Random(seed))
+
+
+@pytest.mark.parametrize("two_shot", [False, True])
+def test_without_signals_a_clear_that_comes_late_loses_data(two_shot):
+    with pytest.raises(Wrong, match="waits for ever"):
+        explore(start(2, 3, two_shot=two_shot, signals=False), limit=200_000)
+
+
+def test_numbered_packets_need_two_sections_and_no_clears():
+    assert explore(start_exact(2, 6), limit=20_000) > 50
+    with pytest.raises(Wrong, match="waits for ever"):
+        explore(start_exact(2, 3, sections=1), limit=20_000)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(2, 4), st.integers(1, 8), st.integers(0, 1 << 32))
+def test_numbered_packets_are_never_lost(ranks, calls, seed):
+    walk(start_exact(ranks, calls), random.Random(seed))
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])

@@ -69,7 +69,8 @@ GENERAL: object = object()
 def offer(row: Row, group: object, tensors: tuple[Any, ...], op: object, asynchronous: object) -> object:
     """Offer a call of ``row`` to who may take it; return what its caller gets, or :data:`DECLINED` or :data:`GENERAL`.
 
-    ``tensors``: what is given as the output, and as the input where that is another. ``op``: the reduce operation.
+    ``tensors``: what is given as the output, and as the input where that is another. ``op``: the reduce operation, or
+    what :func:`splits` has found.
     """
     flag = asynchronous
     if asynchronous is not False and asynchronous is not True:
@@ -165,6 +166,12 @@ def _run(
     ):
         LEDGER.hand_off(row.name, group, index, storages_of(flat), site())
     return None
+
+
+def splits(outputs: object, inputs: object) -> object:
+    """Return the sizes that an all_to_all_single is given; None if its parts are equal. Its operation, to an engine."""
+    given = (outputs, inputs)
+    return next((sizes for sizes in given if sizes is not None and (type(sizes) is not list or sizes)), None)
 
 
 def is_true(flag: object) -> bool:

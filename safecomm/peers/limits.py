@@ -8,13 +8,13 @@ from pathlib import Path
 
 import torch
 
-from safecomm.collectives.table import REDUCE, SCATTER
+from safecomm.collectives.table import EXCHANGE, GATHER, REDUCE, SCATTER
 from safecomm.peers.staging import StagingLayout
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """Others go to NCCL: of integers, every bit pattern is data, and complex numbers are rare."""
 
-ONE_SHOT, TWO_SHOT = "one_shot", "two_shot"
+ONE_SHOT, TWO_SHOT, EXACT = "one_shot", "two_shot", "exact"
 
 KiB, MiB = 1 << 10, 1 << 20
 
@@ -37,6 +37,10 @@ class LowLatencyLimits:
     """``reduce_scatter_tensor``."""
     gather: int
     """``all_gather_into_tensor``."""
+    exact: int = 0
+    """``all_gather_into_tensor`` up to that bit for bit, in any type."""
+    exchange: int = 0
+    """``all_to_all_single`` of equal parts, bit for bit, in any type."""
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -45,7 +49,9 @@ class LowLatencyLimits:
 
     def layout(self, world: int) -> StagingLayout:
         """Return where the staging of a group of ``world`` ranks has what."""
-        return StagingLayout(world, max(self.one_shot, self.scatter, self.gather), self.two_shot)
+        return StagingLayout(
+            world, max(self.one_shot, self.scatter, self.gather), self.two_shot, max(self.exact, self.exchange)
+        )
 
     def nbytes(self, world: int) -> int:
         """Return the bytes of staging that each of ``world`` ranks needs.
@@ -67,15 +73,29 @@ class LowLatencyLimits:
         """
         if collective == REDUCE:
             return ONE_SHOT if nbytes <= self.one_shot else TWO_SHOT if nbytes <= self.two_shot else None
+        if collective == EXCHANGE:
+            return EXACT if nbytes <= self.exchange else None
+        if collective == GATHER and nbytes <= self.exact:
+            return EXACT
         return ONE_SHOT if nbytes <= (self.scatter if collective == SCATTER else self.gather) else None
 
 
 DEFAULTS = {
-    2: LowLatencyLimits(one_shot=MiB, two_shot=4 * MiB, scatter=MiB, gather=MiB),
-    4: LowLatencyLimits(one_shot=256 * KiB, two_shot=4 * MiB, scatter=MiB, gather=MiB),
-    8: LowLatencyLimits(one_shot=64 * KiB, two_shot=2 * MiB, scatter=256 * KiB, gather=256 * KiB),
-}
-"""By the largest number of ranks, for Hopper GPUs with NVLink. Those for 8 are a guess that nobody has measured."""
+    2: LowLatencyLimits(
+        one_shot=MiB, two_shot=4 * MiB, scatter=MiB, gather=MiB, exact=32 * KiB, exchange=256 * KiB
+    ),
+    4: LowLatencyLimits(
+        one_shot=256 * KiB, two_shot=4 * MiB, scatter=MiB, gather=MiB, exact=32 * KiB, exchange=64 * KiB
+    ),
+    8: LowLatencyLimits(
+        one_shot=192 * KiB, two_shot=4 * MiB, scatter=256 * KiB, gather=256 * KiB, exact=16 * KiB, exchange=32 * KiB
+    ),
+}  # fmt: skip
+"""By the largest number of ranks, for Hopper GPUs with NVLink.
+
+Those for 8, and of what is exact those for 4, follow from a model of what has been measured on fewer. Nobody has
+measured them.
+"""
 
 
 def defaults(world: int) -> LowLatencyLimits | None:

@@ -23,6 +23,9 @@ MOST = 8
 PHASES = 3
 """Phases of a chunk: each call uses the staging of one of them, in turn."""
 
+EXACT_PHASES = 2
+"""Phases of a chunk that is sent bit for bit."""
+
 WIDTHS = {2: torch.int16, 4: torch.int32}
 """Bytes of an element, and the integers of that width. Each has staging of its own: their negative zeros differ."""
 
@@ -43,12 +46,13 @@ class StagingLayout:
     """What lies where in a block: for each width, an area of the one-shot kernel and one of the two-shot kernel.
 
     ``one_shot``: the largest number of bytes that a rank sends to a peer in one call. ``two_shot``: the largest tensor
-    of the two-shot kernel, in bytes.
+    of the two-shot kernel, in bytes. ``exact``: the largest number of bytes that a rank sends to a peer bit for bit.
     """
 
     world: int
     one_shot: int
     two_shot: int
+    exact: int = 0
 
     def chunks(self, two_shot: bool) -> int:
         """Return the number of chunks of an area."""
@@ -79,18 +83,34 @@ class StagingLayout:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a rank's block: ``2 x 3 x world x (one_shot + 2 x two_shot / world)``, rounded up to whole slots."""
+        """Bytes of a rank's block: ``2 x 3 x (world x one_shot + 2 x two_shot) + 4 x world x exact``, and a slot."""
+        return self.flags + SLOT
+
+    @property
+    def exact_chunks(self) -> int:
+        """The number of chunks of what is sent bit for bit."""
+        return -(-self.exact // SLOT)
+
+    @property
+    def exact_area(self) -> int:
+        """Where packets begin, in bytes from the beginning of the block. They are twice as long as what they carry."""
         return max(area.end for area in self._areas().values())
+
+    @property
+    def flags(self) -> int:
+        """Where the flags lie, in bytes from the beginning of the block: one of 16 bytes for each rank."""
+        return self.exact_area + self.exact_chunks * EXACT_PHASES * self.world * 2 * SLOT
 
     @property
     def all_chunks(self) -> int:
         """The number of chunks of all areas."""
-        return len(WIDTHS) * (self.chunks(False) + self.chunks(True))
+        return len(WIDTHS) * (self.chunks(False) + self.chunks(True)) + self.exact_chunks
 
     def clear(self, block: torch.Tensor) -> None:
         """Make all of ``block`` free."""
         for (width, _), area in self._areas().items():
             block[area.begin : area.end].view(WIDTHS[width]).fill_(free(width))
+        block[self.exact_area :].zero_()  # no call has the number 0
 
 
 class Staging(Protocol):

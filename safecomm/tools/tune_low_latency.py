@@ -20,9 +20,9 @@ import torch
 import torch.distributed as stock
 
 from safecomm.collectives import gates
-from safecomm.collectives.table import GATHER, REDUCE, ROWS, SCATTER
+from safecomm.collectives.table import EXCHANGE, GATHER, REDUCE, ROWS, SCATTER
 from safecomm.diagnostics.table import laid_out
-from safecomm.peers.limits import ONE_SHOT, TWO_SHOT, KiB, LowLatencyLimits, MiB
+from safecomm.peers.limits import EXACT, ONE_SHOT, TWO_SHOT, KiB, LowLatencyLimits, MiB
 from safecomm.peers.low_latency import low_latency
 
 CALLS = 20
@@ -50,6 +50,9 @@ def calls(collective: str, nbytes: int, dtype: torch.dtype, device: torch.device
     whole = torch.zeros(world * part.numel(), dtype=dtype, device=device)
     if collective == REDUCE:
         return lambda: stock.all_reduce(part), lambda: gates.all_reduce(part)
+    if collective == EXCHANGE:
+        given = torch.zeros_like(whole)
+        return lambda: stock.all_to_all_single(whole, given), lambda: gates.all_to_all_single(whole, given)
     name = _SCATTER if collective == SCATTER else _GATHER
     theirs, ours = getattr(stock, name), getattr(gates, name)
     tensors = (part, whole) if collective == SCATTER else (whole, part)
@@ -123,11 +126,15 @@ def limits_of(us: Mapping[str, Mapping[str, Mapping[int, float]]], sizes: Iterab
     if TWO_SHOT in reducing:
         above = [size for size in sizes if size > one_shot]
         two_shot = limit(above, reducing[TWO_SHOT], reducing[NCCL])
+    others = (NCCL, ONE_SHOT)
     return LowLatencyLimits(
         one_shot=one_shot,
         two_shot=two_shot,
         scatter=limit(sizes, us[SCATTER][ONE_SHOT], us[SCATTER][NCCL]),
         gather=limit(sizes, us[GATHER][ONE_SHOT], us[GATHER][NCCL]),
+        # A gather that is exact is not to be slower than one that is not.
+        exact=limit(sizes, us[GATHER][EXACT], {size: min(us[GATHER][name][size] for name in others) for size in sizes}),
+        exchange=limit(sizes, us[EXCHANGE][EXACT], us[EXCHANGE][NCCL]),
     )
 
 
@@ -141,14 +148,18 @@ def measure(
     sizes = list(sizes)
     largest = max(sizes)
     us: dict[str, dict[str, dict[int, float]]] = {}
-    kernels = [(ONE_SHOT, LowLatencyLimits(one_shot=largest, two_shot=0, scatter=largest, gather=largest))]
+    kernels = [
+        (ONE_SHOT, LowLatencyLimits(one_shot=largest, two_shot=0, scatter=largest, gather=largest)),
+        (EXACT, LowLatencyLimits(one_shot=0, two_shot=0, scatter=0, gather=0, exact=largest, exchange=largest)),
+    ]
+    measured = {ONE_SHOT: (REDUCE, SCATTER, GATHER), TWO_SHOT: (REDUCE,), EXACT: (GATHER, EXCHANGE)}
     if stock.get_world_size() > 2:
         kernels.append((TWO_SHOT, LowLatencyLimits(one_shot=0, two_shot=largest, scatter=0, gather=0)))
     for kernel, limits in kernels:
         with low_latency(limits=limits) as on:
             if on.reason:
                 raise RuntimeError(f"there is nothing to tune: {on.reason}")
-            for collective in (REDUCE, SCATTER, GATHER) if kernel == ONE_SHOT else (REDUCE,):
+            for collective in measured[kernel]:
                 of_collective = us.setdefault(collective, {})
                 for size in sizes:
                     say(f"{collective}, {kernel}, {size} bytes")
