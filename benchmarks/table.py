@@ -346,6 +346,7 @@ def low_latency(results):
     kinds = results["ratio by operation and type"]
     worst = max((ratio, kind, size) for kind, sizes in kinds.items() for size, ratio in sizes.items())
     eager = results["host us, 8 KiB"]
+    beside = {name: found for name, found in results.items() if "beside" in name}  # of runs that have a ring
     steps = [f"{row['ratio']} at batch {batch}" for batch, row in results["decode step us"].items()]
     first = f"us of a call in a CUDA graph, bf16, {results['world']} ranks"
     text = (
@@ -354,9 +355,39 @@ def low_latency(results):
         f"A decode step in a graph took {', '.join(steps)}\nof the time on NCCL.\n"
     )
     if itself:
-        text += f"From 8 MiB on the call is NCCL's own; there, NCCL took {min(itself)} to {max(itself)} of itself.\n"
+        whose = "Of large calls" if beside else "From 8 MiB on the call is NCCL's own; there"
+        text += f"{whose}, NCCL took {min(itself)} to {max(itself)} of itself.\n"
+    for name, rows_beside in beside.items():
+        told = [
+            f"{many}: {row['GEMM, alone']} alone, {row['GEMM, NCCL']} by NCCL's, {row['GEMM, safecomm']} by ours"
+            for many, row in rows_beside.items()
+        ]
+        text += f"{name.removeprefix('us of a ').capitalize()}, by their number, us: {'; '.join(told)}.\n"
     head = (first, "NCCL", "torch's symmetric memory", "`low_latency()`", "ratio to NCCL")
     return f"{table(head, rows)}\n{text}"
+
+
+def pushed(results):
+    """Return the table of the sweep of push copies: of each size the fastest shapes, beside NCCL."""
+    rows = []
+    for size, found in results["push"].items():
+        us, shape = min((us, shape) for shape, us in found.items())
+        given, moved = results["reference"][size], min(results["moves"][size].values())
+        rows.append((int(size), f"{int(size) >> 20} MiB", given["NCCL"], given["copy engine"], us, shape, moved))
+    few = results["push"][str(32 << 20)]
+    least = [
+        f"{min(us for name, us in few.items() if name.startswith(f'{programs} programs'))} with {programs}"
+        for programs in (16, 24, 32, 48, 64, 96)
+    ]
+    columns = (
+        "us, both ways at once, 2 ranks", "NCCL's all_reduce", "copy engine", "push copy", "its shape",
+        "all loads and stores of a ring",
+    )  # fmt: skip
+    return (
+        f"What the link allows, 2 x {results['device']}, {results['date']}: `benchmarks/push_copy.py`. By the\n"
+        f"number of its programs, a push copy of 32 MiB took {', '.join(least)} us.\n\n"
+        f"{table(columns, [row[1:] for row in sorted(rows)])}"
+    )
 
 
 def host(results, where):
@@ -515,6 +546,7 @@ def figures():
         "## Low-latency collectives\n",
         low_latency(load("low_latency.json")),
         low_latency(load("low_latency_4.json")),
+        pushed(load("push_copy.json")),
         "## Megatron\n",
         megatron(load("megatron.json")),
         megatron_pretrain(load("megatron_pretrain.json")),

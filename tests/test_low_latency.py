@@ -702,20 +702,25 @@ def test_lanes_lie_behind_each_other_and_hold_the_largest_call(world, one_shot, 
         assert layout.chunks_before(width, two) == turns
         chunks = layout.chunks(two)
         assert chunks * SLOT * (world if two else 1) >= (two_shot if two else one_shot)
-        end += chunks * 3 * world * SLOT * (2 if two else 1)
+        end += chunks * 3 * (world - 1) * SLOT * (2 if two else 1)
         turns += chunks
     assert layout.exact_area == end
     assert layout.exact_chunks * SLOT >= exact
-    # Two sections, in each of which every rank has packets that are twice what they carry.
-    assert layout.flags == end + layout.exact_chunks * 2 * world * 2 * SLOT
+    # Two sections, in each of which every peer has packets that are twice what they carry.
+    assert layout.flags == end + layout.exact_chunks * 2 * (world - 1) * 2 * SLOT
     assert 16 * world <= layout.nbytes - layout.flags == SLOT
     assert layout.all_chunks == turns + layout.exact_chunks
+    ring = StagingLayout(world, one_shot, two_shot, exact, ring=True)
+    places = 64 * 3 * 2 * (world - 1)
+    assert (ring.ring_area, ring.ring_flags) == (layout.nbytes, layout.nbytes + places * ring.ring_piece)
+    assert ring.nbytes == ring.ring_flags + places * 32
 
 
 def test_the_bytes_of_staging_are_known_before():
-    assert low_latency_limits.defaults(2).nbytes(2) == (60 * KIB + 4 * 2 * 256 + 4) * KIB
+    ring = 64 * 3 * 2 * (32 * KIB + 32)
+    assert low_latency_limits.defaults(2).nbytes(2) == (30 * KIB + 4 * 256 + 4) * KIB + ring < 48 * KIB * KIB
     limits = LowLatencyLimits(one_shot=8 * KIB, two_shot=64 * KIB, scatter=0, gather=16 * KIB)
-    assert limits.nbytes(4) == 2 * 3 * (4 * 16 * KIB + 2 * 64 * KIB) + SLOT
+    assert limits.nbytes(4) == 2 * 3 * 3 * (16 * KIB + 2 * 64 * KIB // 4) + SLOT
 
 
 @on(2, interpreted=True)
@@ -1156,14 +1161,19 @@ def test_limits_follow_from_the_times():
         "all_gather": {"NCCL": nccl, "one_shot": times(2, 9.1, 3, 4), "exact": times(2, 9, 3, 5)},
         "all_to_all": {"NCCL": nccl, "exact": times(2, 9.1, 3, 12)},
     }
-    assert tune_low_latency.limits_of(us, sizes) == LowLatencyLimits(
+    assert tune_low_latency.limits_of(us) == LowLatencyLimits(
         one_shot=1, two_shot=8, scatter=0, gather=8, exact=4, exchange=4
     )
     del us["all_reduce"]["two_shot"]
     us["all_gather"]["exact"][2] = 9.2
-    assert tune_low_latency.limits_of(us, sizes) == LowLatencyLimits(
+    assert tune_low_latency.limits_of(us) == LowLatencyLimits(
         one_shot=8, two_shot=0, scatter=0, gather=8, exact=1, exchange=4
     )
+    us["all_reduce"]["ring"] = {4: 5.0, 8: 3.8, 16: 7.0, 32: 9.8}
+    us["all_reduce"]["NCCL"] |= {16: 9.0, 32: 10.0}
+    us["all_gather"]["ring"] = {8: 3.9, 16: 8.8}
+    found = tune_low_latency.limits_of(us)
+    assert (found.one_shot, found.ring, found.gather, found.ring_gather) == (2, 16, 4, 8), "3 % faster than NCCL"
 
 
 @on(2, interpreted=True)
@@ -1172,7 +1182,7 @@ def test_tuning_writes_limits_that_low_latency_reads(tmp_path):
     path = tmp_path / "tuned.json"
     try:
         with contextlib.redirect_stdout(io.StringIO()) as out:
-            tune_low_latency.tune(torch.device("cpu"), path, 2, lambda _: None, sizes=[2 * KIB])
+            tune_low_latency.tune(torch.device("cpu"), path, 2, lambda _: None, sizes=[2 * KIB], ring_sizes=[40 * KIB])
     finally:
         del low_latency.STAGINGS["gloo"]
     stock.barrier()

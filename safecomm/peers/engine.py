@@ -23,14 +23,15 @@ from safecomm.core import captures
 from safecomm.core.call_site import outside
 from safecomm.core.ledger import LEDGER
 from safecomm.core.streams import HOST
-from safecomm.errors import LowLatencyError, PeerTimeoutError
+from safecomm.errors import LowLatencyError
 from safecomm.guards import PLAIN
-from safecomm.peers import list_exchange
+from safecomm.peers import bulk, list_exchange
 from safecomm.peers.host_word import LONG, REMEMBERED, HostWord
-from safecomm.peers.limits import DTYPES, EXACT, TWO_SHOT, LowLatencyLimits
+from safecomm.peers.launched import LaunchedKernel
+from safecomm.peers.limits import DTYPES, EXACT, RING, TWO_SHOT, LowLatencyLimits
 from safecomm.peers.order import Order
 from safecomm.peers.room import THREADS, part, registers
-from safecomm.peers.staging import MOST, SLOT, WIDTHS, Staging, StagingLayout, free
+from safecomm.peers.staging import MOST, RING_PROGRAMS, SLOT, WIDTHS, Staging, StagingLayout, free
 
 PROGRAMS = 256
 """The largest grid. A program waits for the peers' program of its number, so all must fit on the device at once."""
@@ -63,8 +64,9 @@ _Plan: TypeAlias = "tuple[()] | tuple[tuple[Callable[..., None], ...], int]"
 
 
 def programs(layout: StagingLayout) -> int:
-    """Return how many programs the largest kernel that waits for its peers has."""
-    return 1 + min(PROGRAMS, max(layout.chunks(False), layout.chunks(True), layout.exact_chunks))
+    """Return how many programs the largest kernel that waits for its peers has; one of the ring counts as four."""
+    ring = 4 * RING_PROGRAMS if layout.ring else 0
+    return max(1 + min(PROGRAMS, max(layout.chunks(False), layout.chunks(True), layout.exact_chunks)), ring)
 
 
 class Engine:
@@ -93,7 +95,7 @@ class Engine:
         self.part: float = part(index, programs(layout), group.size())  # of the room for programs on the device
         self._kernels = kernels
         self._staging = staging
-        self._layout = layout
+        self.layout = layout
         self._rank = group.rank()
         self._world = group.size()
         device = torch.device("cpu") if index == HOST else torch.device("cuda", index)
@@ -103,13 +105,15 @@ class Engine:
         head = [_nanoseconds(timeout), self._word.address, 0, _nanoseconds(LONG), 0]
         self._first_phase = len(head)
         self._bases = (*staging.bases, *[0] * (MOST - self._world))
-        self._table = torch.tensor(head + [0] * layout.all_chunks, dtype=torch.int64, device=device)
+        head += [0] * layout.all_chunks
+        self._table = torch.tensor(head + bulk.table(staging.bases), dtype=torch.int64, device=device)
         self._table_pointer = self._table.data_ptr()
         self._launchers: dict[object, Callable[..., None]] = {}
         self._plans: dict[object, _Plan] = {}
         self._lock = threading.Lock()  # between putting a call in order and launching it, no other may come
         self.order: Order = Order(LEDGER.streams, index)
         self._through = group if _torch.HOOKS else _torch.backend_of(group, device.type)
+        self._bulk = bulk.Bulk(kernels, layout, index, self._rank, len(head))
         self._unused = (0,) * (MOST - self._world)
         self._exchanged: set[int] = set()  # the streams of sends and receives
         self._side: torch.cuda.Stream | None = None  # for asynchronous calls of list forms
@@ -163,6 +167,12 @@ class Engine:
         launchers, count = plan
         addresses = out.data_ptr(), data.data_ptr()
         aligned = not (addresses[0] | addresses[1]) & 15
+        if asynchronous and len(launchers) > 2:
+            launch = launchers[2 + aligned]
+            with self._beside() if index != HOST else _HERE:
+                stream = LEDGER.current(index) if index != HOST else 0
+                self._launch(name, launch, addresses, count, number, stream, capture)
+                return LaunchedKernel(self, tensors[:1])
         self._launch(name, launchers[aligned], addresses, count, number, stream, capture)
         return LaunchedKernel(self, tensors[:1]) if asynchronous else None
 
@@ -296,7 +306,7 @@ class Engine:
         for address in addresses:
             together |= address
         aligned = count % 16 == 0 and not together & 15
-        chunks = self._layout.chunks(False)
+        chunks = self.layout.chunks(False)
         sweep = grid or min(PROGRAMS, chunks, -(-count * dtype.itemsize // SLOT))
         key = (dtype, aligned, sweep, bool(grid))
         launcher = self._launchers.get(key)
@@ -358,6 +368,8 @@ class Engine:
             grid = min(PROGRAMS, -(-count * width // SLOT))
             launchers = tuple(self._exact_launcher(collective, width, one, grid) for one in (False, count % 16 == 0))
             return launchers, count
+        if kernel == RING:
+            return self._bulk.plan(collective, dtype, count, number)
         if dtype not in DTYPES or (number == _UNKNOWN and collective != GATHER):
             return ()
         two_shot = kernel == TWO_SHOT
@@ -371,7 +383,7 @@ class Engine:
         key = (collective, width, aligned, grid)
         launcher = self._launchers.get(key)
         if launcher is None:
-            layout = self._layout
+            layout = self.layout
             constants = {
                 "KIND": _KINDS[collective],
                 "BITS": getattr(vars(self._kernels)["tl"], f"int{8 * width}"),
@@ -417,15 +429,16 @@ class Engine:
         """Return what a kernel is told of the staging for elements of ``width`` bytes."""
         return {
             "FREE": free(width),
-            "FLAGS": self._layout.flags,
-            "AREA": self._layout.area(width, two_shot),
-            "FIRST_PHASE": self._first_phase + self._layout.chunks_before(width, two_shot),
+            "FLAGS": self.layout.flags,
+            "AREA": self.layout.area(width, two_shot),
+            "FIRST_PHASE": self._first_phase + self.layout.chunks_before(width, two_shot),
         }
 
     def before_capture(self, index: int) -> None:
         """See to the order of what is launched by now; a capture is about to begin on device ``index``."""
         with self._lock:
             self.order.before_capture(index)
+        self._bulk.before_capture(index)
 
     def _prepare_replay(self, stream: int) -> None:
         """Put the replay of a graph on ``stream``, which is about to be launched, in its order."""
@@ -480,72 +493,6 @@ class Engine:
             raise LowLatencyError(
                 f"low_latency(check=True): the ranks differ in call number {number}: {shown}. Nothing was launched."
             )
-
-
-class LaunchedKernel(c10d.Work):
-    """c10d's handle of an asynchronous call: a kernel on the stream that it was called on."""
-
-    def __init__(self, engine: Engine, outputs: list[torch.Tensor]) -> None:
-        super().__init__()
-        self._engine = engine
-        self._outputs = outputs
-        self._stream = 0
-        self._event: Any = None
-        if engine.index != HOST:
-            self._stream = LEDGER.current(engine.index)
-            self._event = LEDGER.streams.record_event(engine.index, self._stream)
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Order the current stream after the kernel; with ``timeout``, block the host until it is over."""
-        engine = self._engine
-        if self._event is not None:
-            if LEDGER.current(engine.index) != self._stream:
-                LEDGER.streams.wait_event(engine.index, LEDGER.current(engine.index), self._event)
-            if timeout is not None:
-                self._event.synchronize()
-        engine.raise_failure()
-        return True
-
-    def block_current_stream(self) -> None:
-        """Order the current stream after the kernel."""
-        self.wait()
-
-    synchronize = block_current_stream
-
-    def is_completed(self) -> bool:
-        """Return whether the kernel is over."""
-        return self._event is None or LEDGER.streams.query_event(self._event)
-
-    def is_success(self) -> bool:
-        """Return whether no peer is known to have been late."""
-        return self.exception() is None
-
-    def exception(self) -> PeerTimeoutError | None:
-        """Return the error of a call of the group that has given up; None if none has."""
-        try:
-            self._engine.raise_failure()
-        except PeerTimeoutError as error:
-            return error
-        return None
-
-    def result(self) -> list[torch.Tensor]:
-        """Return the outputs."""
-        return self._outputs
-
-    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """Return a future of the outputs."""
-        index = self._engine.index
-        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(
-            devices=None if index == HOST else [index]
-        )
-        if index == HOST:
-            future.set_result(self._outputs)
-        else:
-            side = torch.cuda.Stream(index)  # type: ignore[no-untyped-call]
-            side.wait_event(self._event)
-            with torch.cuda.stream(side):  # the future orders whoever waits for it after the stream it was filled on
-                future.set_result(self._outputs)
-        return future
 
 
 def _nanoseconds(time: timedelta) -> int:

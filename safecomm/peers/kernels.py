@@ -176,7 +176,8 @@ def _arrived(
     """
     peers = _peers(WORLD, ME)
     offsets = tl.arange(0, THREADS)[None, :] * 16
-    addresses = slots + peers * (2 * SLOT if EXACT else SLOT) + offsets
+    numbers = peers - (peers > ME).to(tl.int32)  # as in _slot()
+    addresses = slots + numbers * (2 * SLOT if EXACT else SLOT) + offsets
     wanted = (peers < WORLD) & (offsets < left - peers * STEP)
     a, b, c, d, missing = _seen(addresses, wanted, epoch, BITS, EXACT)
     waiting = tl.max(missing, axis=0)
@@ -219,6 +220,12 @@ def _send_packets(base, place, bits, epoch, left):
 
 
 @triton.jit
+def _slot(sender: tl.constexpr, owner: tl.constexpr):
+    """Return which of the slots of ``owner``, which needs none for itself, is that of what ``sender`` sends it."""
+    return sender - (1 if sender > owner else 0)
+
+
+@triton.jit
 def _clear(slots, BITS: tl.constexpr, WORLD: tl.constexpr, ME: tl.constexpr):
     """Make the slots of a phase free.
 
@@ -228,7 +235,7 @@ def _clear(slots, BITS: tl.constexpr, WORLD: tl.constexpr, ME: tl.constexpr):
     pointers = _pointer(slots, tl.int32, True) + tl.arange(0, SLOT // 4)
     for rank in tl.static_range(WORLD):
         if rank != ME:
-            tl.store(pointers + rank * (SLOT // 4), tl.full([SLOT // 4], word, tl.int32))
+            tl.store(pointers + _slot(rank, ME) * (SLOT // 4), tl.full([SLOT // 4], word, tl.int32))
 
 
 @triton.jit
@@ -371,20 +378,21 @@ def one_shot(
         at = chunk * BLOCK + within
         left = (sendable - chunk * BLOCK) * width
         phase = tl.load(table + FIRST_PHASE + chunk).to(tl.int32)
-        place = AREA + ((chunk * PHASES + phase) * WORLD + ME).to(tl.int64) * SLOT
+        place = AREA + ((chunk * PHASES + phase) * (WORLD - 1)).to(tl.int64) * SLOT
         bits = _taken(source, at, count, FREE)
         for step in tl.static_range(1, WORLD):
             peer = (ME + step) % WORLD
             if KIND == SCATTER:
                 bits = _taken(source + peer * count, at, count, FREE)
-            _send(_piece((ME + step) % WORLD, b0, b1, b2, b3, b4, b5, b6, b7), place, bits, left)
+            there = place + _slot(ME, (ME + step) % WORLD) * SLOT
+            _send(_piece((ME + step) % WORLD, b0, b1, b2, b3, b4, b5, b6, b7), there, bits, left)
         if KIND == GATHER:  # before a peer's part is stored, which the input may overlap
             tl.store(target + ME * count + at, bits, mask=at < count)
     for chunk in range(program, tl.cdiv(count, BLOCK), programs):
         at = chunk * BLOCK + within
         phase = tl.load(table + FIRST_PHASE + chunk).to(tl.int32)
-        used = base + AREA + ((chunk * PHASES + phase) * WORLD).to(tl.int64) * SLOT
-        free = base + AREA + ((chunk * PHASES + (phase + 2) % PHASES) * WORLD).to(tl.int64) * SLOT
+        used = base + AREA + ((chunk * PHASES + phase) * (WORLD - 1)).to(tl.int64) * SLOT
+        free = base + AREA + ((chunk * PHASES + (phase + 2) % PHASES) * (WORLD - 1)).to(tl.int64) * SLOT
         _clear(free, BITS, WORLD, ME)
         if KIND != GATHER:
             own = _taken(source + (ME * count if KIND == SCATTER else 0), at, count, FREE)
@@ -438,18 +446,19 @@ def two_shot(
     timed_out = 0
     for chunk in range(program, tl.cdiv(count, WORLD * BLOCK), programs):
         phase = tl.load(table + FIRST_PHASE + chunk).to(tl.int32)
-        place = AREA + ((chunk * PHASES + phase) * 2 * WORLD + ME).to(tl.int64) * SLOT
+        place = AREA + ((chunk * PHASES + phase) * 2 * (WORLD - 1)).to(tl.int64) * SLOT
         for step in tl.static_range(1, WORLD):
             peer = (ME + step) % WORLD
             first = (chunk * WORLD + peer) * BLOCK
             bits = _taken(source, first + within, count, FREE)
-            _send(_piece((ME + step) % WORLD, b0, b1, b2, b3, b4, b5, b6, b7), place, bits, (sendable - first) * width)
+            there = place + _slot(ME, (ME + step) % WORLD) * SLOT
+            _send(_piece((ME + step) % WORLD, b0, b1, b2, b3, b4, b5, b6, b7), there, bits, (sendable - first) * width)
     for chunk in range(program, tl.cdiv(count, WORLD * BLOCK), programs):
         phase = tl.load(table + FIRST_PHASE + chunk).to(tl.int32)
-        begin = ((chunk * PHASES + phase) * 2 * WORLD).to(tl.int64) * SLOT
-        free = base + AREA + ((chunk * PHASES + (phase + 2) % PHASES) * 2 * WORLD).to(tl.int64) * SLOT
+        begin = ((chunk * PHASES + phase) * 2 * (WORLD - 1)).to(tl.int64) * SLOT
+        free = base + AREA + ((chunk * PHASES + (phase + 2) % PHASES) * 2 * (WORLD - 1)).to(tl.int64) * SLOT
         _clear(free, BITS, WORLD, ME)
-        _clear(free + WORLD * SLOT, BITS, WORLD, ME)
+        _clear(free + (WORLD - 1) * SLOT, BITS, WORLD, ME)
         first = (chunk * WORLD + ME) * BLOCK
         at = first + within
         own = _taken(source, at, count, FREE)
@@ -463,14 +472,14 @@ def two_shot(
             total = value if rank == 0 else _combine(total, value, op)
         result = _positive(_rounded(total, op, timed_out, DTYPE, BITS, WORLD), FREE)
         for step in tl.static_range(1, WORLD):
-            there = _piece((ME + step) % WORLD, b0, b1, b2, b3, b4, b5, b6, b7)
+            there = AREA + begin + (WORLD - 1 + _slot(ME, (ME + step) % WORLD)) * SLOT
             left = (sendable * (1 - timed_out) - first) * width
-            _send(there, AREA + begin + (WORLD + ME) * SLOT, result, left)
+            _send(_piece((ME + step) % WORLD, b0, b1, b2, b3, b4, b5, b6, b7), there, result, left)
         tl.store(target + at, result, mask=at < count)
         _fail(table, timed_out, call)
     for chunk in range(program, tl.cdiv(count, WORLD * BLOCK), programs):
         phase = tl.load(table + FIRST_PHASE + chunk).to(tl.int32)
-        used = base + AREA + (((chunk * PHASES + phase) * 2 + 1) * WORLD).to(tl.int64) * SLOT
+        used = base + AREA + (((chunk * PHASES + phase) * 2 + 1) * (WORLD - 1)).to(tl.int64) * SLOT
         first = chunk * WORLD * BLOCK
         a, b, c, d, timed_out = _arrived(
             table, call, used, (padded - first) * width, wait_budget, timed_out, BITS, WORLD, ME, SLOT
@@ -522,13 +531,14 @@ def scatter_pieces(
                 strong.fence(THREADS)
             at = block * BLOCK + within
             left = (sendable * (1 - timed_out) - block * BLOCK) * width
-            place = AREA + ((chunk * PHASES + phase) * WORLD + ME).to(tl.int64) * SLOT
+            place = AREA + ((chunk * PHASES + phase) * (WORLD - 1)).to(tl.int64) * SLOT
             for step in tl.static_range(1, WORLD):
                 source = _piece((ME + step) % WORLD, p0, p1, p2, p3, p4, p5, p6, p7)
                 bits = _taken(_pointer(source, BITS, ALIGNED), at, count, FREE)
-                _send(_piece((ME + step) % WORLD, b0, b1, b2, b3, b4, b5, b6, b7), place, bits, left)
-            used = base + AREA + ((chunk * PHASES + phase) * WORLD).to(tl.int64) * SLOT
-            free = base + AREA + ((chunk * PHASES + (phase + 2) % PHASES) * WORLD).to(tl.int64) * SLOT
+                there = place + _slot(ME, (ME + step) % WORLD) * SLOT
+                _send(_piece((ME + step) % WORLD, b0, b1, b2, b3, b4, b5, b6, b7), there, bits, left)
+            used = base + AREA + ((chunk * PHASES + phase) * (WORLD - 1)).to(tl.int64) * SLOT
+            free = base + AREA + ((chunk * PHASES + (phase + 2) % PHASES) * (WORLD - 1)).to(tl.int64) * SLOT
             _clear(free, BITS, WORLD, ME)
             own = _taken(_pointer(_piece(ME, p0, p1, p2, p3, p4, p5, p6, p7), BITS, ALIGNED), at, count, FREE)
             a, b, c, d, timed_out = _arrived(
@@ -578,19 +588,20 @@ def exact(
         at = chunk * BLOCK + within
         left = (sendable - chunk * BLOCK) * width
         epoch = tl.load(table + FIRST_PHASE + chunk).to(tl.int32) + 1
-        place = AREA + ((chunk * 2 + (epoch & 1)) * WORLD + ME).to(tl.int64) * (2 * SLOT)
+        place = AREA + ((chunk * 2 + (epoch & 1)) * (WORLD - 1)).to(tl.int64) * (2 * SLOT)
         own = tl.load(source + (ME * count if KIND == EXCHANGE else 0) + at, mask=at < count, other=0)
         bits = own
         for step in tl.static_range(1, WORLD):
             peer = (ME + step) % WORLD
             if KIND == EXCHANGE:
                 bits = tl.load(source + peer * count + at, mask=at < count, other=0)
-            _send_packets(_piece((ME + step) % WORLD, b0, b1, b2, b3, b4, b5, b6, b7), place, bits, epoch, left)
+            there = place + _slot(ME, (ME + step) % WORLD) * (2 * SLOT)
+            _send_packets(_piece((ME + step) % WORLD, b0, b1, b2, b3, b4, b5, b6, b7), there, bits, epoch, left)
         tl.store(target + ME * count + at, own, mask=at < count)
     for chunk in range(program, tl.cdiv(count, BLOCK), programs):
         at = chunk * BLOCK + within
         epoch = tl.load(table + FIRST_PHASE + chunk).to(tl.int32) + 1
-        used = base + AREA + ((chunk * 2 + (epoch & 1)) * WORLD).to(tl.int64) * (2 * SLOT)
+        used = base + AREA + ((chunk * 2 + (epoch & 1)) * (WORLD - 1)).to(tl.int64) * (2 * SLOT)
         a, b, c, d, timed_out = _arrived(
             table, call, used, (count - chunk * BLOCK) * width, wait_budget, timed_out, BITS, WORLD, ME, 0, epoch, True
         )

@@ -26,8 +26,9 @@ from safecomm.core.call_site import place
 from safecomm.core.streams import HOST
 from safecomm.errors import LowLatencyError, SafecommError
 from safecomm.peers import operators
+from safecomm.peers.bulk import around
 from safecomm.peers.engine import Engine, programs
-from safecomm.peers.limits import LARGEST, LowLatencyLimits, defaults, read
+from safecomm.peers.limits import LARGEST, RING, LowLatencyLimits, defaults, read
 from safecomm.peers.room import part
 from safecomm.peers.staging import MOST, Staging, StagingLayout, SymmetricStaging
 
@@ -407,6 +408,10 @@ def _first_calls(engine: Engine) -> Iterator[tuple[str, list[Any], torch.Tensor]
         counts.append((GATHER, limits.exact // 4 + min((limits.gather - limits.exact) // 4, 4100)))
     if limits.two_shot > limits.one_shot:
         counts.append((REDUCE, limits.one_shot // 4 + 1))
+    rings = (limits.ring, limits.ring_scatter, limits.ring_gather)
+    for collective, largest in zip((REDUCE, SCATTER, GATHER), rings, strict=True):
+        if limits.kernel(collective, largest) == RING:
+            counts.append((collective, min(largest, around(engine.layout, collective)) // 4))
     for collective, count in counts:
         part = torch.arange(count, device=device, dtype=torch.float32).remainder_(251)
         total = world * part + sum(range(world))
@@ -415,7 +420,7 @@ def _first_calls(engine: Engine) -> Iterator[tuple[str, list[Any], torch.Tensor]
             yield "all_reduce", [tensor, tensor], total
         elif collective == SCATTER:
             yield "reduce_scatter_tensor", [torch.empty_like(part), (part + rank).repeat(world)], total
-            if count:
+            if 0 < count * 4 <= limits.scatter:
                 yield "reduce_scatter", [torch.empty_like(part), [part + rank] * world], total
         elif collective == EXCHANGE:
             given = torch.cat([part + rank + 3 * to for to in range(world)])
