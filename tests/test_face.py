@@ -4,6 +4,7 @@ import ast
 import importlib
 import inspect
 import pickle
+import re
 import subprocess
 import sys
 import types
@@ -314,7 +315,9 @@ def test_contexts_tell_what_they_are_and_whether_they_are_entered():
     with avoided:
         for name in ("f", "f", "g"):
             avoided._note(compile("0", "a.py", "exec").replace(co_name=name), 0)
-        assert repr(avoided).endswith("inside, 3 calls of record_stream, 2 of them from a.py:0 in f>")
+        # A module begins in line 0, and before Python 3.11 in line 1.
+        most = re.search(r"inside, 3 calls of record_stream, 2 of them from a\.py:[01] in f>$", repr(avoided))
+        assert most, repr(avoided)
     used = safecomm.use_arena("1MiB", device="cpu")
     assert repr(used) == "<use_arena(<Arena of 1048576 bytes on cpu>): outside>"
     with used:
