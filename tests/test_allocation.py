@@ -234,6 +234,13 @@ def test_what_is_known_of_a_segment_is_searched_for_once(allocator):
     assert (allocator.asked, allocator.searched) == (5, 1)
 
 
+def test_the_pool_of_memory_that_nobody_has_asked_about_is_searched_for(allocator):
+    start, found = allocator.add(8, segment_pool_id=(0, 3)), allocator.allocations()
+    assert found.pool(start) == (0, 3)
+    assert found.alloc_stream(start) == 5
+    assert allocator.searched == 1
+
+
 def test_a_segment_that_is_mapped_where_another_was_is_not_taken_for_that_one_s1(allocator):
     start, found = allocator.add(8, segment_pool_id=(0, 1)), allocator.allocations()
     assert found.alloc_stream(start) == 5

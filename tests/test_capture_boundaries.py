@@ -682,3 +682,11 @@ def test_a_capture_that_is_prepared_for_is_one_that_somebody_watches(device, cud
     cuda_graph.capture_begin = left_behind
     recorded(device, cuda_graph)
     assert prepared == [INDEX]
+
+
+def test_captures_of_torch_compile_are_told_from_others():
+    """What shares its graphs' pool is torch's to keep: it refuses memory of the pool that others keep."""
+    space = {"__name__": "torch._inductor.cudagraph_trees", "ask": captures._is_of_trees}
+    exec("def record(): return inner()\ndef inner(): return ask()", space)
+    assert space["record"]()
+    assert not captures._is_of_trees()

@@ -354,6 +354,15 @@ def test_what_another_thread_takes_over_is_not_taken_over_again_s6(device, ledge
     assert handoffs.leftover_queue not in ledger.nonempty
 
 
+def test_memory_that_was_used_where_it_was_allocated_is_not_held_s2(device, ledger) -> None:
+    """A caller may know the allocation stream, and need not have compared it."""
+    stream = ledger.current(INDEX)
+    storages = (device.allocate(stream, 64).untyped_storage(),)
+    ledger.hand_off("all_reduce", None, INDEX, storages, sys._getframe(), stream)
+    assert ledger.pending() == []
+    assert not ledger.nonempty
+
+
 # --- aliases ----------------------------------------------------------------------------------------------------------
 
 
