@@ -13,22 +13,16 @@ of both the sum over a step.
 
 import contextlib
 import functools
-import importlib.util
-import json
-import os
 import statistics
-import sys
 import time
-from pathlib import Path
 
+import megatron_script
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 import safecomm
 
-HERE = Path(__file__).resolve().parent
-SCRIPT = HERE.parent / "tests" / "frameworks" / "megatron_gpt.py"
 NAMES = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "batch_isend_irecv")
 KINDS = ("unpatched", "patched")
 STEPS = 5  # of a block
@@ -126,21 +120,7 @@ def main():
     c10d.Work.wait = wait
     safecomm.Work.wait = timed("wait", patched_wait, patched_wait)
 
-    sys.path = [path for path in sys.path if Path(path).resolve() != HERE]  # megatron.py is not what is to be imported
-    spec = importlib.util.spec_from_file_location("megatron_gpt", SCRIPT)
-    script = importlib.util.module_from_spec(spec)
-    sys.argv[0] = str(SCRIPT)
-    spec.loader.exec_module(script)
-    found = {}
-    script.compare = lambda step: found.update(compare(step, script.in_turns))
-    script.await_turn()
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    dist.init_process_group("nccl")
-    script.train()
-    if dist.get_rank() == 0:
-        print(json.dumps(found), flush=True)
-    dist.destroy_process_group()
+    megatron_script.measure(lambda step, script: compare(step, script.in_turns))
 
 
 if __name__ == "__main__":

@@ -14,14 +14,10 @@ tenth of the calls, the longest, and the sum over a step.
 import contextlib
 import ctypes
 import functools
-import importlib.util
-import json
-import os
 import statistics
-import sys
 import time
-from pathlib import Path
 
+import megatron_script
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
@@ -35,8 +31,6 @@ from safecomm.core.ledger import Ledger, WorkQueue
 from safecomm.core.rules import Rules
 from safecomm.core.streams import CudaStreams
 
-HERE = Path(__file__).resolve().parent
-SCRIPT = HERE.parent / "tests" / "frameworks" / "megatron_gpt.py"
 STEPS = 3  # of a part, in a turn
 
 
@@ -154,25 +148,5 @@ def measure(step, seconds, combined):
     return {"asked by": "ctypes" if native.WHY_CTYPES else "C", "parts": found, "turns": turns[0]}
 
 
-def main():
-    sys.path = [path for path in sys.path if Path(path).resolve() != HERE]  # megatron.py is not what is to be imported
-    spec = importlib.util.spec_from_file_location("megatron_gpt", SCRIPT)
-    script = importlib.util.module_from_spec(spec)
-    sys.argv[0] = str(SCRIPT)
-    spec.loader.exec_module(script)
-    found = {}
-    script.compare = lambda step: found.update(measure(step, script.A.compare, script.A.combined))
-    script.await_turn()
-    cuda = script.A.device == "cuda"
-    if cuda:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    dist.init_process_group("nccl" if cuda else "gloo")
-    script.train()
-    if dist.get_rank() == 0:
-        print(json.dumps(found), flush=True)
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    megatron_script.measure(lambda step, script: measure(step, script.A.compare, script.A.combined))
