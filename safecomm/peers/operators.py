@@ -176,13 +176,13 @@ def _unwrapped(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.as_subclass(torch.Tensor)
 
 
-def _contiguous(group: object, tensor: torch.Tensor) -> torch.Tensor:
+def _contiguous(row: Row, group: object, tensor: torch.Tensor) -> torch.Tensor:
     """Return ``tensor`` without a class of its own, or if it is not contiguous a copy, made on the current stream."""
     tensor = _unwrapped(tensor)
     if tensor.is_contiguous():
         return tensor
     copy = tensor.contiguous()
-    hold_read(_REDUCE.name, group, tensor)
+    hold_read(row.name, group, tensor)
     return copy
 
 
@@ -200,7 +200,7 @@ def _all_reduce(tensor: torch.Tensor, op: str, named: object) -> torch.Tensor | 
     if group is None or op not in _OPS:
         return None
     out = _new(tensor)
-    return out if _taken(_REDUCE, group, out, _contiguous(group, tensor), _OPS[op]) else None
+    return out if _taken(_REDUCE, group, out, _contiguous(_REDUCE, group, tensor), _OPS[op]) else None
 
 
 def _all_reduce_(tensor: torch.Tensor, op: str, named: object) -> torch.Tensor | None:
@@ -216,7 +216,7 @@ def _all_gather_into_tensor(tensor: torch.Tensor, size: int, named: object) -> t
     if group is None:
         return None
     out = _new(tensor, size * tensor.shape[0] if tensor.dim() else size)
-    return out if _taken(_GATHER, group, out, _contiguous(group, tensor), None) else None
+    return out if _taken(_GATHER, group, out, _contiguous(_GATHER, group, tensor), None) else None
 
 
 def _reduce_scatter_tensor(tensor: torch.Tensor, op: str, size: int, named: object) -> torch.Tensor | None:
@@ -224,7 +224,7 @@ def _reduce_scatter_tensor(tensor: torch.Tensor, op: str, size: int, named: obje
     if group is None or op not in _OPS or not tensor.dim() or tensor.shape[0] % size:
         return None
     out = _new(tensor, tensor.shape[0] // size)
-    return out if _taken(_SCATTER, group, out, _contiguous(group, tensor), _OPS[op]) else None
+    return out if _taken(_SCATTER, group, out, _contiguous(_SCATTER, group, tensor), _OPS[op]) else None
 
 
 def _all_gather_into_tensor_out(
@@ -233,7 +233,7 @@ def _all_gather_into_tensor_out(
     group = _group_of(named, tensor)
     if group is None or size != group.size():
         return None
-    return out if _taken(_GATHER, group, _unwrapped(out), _contiguous(group, tensor), None) else None
+    return out if _taken(_GATHER, group, _unwrapped(out), _contiguous(_GATHER, group, tensor), None) else None
 
 
 def _reduce_scatter_tensor_out(
@@ -242,7 +242,7 @@ def _reduce_scatter_tensor_out(
     group = _group_of(named, tensor)
     if group is None or op not in _OPS or size != group.size():
         return None
-    return out if _taken(_SCATTER, group, _unwrapped(out), _contiguous(group, tensor), _OPS[op]) else None
+    return out if _taken(_SCATTER, group, _unwrapped(out), _contiguous(_SCATTER, group, tensor), _OPS[op]) else None
 
 
 def _groups_of(named: object, tensors: list[torch.Tensor]) -> Any:
@@ -260,7 +260,7 @@ def _all_reduce_coalesced(tensors: list[torch.Tensor], op: str, named: object) -
     if group is None or op not in _OPS:
         return None
     outs = [_new(tensor) for tensor in tensors]
-    calls = [(out, _contiguous(group, tensor)) for out, tensor in zip(outs, tensors, strict=True)]
+    calls = [(out, _contiguous(_REDUCE, group, tensor)) for out, tensor in zip(outs, tensors, strict=True)]
     return outs if _all_taken(_REDUCE, group, calls, _OPS[op]) else None
 
 
@@ -279,7 +279,7 @@ def _all_gather_into_tensor_coalesced(
     if group is None:
         return None
     outs = [_new(tensor, size * tensor.shape[0] if tensor.dim() else size) for tensor in tensors]
-    calls = [(out, _contiguous(group, tensor)) for out, tensor in zip(outs, tensors, strict=True)]
+    calls = [(out, _contiguous(_GATHER, group, tensor)) for out, tensor in zip(outs, tensors, strict=True)]
     return outs if _all_taken(_GATHER, group, calls, None) else None
 
 
@@ -290,7 +290,7 @@ def _reduce_scatter_tensor_coalesced(
     if group is None or op not in _OPS or any(not tensor.dim() or tensor.shape[0] % size for tensor in tensors):
         return None
     outs = [_new(tensor, tensor.shape[0] // size) for tensor in tensors]
-    calls = [(out, _contiguous(group, tensor)) for out, tensor in zip(outs, tensors, strict=True)]
+    calls = [(out, _contiguous(_SCATTER, group, tensor)) for out, tensor in zip(outs, tensors, strict=True)]
     return outs if _all_taken(_SCATTER, group, calls, _OPS[op]) else None
 
 
