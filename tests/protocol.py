@@ -1,8 +1,13 @@
 """The protocol of the low-latency kernels as a model: ranks, calls, phases, and stores that arrive when they like.
 
 One chunk of one element stands for all, because chunks share nothing. A store, to a peer or to clear, is issued and
-arrives at any time after that; the end of a kernel waits for what it has cleared, as CUDA does, and for nothing else.
-``ahead`` says which phase a call clears, counted from the one that it uses: 2 in ``kernels.py``.
+arrives at any time after that. The end of a kernel waits for nothing: that a clear arrives before a peer's later store
+to the same place is what the ranks' *signals* are for. A signal arrives after all that its rank has cleared in earlier
+calls, and the end of a call waits for the signals of all peers in the call before. (Where CUDA is ``kind``, the end of
+a kernel waits for its clears, as GPUs do although no rule of PTX says so; then nothing is lost without signals either.)
+
+A call clears what it has read. An ``exact`` call clears nothing: it waits for what has its number, in one of
+``sections``.
 """
 
 from __future__ import annotations
@@ -12,26 +17,43 @@ from collections import deque
 
 FREE = None
 PHASES = 3
+SIGNAL = "signal"
 
 
 class Wrong(AssertionError):
     """A rank has read what another call sent, or all wait for ever."""
 
 
-def program(rank: int, ranks: int, calls: int, *, two_shot: bool, ahead: int) -> list[tuple]:
-    """Return what a rank does, a list of steps."""
+def exact(rank: int, ranks: int, calls: int, *, sections: int) -> list[tuple]:
+    """Return what a rank does in calls that send numbered packets."""
     peers = [peer for peer in range(ranks) if peer != rank]
     steps = []
     for call in range(calls):
-        phase = call % PHASES
+        section = call % sections
+        steps.append(("store", [(peer, section, 0, rank, (call, rank, 0)) for peer in peers]))
+        steps += [("expect", section, 0, peer, (call, peer, 0)) for peer in peers]
+        steps.append(("end",))
+    return steps
+
+
+def program(
+    rank: int, ranks: int, calls: int, *, two_shot: bool, phases: int, signals: bool, lag: int
+) -> list[tuple]:  # fmt: skip
+    """Return what a rank does, a list of steps. ``lag``: of how many calls before are the signals that it waits for."""
+    peers = [peer for peer in range(ranks) if peer != rank]
+    steps = []
+    for call in range(calls):
+        phase = call % phases
+        if signals:
+            steps.append(("store", [(peer, SIGNAL, 0, rank, call) for peer in peers]))
         steps.append(("store", [(peer, phase, 0, rank, (call, rank, 0)) for peer in peers]))
-        parts = range(2 if two_shot else 1)
-        freed = (phase + ahead) % PHASES
-        steps.append(("store", [(rank, freed, part, peer, FREE) for part in parts for peer in peers]))
-        for part in parts:
+        for part in range(2 if two_shot else 1):
             steps += [("poll", phase, part, peer, (call, peer, part)) for peer in peers]
+            steps.append(("store", [(rank, phase, part, peer, FREE) for peer in peers]))
             if two_shot and part == 0:
                 steps.append(("store", [(peer, phase, 1, rank, (call, rank, 1)) for peer in peers]))
+        if signals and call >= lag:
+            steps += [("await", SIGNAL, 0, peer, call - lag) for peer in peers]
         steps.append(("end",))
     return steps
 
@@ -39,17 +61,21 @@ def program(rank: int, ranks: int, calls: int, *, two_shot: bool, ahead: int) ->
 class State:
     """Where each rank is, what each staging holds, and what is on its way."""
 
-    def __init__(self, programs: list[list[tuple]]) -> None:
+    def __init__(self, programs: list[list[tuple]], *, kind: bool = False) -> None:
         self.programs = programs
+        self.kind = kind
         self.at = [0] * len(programs)
         self.staging: dict[tuple, object] = {}  # by owner, phase, part and slot; FREE where nothing is
         self.flying: tuple[tuple[int, tuple], ...] = ()  # who has issued a store, and the store
 
     def key(self) -> tuple:
-        return tuple(self.at), frozenset(self.staging.items()), frozenset(self.flying)
+        # Of what is on its way, only the order of one rank's clears and signals matters.
+        ordered = tuple(one for one in self.flying if one[1][-1] is FREE or one[1][1] == SIGNAL)
+        by_rank = tuple(tuple(one for one in ordered if one[0] == rank) for rank in range(len(self.at)))
+        return tuple(self.at), frozenset(self.staging.items()), frozenset(self.flying), by_rank
 
     def copy(self) -> State:
-        other = State(self.programs)
+        other = State(self.programs, kind=self.kind)
         other.at = list(self.at)
         other.staging = dict(self.staging)
         other.flying = self.flying
@@ -57,15 +83,34 @@ class State:
 
     def moves(self) -> list[tuple[str, int]]:
         """Return what can happen next."""
-        found = [("arrive", number) for number in range(len(self.flying))]
+        found = []
+        clearing: set[int] = set()
+        for number, (issuer, store) in enumerate(self.flying):
+            if store[-1] is FREE:
+                clearing.add(issuer)
+            if store[1] != SIGNAL or issuer not in clearing:
+                found.append(("arrive", number))
         for rank, steps in enumerate(self.programs):
             if self.at[rank] == len(steps):
                 continue
             step = steps[self.at[rank]]
-            if step[0] == "poll" and (rank, *step[1:4]) not in self.staging:
+            if (
+                step[0] == "poll"
+                and (
+                    (rank, *step[1:4]) not in self.staging
+                    # A rank sees its own clears, wherever they are.
+                    or any(store == (rank, *step[1:4], FREE) for _, store in self.flying)
+                )
+            ):
                 continue
-            if step[0] == "end" and any(
-                issuer == rank and store[0] == rank and store[-1] is FREE for issuer, store in self.flying
+            if step[0] == "expect" and self.staging.get((rank, *step[1:4])) != step[4]:
+                continue
+            if step[0] == "await" and self.staging.get((rank, *step[1:4]), -1) < step[4]:
+                continue
+            if (
+                step[0] == "end"
+                and self.kind
+                and any(issuer == rank and store[0] == rank and store[-1] is FREE for issuer, store in self.flying)
             ):
                 continue
             found.append(("step", rank))
@@ -79,7 +124,7 @@ class State:
             self.flying = self.flying[:number] + self.flying[number + 1 :]
             if value is FREE:
                 self.staging.pop(tuple(place), None)
-            else:
+            elif place[1] != SIGNAL or self.staging.get(tuple(place), -1) < value:
                 self.staging[tuple(place)] = value
             return
         step = self.programs[number][self.at[number]]
@@ -98,9 +143,20 @@ class State:
                 raise Wrong(f"rank {rank} waits for ever in {steps[self.at[rank]]}")
 
 
-def start(ranks: int, calls: int, *, two_shot: bool = False, ahead: int = 2) -> State:
+def start(
+    ranks: int, calls: int, *, two_shot: bool = False, phases: int = PHASES, signals: bool = True, lag: int = 1,
+    kind: bool = False,
+) -> State:  # fmt: skip
     """Return the state before the first call."""
-    return State([program(rank, ranks, calls, two_shot=two_shot, ahead=ahead) for rank in range(ranks)])
+    programs = [
+        program(rank, ranks, calls, two_shot=two_shot, phases=phases, signals=signals, lag=lag) for rank in range(ranks)
+    ]
+    return State(programs, kind=kind)
+
+
+def start_exact(ranks: int, calls: int, *, sections: int = 2) -> State:
+    """Return the state before the first of calls that send numbered packets."""
+    return State([exact(rank, ranks, calls, sections=sections) for rank in range(ranks)])
 
 
 def walk(state: State, dice: random.Random) -> None:

@@ -5,7 +5,6 @@ The peers' memory is shared memory of the machine, in place of symmetric memory.
 """
 
 import contextlib
-import ctypes
 import io
 import itertools
 import json
@@ -32,12 +31,14 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from watching import Log, Sees
 
 import safecomm
+from safecomm._torch import links
 from safecomm.collectives import takers
 from safecomm.collectives.routes import ROUTES
 from safecomm.collectives.takers import ENGINES
 from safecomm.core import captures
 from safecomm.peers import limits as low_latency_limits
-from safecomm.peers import list_exchange, low_latency
+from safecomm.peers import list_exchange, low_latency, room
+from safecomm.peers.engine import programs
 from safecomm.peers.limits import LowLatencyLimits
 from safecomm.peers.staging import SLOT, StagingLayout
 from safecomm.tools import tune_low_latency
@@ -48,6 +49,9 @@ KIB = 1 << 10
 SMALL = LowLatencyLimits(one_shot=16 * KIB, two_shot=40 * KIB, scatter=16 * KIB, gather=16 * KIB)
 GATHER = "all_gather_single" if hasattr(stock, "all_gather_single") else "all_gather_into_tensor"
 SCATTER = "reduce_scatter_single" if hasattr(stock, "reduce_scatter_single") else "reduce_scatter_tensor"
+EXACT = LowLatencyLimits(
+    one_shot=16 * KIB, two_shot=40 * KIB, scatter=16 * KIB, gather=16 * KIB, exact=10 * KIB, exchange=12 * KIB
+)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 OPS = [stock.ReduceOp.SUM, stock.ReduceOp.AVG, stock.ReduceOp.MAX, stock.ReduceOp.MIN]
 
@@ -280,6 +284,29 @@ def test_ranks_that_are_late_at_any_point_s8():
 
 
 @on(2, interpreted=True)
+def test_after_a_timeout_all_is_nan_whatever_a_late_peer_sends():
+    """As in the rest of a graph: a rank gives up a call, and its peer sends for that call afterwards."""
+    for late in (0, 1):
+        with switched_on(timeout=timedelta(milliseconds=300)) as ours:
+            ENGINES[stock.group.WORLD].raise_failure = lambda: None
+            if stock.get_rank() == 0:
+                for number in range(5):
+                    if number == 1 + late:
+                        signal_to_peers(f"given up {late}")
+                        wait_for_signal(f"sent {late}")
+                    tensor = torch.full((100,), 10.0 * number)
+                    safecomm.all_reduce(tensor)
+                    assert tensor.isnan().all(), (late, number)
+                signal_to_peers(f"end {late}")
+            else:
+                wait_for_signal(f"given up {late}")
+                safecomm.all_reduce(torch.full((100,), 1.0))
+                signal_to_peers(f"sent {late}")
+                wait_for_signal(f"end {late}")
+            ours._leave(timedelta())()
+
+
+@on(2, interpreted=True)
 def test_a_rank_that_clears_late_has_lost_nothing_of_the_next_call():
     """By the two-shot kernel, whose sections have two parts."""
     rank = stock.get_rank()
@@ -310,6 +337,95 @@ def test_a_gather_whose_input_is_a_part_of_its_output_reads_it_first():
         whole = torch.full((8,), float(rank))
         getattr(safecomm, GATHER)(whole, whole[:4])
         assert whole.tolist() == [0.0] * 4 + [1.0] * 4
+        assert ours.calls == 1
+
+
+# --- bit for bit ----------------------------------------------------------------------------------------------------
+
+
+def bits_of(rank, count, dtype):
+    """Return what a rank sends: any bits that the type has."""
+    generator = torch.Generator().manual_seed(100 * rank + count)
+    largest = 2 if dtype is torch.bool else 256
+    return torch.randint(0, largest, (count * dtype.itemsize,), generator=generator, dtype=torch.uint8).view(dtype)
+
+
+def same_bits(found, expected):
+    return torch.equal(found.clone().view(torch.uint8), expected.clone().view(torch.uint8))
+
+
+@on(2, 3, interpreted=True)
+def test_exchanges_and_small_gathers_are_exact_in_every_type_s8():
+    rank, world = stock.get_rank(), stock.get_world_size()
+    calls = [(torch.float32, 16), (torch.int64, 700), (torch.uint8, 9), (torch.bool, 4099), (torch.bfloat16, 5000)]
+    calls += [(torch.float16, 3), (torch.float64, 1), (torch.int8, 64)]
+    with switched_on(limits=EXACT) as ours:
+        for dtype, count in calls:
+            sent = [bits_of(peer, count * world, dtype) for peer in range(world)]
+            offset = count % 2  # also at odd addresses
+            out = torch.zeros(offset + count * world, dtype=dtype)[offset:]
+            given = torch.cat([sent[rank][:offset], sent[rank]])[offset:]
+            for _ in range(3):
+                out.zero_()
+                assert safecomm.all_to_all_single(out, given) is None
+                parts = [one[rank * count : (rank + 1) * count] for one in sent]
+                assert same_bits(out, torch.cat(parts)), (dtype, count)
+            getattr(safecomm, GATHER)(out, given[:count])
+            assert same_bits(out, torch.cat([one[:count] for one in sent])), (dtype, count)
+        whole = torch.full((2 * world,), float(rank))
+        safecomm.all_to_all_single(whole, whole)  # in place
+        assert whole.tolist() == [float(peer) for peer in range(world) for _ in range(2)]
+        special = torch.tensor([-0.0, math.nan, math.inf])
+        special.view(torch.int32)[1] += 5  # a payload
+        out = torch.empty(3 * world)
+        work = getattr(safecomm, GATHER)(out, special, async_op=True)
+        work.wait()
+        assert same_bits(out, special.repeat(world))
+        assert ours.calls == 4 * len(calls) + 2
+
+
+@on(2, 3, interpreted=True)
+def test_exact_calls_of_ranks_that_are_late_s8():
+    rank, world = stock.get_rank(), stock.get_world_size()
+    dice = random.Random(5)  # the same on every rank
+    how = {"limits": EXACT, "timeout": timedelta(seconds=8)}
+    with switched_on(**how) as ours, slowed(_send_packets=0.3, _arrived=0.3, _fail=0.3):
+        for number in range(20):
+            count = dice.choice((1, 5, 1024, 3000))
+            given = torch.arange(world, dtype=torch.int32).repeat_interleave(count) + 10 * rank + 100 * number
+            out = torch.zeros_like(given)
+            safecomm.all_to_all_single(out, given)
+            expected = torch.arange(world, dtype=torch.int32).repeat_interleave(count) * 10 + rank + 100 * number
+            assert torch.equal(out, expected), (number, count)
+        assert ours.calls == 20, ours.calls
+
+
+@on(2, interpreted=True)
+def test_exchanges_that_ranks_can_not_agree_on_are_c10d_s_s8():
+    rank = stock.get_rank()
+    with switched_on(limits=EXACT) as ours:
+        given = torch.full((6,), rank, dtype=torch.int32)
+        out = torch.empty(6, dtype=torch.int32)
+        # By position and by name.
+        safecomm.all_to_all_single(out, given, [2, 4] if rank else [4, 2], [4, 2] if rank == 0 else [2, 4])
+        assert sorted(out.tolist()) == ([0, 0, 0, 0, 1, 1] if rank == 0 else [0, 0, 1, 1, 1, 1])
+        sizes = torch.tensor([3, 3]).numpy()
+        safecomm.all_to_all_single(out, given, sizes, sizes)
+        safecomm.all_to_all_single(out, given, output_split_sizes=[3, 3], input_split_sizes=[3, 3])
+        assert out.tolist() == [0, 0, 0, 1, 1, 1]
+        large = torch.full((6000 * 2,), float(rank))
+        safecomm.all_to_all_single(torch.empty_like(large), large)
+        assert ours.calls == 0
+        safecomm.all_to_all_single(out.view(1, 6), given.view(1, 6))  # whose first dimension has no two parts
+        for arguments in ((out, given.double()), (out, None), ([out], given)):
+            errors = []
+            for library in (stock, safecomm):
+                with pytest.raises((ValueError, TypeError, RuntimeError)) as error:
+                    library.all_to_all_single(*arguments)
+                errors.append((error.type, str(error.value)[:40]))
+            assert errors[0] == errors[1]
+        assert ours.calls == 0
+        safecomm.all_to_all_single(out, given, [], None)
         assert ours.calls == 1
 
 
@@ -468,7 +584,7 @@ def test_tensors_of_any_kind_may_be_in_a_list_s8():
             safecomm.all_gather(Listed(out), sent[0])
             assert [one.unique().item() for one in out] == [1, 2]
             assert all(one._version > before for one, before in zip(out, versions, strict=True))
-        assert ours.calls == 20
+        assert ours.calls == 20, ours.calls
         errors = []
         for library in (stock, safecomm):
             with pytest.raises(RuntimeError) as error:
@@ -560,6 +676,11 @@ def test_limits_say_which_kernel():
     assert [limits.kernel("all_reduce", nbytes) for nbytes in (100, 101, 1001)] == ["one_shot", "two_shot", None]
     assert limits.kernel("reduce_scatter", 1) is None
     assert limits.kernel("all_gather", 50) == "one_shot"
+    assert limits.kernel("all_to_all", 1) is None
+    limits = LowLatencyLimits(one_shot=100, two_shot=1000, scatter=100, gather=50, exact=20, exchange=9)
+    assert [limits.kernel("all_gather", nbytes) for nbytes in (20, 21, 51)] == ["exact", "one_shot", None]
+    assert [limits.kernel("all_to_all", nbytes) for nbytes in (9, 10)] == ["exact", None]
+    assert [limits.kernel(name, 1) for name in ("all_reduce", "reduce_scatter")] == ["one_shot", "one_shot"]
     for wrong in (-1, 1 << 30, 2.5):
         with pytest.raises(ValueError, match="expected bytes"):
             LowLatencyLimits(one_shot=wrong, two_shot=0, scatter=0, gather=0)
@@ -583,24 +704,34 @@ def test_there_are_limits_for_up_to_eight_ranks():
 # --- memory ---------------------------------------------------------------------------------------------------------
 
 
-@given(st.integers(2, 8), st.integers(1, 1 << 20), st.integers(0, 1 << 20))
-def test_lanes_lie_behind_each_other_and_hold_the_largest_call(world, one_shot, two_shot):
-    layout = StagingLayout(world, one_shot, two_shot)
+@given(st.integers(2, 8), st.integers(1, 1 << 20), st.integers(0, 1 << 20), st.integers(0, 1 << 17))
+def test_lanes_lie_behind_each_other_and_hold_the_largest_call(world, one_shot, two_shot, exact):
+    layout = StagingLayout(world, one_shot, two_shot, exact)
     end = turns = 0
     for width, two in itertools.product((2, 4), (False, True)):
         assert layout.area(width, two) == end
         assert layout.chunks_before(width, two) == turns
         chunks = layout.chunks(two)
         assert chunks * SLOT * (world if two else 1) >= (two_shot if two else one_shot)
-        end += chunks * 3 * world * SLOT * (2 if two else 1)
+        end += chunks * 3 * (world - 1) * SLOT * (2 if two else 1)
         turns += chunks
-    assert (layout.nbytes, layout.all_chunks) == (end, turns)
+    assert layout.exact_area == end
+    assert layout.exact_chunks * SLOT >= exact
+    # Three phases, in each of which every peer has packets that are twice what they carry.
+    assert layout.flags == end + layout.exact_chunks * 3 * (world - 1) * 2 * SLOT
+    assert 16 * world <= layout.nbytes - layout.flags == SLOT
+    assert layout.all_chunks == turns + layout.exact_chunks
+    ring = StagingLayout(world, one_shot, two_shot, exact, ring=True)
+    places = 256 * 2 * 2 * (world - 1)
+    assert (ring.ring_area, ring.ring_flags) == (layout.nbytes, layout.nbytes + places * ring.ring_piece)
+    assert ring.nbytes == ring.ring_flags + places * 32
 
 
 def test_the_bytes_of_staging_are_known_before():
-    assert low_latency_limits.defaults(2).nbytes(2) == 60 * KIB * KIB
+    ring = 256 * 2 * 2 * (16 * KIB + 32)
+    assert low_latency_limits.defaults(2).nbytes(2) == (30 * KIB + 6 * 256 + 4) * KIB + ring < 48 * KIB * KIB
     limits = LowLatencyLimits(one_shot=8 * KIB, two_shot=64 * KIB, scatter=0, gather=16 * KIB)
-    assert limits.nbytes(4) == 2 * 3 * (4 * 16 * KIB + 2 * 64 * KIB)
+    assert limits.nbytes(4) == 2 * 3 * 3 * (16 * KIB + 2 * 64 * KIB // 4) + SLOT
 
 
 @on(2, interpreted=True)
@@ -702,6 +833,54 @@ def test_a_wait_raises_for_a_late_peer():
     low_latency._KEPT.clear()
 
 
+@on(2, interpreted=True)
+def test_a_loop_that_makes_no_calls_can_ask():
+    rank = stock.get_rank()
+    with switched_on(timeout=timedelta(milliseconds=300)) as ours:
+        ours.check()
+        if rank == 0:
+            safecomm.all_reduce(torch.ones(5))
+            with pytest.raises(safecomm.PeerTimeoutError, match="all_reduce called at"):
+                ours.check()
+            signal_to_peers("asked")
+        else:
+            wait_for_signal("asked")
+        ours._leave(timedelta())()
+        ours.check()  # it is off
+    low_latency._KEPT.clear()
+
+
+@on(2, interpreted=True)
+def test_a_slow_peer_is_warned_of_before_it_fails():
+    from safecomm.peers import kernels
+
+    rank = stock.get_rank()
+    with switched_on() as ours:
+        ours._engine._table[3] = 1000  # ns in place of 5 s
+        clock, looks = kernels._clock, itertools.count()
+
+        def counted():
+            if next(looks) % 10 == 5:  # it has waited for longer than that
+                signal_to_peers(f"waiting {number}")
+            return clock()
+
+        kernels._clock = counted
+        for number in range(2):
+            tensor = torch.ones(5)
+            if rank == 0:
+                with Log() as records:
+                    safecomm.all_reduce(tensor)
+                    ours.check()
+                    ours.check()
+                assert len(records.messages) == 1, number
+                assert re.search(r"rank 0 of group .* all_reduce called at .*test_low_latency.py", records.messages[0])
+            else:
+                wait_for_signal(f"waiting {number}")
+                safecomm.all_reduce(tensor)
+            assert (tensor == 2).all()
+        kernels._clock = clock
+
+
 def the_first_call(tensor):
     safecomm.all_reduce(tensor)
 
@@ -714,12 +893,12 @@ def test_a_peer_that_is_only_slow_gets_nothing_wrong():
         engine = ENGINES[stock.group.WORLD]
         tensors = [torch.full((1000,), 10.0 * number + rank) for number in range(5)]
         if rank == 0:
-            word, engine._word = engine._word, ctypes.c_int64()  # the host has not looked yet
+            look, engine.raise_failure = engine.raise_failure, lambda: None  # the host has not looked yet
             the_first_call(tensors[0])
             for tensor in tensors[1:]:
                 safecomm.all_reduce(tensor)
             assert all(tensor.isnan().all() for tensor in tensors)
-            engine._word = word
+            engine.raise_failure = look
             with pytest.raises(safecomm.PeerTimeoutError, match="in the_first_call:"):
                 safecomm.all_reduce(torch.ones(1))
             signal_to_peers("launched all")
@@ -861,6 +1040,75 @@ def test_one_rank_that_can_not_keeps_all_as_they_are():
     low_latency.FIRST_PATIENCE = patience
 
 
+class Nvml:
+    """Stands in for NVML: which of four GPUs are linked, and what fails."""
+
+    def __init__(self, linked=lambda a, b: True, failing=""):
+        self.linked, self.failing, self.open = linked, failing, 0
+
+    def nvmlInit_v2(self):
+        self.open += 1
+        return 9 * (self.failing == "init")
+
+    def nvmlShutdown(self):
+        self.open -= 1
+
+    def nvmlDeviceGetHandleByUUID(self, name, handle):
+        assert name.startswith(b"GPU-")
+        handle._obj.value = int(name[4:])
+        return 9 * (self.failing == "handle")
+
+    def nvmlDeviceGetP2PStatus(self, one, other, index, status):
+        assert index == 2  # NVML_P2P_CAPS_INDEX_NVLINK
+        status._obj.value = 0 if self.linked(one.value, other.value) else 5
+        return 9 * (self.failing == "status")
+
+
+def test_gpus_that_nvlink_does_not_connect_are_found(monkeypatch):
+    def asked(nvml):
+        monkeypatch.setattr(links.ctypes, "CDLL", lambda name: nvml)
+        found = links.not_linked(["1", "GPU-2", "3"])
+        assert nvml.open == (1 if nvml.failing == "init" else 0)
+        return found
+
+    assert asked(Nvml()) == ""
+    assert asked(Nvml(lambda a, b: (a, b) != (3, 2))) == "no NVLink connects the GPUs 3 and GPU-2"
+    reasons = {"init": "asked: its error 9", "handle": "the GPU 1: its error 9", "status": "1 and GPU-2"}
+    for failing, said in reasons.items():
+        assert said in asked(Nvml(failing=failing))
+    monkeypatch.undo()
+    monkeypatch.setattr(links, "LIBRARY", "no-such-library.so")
+    assert "NVML can't be asked" in links.not_linked(["1", "2"])
+
+
+def test_without_nvlink_everywhere_the_limits_by_default_are_not_used(monkeypatch):
+    layout = low_latency_limits.defaults(2).layout(2)
+    monkeypatch.setattr(low_latency, "part", lambda *_: 0.4)
+    monkeypatch.setattr(low_latency._torch, "not_linked", lambda devices: f"no NVLink connects {devices}")
+    reason = low_latency._not_here(0, ["a", "b"], layout, default=True)
+    assert reason.startswith("no NVLink connects ['a', 'b'], and its limits by default are for NVLink")
+    assert low_latency._not_here(0, ["a", "b"], layout, default=False) == ""
+    assert low_latency._not_here(low_latency.HOST, ["a", "b"], layout, default=True) == ""
+
+
+def test_programs_of_all_groups_of_a_device_are_counted(monkeypatch):
+    class Properties:
+        multi_processor_count = 132
+
+    monkeypatch.setattr(room.torch.cuda, "get_device_properties", lambda index: Properties)
+    limits = low_latency_limits.defaults(2)
+    engine = low_latency.Engine.__new__(low_latency.Engine)
+    engine.index, engine.part = 0, room.part(0, programs(limits.layout(2)), 2)
+    assert 0.4 < engine.part <= 0.5
+    assert room.part(0, 257, 8) > 0.9  # they have twice the registers
+    elsewhere = low_latency.Engine.__new__(low_latency.Engine)
+    elsewhere.index, elsewhere.part = 1, 1.0
+    monkeypatch.setattr(low_latency, "ENGINES", {1: engine, 2: elsewhere})
+    assert low_latency._not_here(0, ["a", "b"], limits.layout(2), default=False) == ""
+    low_latency.ENGINES[3] = engine
+    assert "would not all fit on the GPU" in low_latency._not_here(0, ["a", "b"], limits.layout(2), default=False)
+
+
 # --- every group, and the ends of groups ----------------------------------------------------------------------------
 
 
@@ -921,11 +1169,22 @@ def test_limits_follow_from_the_times():
     us = {
         "all_reduce": {"NCCL": nccl, "one_shot": times(2, 4, 8, 9), "two_shot": times(3, 3, 5, 9.1)},
         "reduce_scatter": {"NCCL": nccl, "one_shot": times(9.2, 1, 1, 1)},
-        "all_gather": {"NCCL": nccl, "one_shot": times(2, 9.1, 3, 4)},
+        "all_gather": {"NCCL": nccl, "one_shot": times(2, 9.1, 3, 4), "exact": times(2, 9, 3, 5)},
+        "all_to_all": {"NCCL": nccl, "exact": times(2, 9.1, 3, 12)},
     }
-    assert tune_low_latency.limits_of(us, sizes) == LowLatencyLimits(one_shot=1, two_shot=8, scatter=0, gather=8)
+    assert tune_low_latency.limits_of(us) == LowLatencyLimits(
+        one_shot=1, two_shot=8, scatter=0, gather=8, exact=4, exchange=4
+    )
     del us["all_reduce"]["two_shot"]
-    assert tune_low_latency.limits_of(us, sizes) == LowLatencyLimits(one_shot=8, two_shot=0, scatter=0, gather=8)
+    us["all_gather"]["exact"][2] = 9.2
+    assert tune_low_latency.limits_of(us) == LowLatencyLimits(
+        one_shot=8, two_shot=0, scatter=0, gather=8, exact=1, exchange=4
+    )
+    us["all_reduce"]["ring"] = {4: 5.0, 8: 3.8, 16: 7.0, 32: 9.8}
+    us["all_reduce"]["NCCL"] |= {16: 9.0, 32: 10.0}
+    us["all_gather"]["ring"] = {8: 3.9, 16: 8.8}
+    found = tune_low_latency.limits_of(us)
+    assert (found.one_shot, found.ring, found.gather, found.ring_gather) == (2, 16, 4, 8), "3 % faster than NCCL"
 
 
 @on(2, interpreted=True)
@@ -934,7 +1193,7 @@ def test_tuning_writes_limits_that_low_latency_reads(tmp_path):
     path = tmp_path / "tuned.json"
     try:
         with contextlib.redirect_stdout(io.StringIO()) as out:
-            tune_low_latency.tune(torch.device("cpu"), path, 2, lambda _: None, sizes=[2 * KIB])
+            tune_low_latency.tune(torch.device("cpu"), path, 2, lambda _: None, sizes=[2 * KIB], ring_sizes=[40 * KIB])
     finally:
         del low_latency.STAGINGS["gloo"]
     stock.barrier()
@@ -956,6 +1215,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from safecomm.peers import kernels
 from safecomm.peers.engine import WARPS
+from safecomm.peers.room import registers
 from safecomm.peers.staging import SLOT, free
 
 found = []
@@ -966,25 +1226,29 @@ for kernel, kind, dtype, bits, world in (
     (kernels.two_shot, 0, tl.bfloat16, tl.int16, 4),
     (kernels.scatter_pieces, None, tl.bfloat16, tl.int16, 2),
     (kernels.scatter_pieces, None, tl.float32, tl.int32, 8),
+    (kernels.exact, 2, None, tl.int8, 4),
+    (kernels.exact, 3, None, tl.int16, 2),
+    (kernels.exact, 3, None, tl.int32, 8),
     (kernels.combine, None, tl.bfloat16, tl.int16, 4),
 ):
     width = bits.primitive_bitwidth // 8
     constants = dict(
-        KIND=kind, DTYPE=dtype, BITS=bits, FREE=free(width), WORLD=world, ME=1, ALIGNED=True, AREA=0, FIRST_PHASE=16,
-        BLOCK=SLOT // width, CHUNKS=256, THREADS=32 * WARPS,
+        KIND=kind, DTYPE=dtype, BITS=bits, FREE=free(max(width, 2)), WORLD=world, ME=1, ALIGNED=True, AREA=0,
+        FLAGS=1 << 20, FIRST_PHASE=16, BLOCK=SLOT // width, CHUNKS=256,
     )
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     parameters = kernel.signature.parameters
     signature = {name: f"i{str(parameters[name].annotation)[-2:]}" for name in kernel.arg_names}
     signature |= dict.fromkeys(constants, "constexpr")
     source = ASTSource(kernel, signature, {(kernel.arg_names.index(name),): value for name, value in constants.items()})
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": WARPS})
-    found.append([world, kernel.__name__, re.findall(r"\\s((?:ld|st|fence)[.][\\w.:]+)", compiled.asm["ptx"])])
+    options = {"num_warps": WARPS, "maxnreg": registers(world)}
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    found.append([world, kernel.__name__, re.findall(r"\\s((?:ld|st|red|fence)[.][\\w.:]+)", compiled.asm["ptx"])])
 print(json.dumps(found))
 """
 
 
-def test_the_kernels_compile_for_hopper_with_polls_that_ask_again_and_pieces_of_16_bytes():
+def test_the_kernels_compile_for_hopper_with_strong_words_in_pieces_of_16_bytes():
     done = subprocess.run(
         [sys.executable, "-c", COMPILE],
         capture_output=True,
@@ -994,16 +1258,23 @@ def test_the_kernels_compile_for_hopper_with_polls_that_ask_again_and_pieces_of_
     )
     assert done.returncode == 0, done.stderr
     for world, name, accesses in json.loads(done.stdout):
-        polls = [access for access in accesses if access.startswith("ld.volatile")]
-        # A first look and the loop, for each peer, and twice in the two-shot kernel.
-        looks = {"two_shot": 4, "combine": 0}.get(name, 2)
-        assert polls == ["ld.volatile.global.v4.b32"] * (looks * (world - 1))
-        fences = [access for access in accesses if access.startswith("fence")]
-        assert fences == ["fence.acq_rel.sys"] * (name == "scatter_pieces"), name
+        waits = name != "combine"
+        words = "v2.b64" if name == "exact" else "v4.b32"
+        # A first look and the loop, at all peers' slots at once, twice in the two-shot kernel; exact slots have halves.
+        looks = {"two_shot": 4, "exact": 4, "combine": 0}.get(name, 2)
+        rows = {2: 1, 4: 4, 8: 8}[world]
+        assert accesses.count(f"ld.relaxed.sys.global.{words}") == looks * rows, name
+        sends = {"two_shot": 2, "exact": 2, "combine": 0}.get(name, 1)
+        assert accesses.count(f"st.relaxed.sys.global.{words}") == sends * (world - 1), name
+        # The barrier's, and where a kernel goes through its staging again.
+        assert accesses.count("fence.acq_rel.sys") == waits + 2 * (name == "scatter_pieces"), name
+        for access in ("red.relaxed.sys.global.add.u32", "ld.acquire.sys.global.b32"):
+            assert accesses.count(access) == waits, name
         assert not any(".local" in access for access in accesses), "registers are spilt"
         for access in accesses:
             assert re.fullmatch(
-                r"ld\.param\..*|(ld|st)(\.volatile)?\.global\.(v4\.b32|b64)|(ld|st)\.shared.*|fence.*", access
+                r"ld\.param\..*|(ld|st)(\.\w+\.sys)?\.global\.(v4\.b32|v2\.b64|b64|b32)|(ld|st)\.shared.*|red.*|fence.*",
+                access,
             ), (name, access)
 
 

@@ -25,7 +25,7 @@ from safecomm import _torch
 from safecomm.collectives import takers
 from safecomm.core import captures
 from safecomm.diagnostics.replaced import replaced
-from safecomm.peers import low_latency, operators
+from safecomm.peers import limits, low_latency, operators
 
 pytest.importorskip("triton", reason="the kernels are Triton's, which is not installed")
 
@@ -408,6 +408,10 @@ def test_a_group_that_opts_out_stays_torch_s_beside_one_that_does_not():
 @on(2, interpreted=True)
 def test_it_is_on_for_every_group_at_its_first_functional_call():
     low_latency.STAGINGS["gloo"] = SharedStaging
+    before, limits.DEFAULTS[2] = (
+        limits.DEFAULTS[2],
+        SMALL,
+    )  # the first calls of a ring take the interpreter half a minute
     takers.ENGINES[None] = low_latency._Everywhere(None)
     operators.install(test_it_is_on_for_every_group_at_its_first_functional_call, "CPU")
     try:
@@ -420,6 +424,7 @@ def test_it_is_on_for_every_group_at_its_first_functional_call():
             assert low.calls == 0
     finally:
         operators.remove(test_it_is_on_for_every_group_at_its_first_functional_call, "CPU")
+        limits.DEFAULTS[2] = before
         takers.ENGINES.clear()
         low_latency.STAGINGS.pop("gloo", None)
     assert replaced() == []

@@ -27,6 +27,7 @@ list. A test that replaces ``_torch.x`` replaces it for the rest of safecomm, an
 #     streams        the current device and stream, raw handles
 #     segment_table  which stream a segment is of, by the driver's id of it
 #     driver         the CUDA driver
+#     links          NVML: how GPUs are connected
 #     allocator      the caching allocator
 #     names          how a name is looked up and tried out, and what is reported of it
 
@@ -73,6 +74,7 @@ from safecomm._torch.launches import reduce as reduce
 from safecomm._torch.launches import reduce_scatter as reduce_scatter
 from safecomm._torch.launches import reduce_scatter_list as reduce_scatter_list
 from safecomm._torch.launches import scatter as scatter
+from safecomm._torch.links import not_linked as not_linked
 from safecomm._torch.lists import copy_all as copy_all
 from safecomm._torch.lists import unflatten as unflatten
 from safecomm._torch.modes import TorchDispatchMode as TorchDispatchMode

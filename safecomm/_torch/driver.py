@@ -104,7 +104,12 @@ _INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 
 
 def kernel_launcher(
-    function: int, grid: int, threads: int, shared: int, kinds: Sequence[type[ctypes.c_uint64 | ctypes.c_uint32]]
+    function: int,
+    grid: int,
+    threads: int,
+    shared: int,
+    kinds: Sequence[type[ctypes.c_uint64 | ctypes.c_uint32]],
+    preset: Sequence[int] = (),
 ) -> Callable[..., None] | None:
     """Return what launches ``function``, a kernel of the current device: ``launch(stream, *arguments)``.
 
@@ -116,6 +121,8 @@ def kernel_launcher(
     context = ctypes.c_void_p()
     _current_context(ctypes.byref(context))
     values = [kind() for kind in kinds]
+    for value, argument in zip(values, preset):  # noqa: B905
+        value.value = argument
     addresses = (ctypes.c_void_p * len(values))(*[ctypes.addressof(value) for value in values])
     handle = ctypes.c_void_p()
     one = ctypes.c_uint(1)

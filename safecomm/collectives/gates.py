@@ -36,7 +36,7 @@ from safecomm.collectives.holding import counter, wait_for
 from safecomm.collectives.regions import REGIONS
 from safecomm.collectives.routes import ROUTES
 from safecomm.collectives.table import ROWS
-from safecomm.collectives.takers import BUCKETS, DECLINED, ENGINES, GENERAL, offer
+from safecomm.collectives.takers import BUCKETS, DECLINED, ENGINES, GENERAL, offer, splits
 from safecomm.collectives.tensors import storages_of
 from safecomm.core.ledger import LEDGER
 from safecomm.core.streams import HOST
@@ -519,7 +519,7 @@ def _all_to_all_single(output: torch.Tensor, input: torch.Tensor, output_split_s
         LEDGER.sweep()
     to = _groups[_DEFAULT] if group is None else group
     if ENGINES or BUCKETS or REGIONS:
-        taken = offer(_row_all_to_all_single, to, (output, input,), None, async_op)
+        taken = offer(_row_all_to_all_single, to, (output, input,), splits(output_split_sizes, input_split_sizes), async_op)
         if taken is not DECLINED:
             return _general_all_to_all_single(output, input, output_split_sizes=output_split_sizes, input_split_sizes=input_split_sizes, group=group, async_op=async_op) if taken is GENERAL else taken
     route: Any = _routes.get(id(to))

@@ -33,7 +33,7 @@ from safecomm.collectives.holding import (
 from safecomm.collectives.regions import REGIONS, Region
 from safecomm.collectives.routes import ROUTES, RootOptions, Route
 from safecomm.collectives.table import OP_IDS, OPS, ROWS, Row
-from safecomm.collectives.takers import BUCKETS, DECLINED, ENGINES, GENERAL, default_group, is_true, offer
+from safecomm.collectives.takers import BUCKETS, DECLINED, ENGINES, GENERAL, default_group, is_true, offer, splits
 from safecomm.collectives.tensors import (
     all_on_current_stream,
     as_they_are,
@@ -79,6 +79,7 @@ def forwarded(row: Row, *, asks: bool = True) -> Any:
     group_place = names.index("group")
     async_place = names.index("async_op") if "async_op" in names else None
     op_place = names.index("op") if "op" in names else None
+    split_places = [(names.index(name), name) for name in row.given if name.endswith("split_sizes")]
     compiling = torch.compiler.is_dynamo_compiling
     busy = LEDGER.nonempty
     recording = captures.RECORDING
@@ -167,6 +168,8 @@ def forwarded(row: Row, *, asks: bool = True) -> Any:
     def _operation(args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[object, tuple[object, ...]]:
         """Return the reduce operation, if there is one, and what is given as the tensors."""
         op = None if op_place is None else args[op_place] if op_place < len(args) else kwargs.get("op", SUM)
+        if split_places:
+            op = splits(*[args[at] if at < len(args) else kwargs.get(argument) for at, argument in split_places])
         return op, tuple([args[place] if place < len(args) else kwargs.get(argument) for place, argument in places])
 
     def _mapped(

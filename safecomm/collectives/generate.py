@@ -51,7 +51,7 @@ from safecomm.collectives.holding import counter, wait_for
 from safecomm.collectives.regions import REGIONS
 from safecomm.collectives.routes import ROUTES
 from safecomm.collectives.table import ROWS
-from safecomm.collectives.takers import BUCKETS, DECLINED, ENGINES, GENERAL, offer
+from safecomm.collectives.takers import BUCKETS, DECLINED, ENGINES, GENERAL, offer, splits
 from safecomm.collectives.tensors import storages_of
 from safecomm.core.ledger import LEDGER
 from safecomm.core.streams import HOST
@@ -184,6 +184,7 @@ def gate(row: Row) -> str:
     defaults = {"op": "c10d.ReduceOp.SUM", "async_op": "False"}
     optional = arguments[len(row.tensors) :]
     operation = "op" if "op" in row.given else "None"
+    to_takers = "splits(output_split_sizes, input_split_sizes)" if splits else operation
     if root:
         prepared = f"_launch_{row.key}, _options_{row.key} = prepared_by_root(_row_{row.key})"
         options = f"(options := _options_{row.key}(route, to, {root}, group_{root}, {operation}, async_op)) is None"
@@ -235,7 +236,7 @@ def gate(row: Row) -> str:
         "passed": ", ".join(arguments),
         "named": ", ".join([*row.tensors, *[f"{name}={name}" for name in optional]]),
         "tensors": tensors,
-        "op": operation,
+        "op": to_takers,
         "not_nested": " and ".join(f"not {name}.is_nested" for name in reversed(row.tensors)),
         "guarded": f"{guards} or route.guards.plain({tensors})",
         "no_options": options,

@@ -18,6 +18,9 @@ from safecomm import _torch
 REDUCE, SCATTER, GATHER = "all_reduce", "reduce_scatter", "all_gather"
 """The kinds of collectives that can be deferred or run by an engine."""
 
+EXCHANGE = "all_to_all"
+"""What an engine can run too, and nobody defers."""
+
 OPS = tuple(getattr(c10d.ReduceOp, name) for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"))
 """The reduce operations that are members of an enum. A premultiplied sum is another object."""
 
@@ -39,7 +42,8 @@ class Row:
     given: tuple[str, ...] = ()
     """The arguments between the tensors and the group."""
     kind: str = ""
-    """What it is to buckets and engines: :data:`REDUCE`, :data:`SCATTER` or :data:`GATHER`; ``""`` for nothing."""
+    """What it is to buckets and engines: :data:`REDUCE`, :data:`SCATTER`, :data:`GATHER` or :data:`EXCHANGE`, or ``""``
+    for nothing."""
     collected: bool = False
     """A coalescing region collects its calls, and :func:`safecomm.bucketed` puts them off."""
     engine: bool = True
@@ -92,7 +96,7 @@ ROWS: dict[str, Row] = {
         Row("broadcast", ("tensor",), ("src",), launch=_torch.broadcast),
         Row("reduce", ("tensor",), ("dst", "op"), launch=_torch.reduce),
         Row(
-            "all_to_all_single", ("output", "input"), ("output_split_sizes", "input_split_sizes"),
+            "all_to_all_single", ("output", "input"), ("output_split_sizes", "input_split_sizes"), EXCHANGE,
             launch=_torch.all_to_all_single,
         ),
         Row(
@@ -126,7 +130,9 @@ ROWS: dict[str, Row] = {
 }  # fmt: skip
 """The collectives, by c10d's newest names. Not every torch has all of them."""
 
-COLLECTIVE_OF = {name: row.kind for row in ROWS.values() if row.collected for name in (row.key, row.alias) if name}
+COLLECTIVE_OF = {
+    name: row.kind for row in ROWS.values() if row.kind and not row.staged for name in (row.key, row.alias) if name
+}
 """The collectives that can be deferred, or run by an engine, by the names of c10d's functions."""
 
 LISTS = {row.key: row.kind for row in ROWS.values() if row.kind and row.staged}

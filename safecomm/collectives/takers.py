@@ -69,7 +69,8 @@ GENERAL: object = object()
 def offer(row: Row, group: object, tensors: tuple[Any, ...], op: object, asynchronous: object) -> object:
     """Offer a call of ``row`` to who may take it; return what its caller gets, or :data:`DECLINED` or :data:`GENERAL`.
 
-    ``tensors``: what is given as the output, and as the input where that is another. ``op``: the reduce operation.
+    ``tensors``: what is given as the output, and as the input where that is another. ``op``: the reduce operation, or
+    what :func:`splits` has found.
     """
     flag = asynchronous
     if asynchronous is not False and asynchronous is not True:
@@ -105,7 +106,8 @@ def offer(row: Row, group: object, tensors: tuple[Any, ...], op: object, asynchr
 def take(row: Row, group: object, tensors: tuple[Any, ...], op: object, site: Callable[[], types.FrameType]) -> bool:
     """Offer a call of one of torch's operators to the engine; return whether it has run it, on the current stream.
 
-    Such a call runs now: what the buckets have deferred is launched before it. ``site`` tells the call site.
+    Such a call runs now: what the buckets have deferred is launched before it. Its caller waits for it later, so other
+    kernels may be meant to run beside it. ``site`` tells the call site.
     """
     if REGIONS and group in REGIONS:
         return False
@@ -117,8 +119,8 @@ def take(row: Row, group: object, tensors: tuple[Any, ...], op: object, site: Ca
         return False
     if _profiler._is_profiler_enabled and not SPAN.open:
         with span(row.name):
-            return _run(engine, row, group, tensors, op, False, site) is not DECLINED
-    return _run(engine, row, group, tensors, op, False, site) is not DECLINED
+            return _run(engine, row, group, tensors, op, False, site, unshared=False) is not DECLINED
+    return _run(engine, row, group, tensors, op, False, site, unshared=False) is not DECLINED
 
 
 def _ordinary(route: Route, tensors: tuple[Any, ...], asynchronous: bool) -> bool:
@@ -142,14 +144,14 @@ def _ordinary(route: Route, tensors: tuple[Any, ...], asynchronous: bool) -> boo
 
 def _run(
     engine: Any, row: Row, group: object, tensors: tuple[Any, ...], op: object, asynchronous: bool,
-    site: Callable[[], types.FrameType] = caller,
+    site: Callable[[], types.FrameType] = caller, *, unshared: bool = True,
 ) -> object:  # fmt: skip
     given = list(tensors)
     recording = captures.RECORDING
     flat = list(flatten(given)) if recording or asynchronous or row.staged else given
     if recording:
         captures.check_group(row.name, group, flat)
-    result = engine.run(group, row.name, given, op, asynchronous)
+    result = engine.run(group, row.name, given, op, asynchronous, unshared=unshared)
     if result is DECLINED:
         return DECLINED
     _COUNT[row.key]()
@@ -165,6 +167,12 @@ def _run(
     ):
         LEDGER.hand_off(row.name, group, index, storages_of(flat), site())
     return None
+
+
+def splits(outputs: object, inputs: object) -> object:
+    """Return the sizes that an all_to_all_single is given; None if its parts are equal. Its operation, to an engine."""
+    given = (outputs, inputs)
+    return next((sizes for sizes in given if sizes is not None and (type(sizes) is not list or sizes)), None)
 
 
 def is_true(flag: object) -> bool:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import sys
 import threading
 import time
-import types
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed.distributed_c10d as c10d
@@ -18,19 +16,22 @@ import torch.distributed.distributed_c10d as c10d
 from safecomm import _torch
 from safecomm.collectives.holding import program, relaxed
 from safecomm.collectives.lists import STAGED
-from safecomm.collectives.table import COLLECTIVE_OF, GATHER, LISTS, OPS, REDUCE, SCATTER
+from safecomm.collectives.table import COLLECTIVE_OF, EXCHANGE, GATHER, LISTS, OPS, REDUCE, SCATTER
 from safecomm.collectives.takers import DECLINED
 from safecomm.collectives.tensors import storages_of
 from safecomm.core import captures
-from safecomm.core.call_site import line_of, outside
+from safecomm.core.call_site import outside
 from safecomm.core.ledger import LEDGER
 from safecomm.core.streams import HOST
-from safecomm.errors import LowLatencyError, PeerTimeoutError
+from safecomm.errors import LowLatencyError
 from safecomm.guards import PLAIN
-from safecomm.peers import list_exchange
-from safecomm.peers.limits import DTYPES, TWO_SHOT, LowLatencyLimits
+from safecomm.peers import bulk, list_exchange
+from safecomm.peers.host_word import LONG, REMEMBERED, HostWord
+from safecomm.peers.launched import LaunchedKernel
+from safecomm.peers.limits import DTYPES, EXACT, RING, TWO_SHOT, LowLatencyLimits
 from safecomm.peers.order import Order
-from safecomm.peers.staging import MOST, SLOT, WIDTHS, Staging, StagingLayout, free
+from safecomm.peers.room import THREADS, part, registers
+from safecomm.peers.staging import BESIDE, MOST, RING_PROGRAMS, SLOT, WIDTHS, Staging, StagingLayout, free
 
 PROGRAMS = 256
 """The largest grid. A program waits for the peers' program of its number, so all must fit on the device at once."""
@@ -41,11 +42,11 @@ ROUNDS = 4
 SWEEP = 1 << 11
 """The largest grid of a kernel that waits for nobody, of which not all programs need to fit at once."""
 
-WARPS = 8
-"""Of 32 threads. With them, and a slot of 16 bytes for each thread, small tensors were the fastest on two H200."""
+WARPS = THREADS // 32
+"""Of 32 threads. With 8, and a slot of 16 bytes for each thread, small tensors were the fastest on two H200."""
 
-REMEMBERED = 4096
-"""How many eager calls' sites are kept, for the error that names one; and how many kinds of calls."""
+KINDS = 4096
+"""How many kinds of calls are remembered."""
 
 _REDUCTIONS = tuple(getattr(c10d.ReduceOp, name) for name in ("SUM", "AVG", "MAX", "MIN"))  # in the kernels' order
 _UNKNOWN = -1
@@ -54,10 +55,21 @@ _NUMBERS = {id(op): _REDUCTIONS.index(op) if op in _REDUCTIONS else _UNKNOWN for
 
 _HERE = contextlib.nullcontext()
 
-_KINDS = {REDUCE: 0, SCATTER: 1, GATHER: 2}  # what the kernels know them by
+_EXCHANGE = "all_to_all_single"
 
-_Site = tuple[int, str, types.CodeType, int]
-"""The number of a call, c10d's function, and where it was called."""
+_KINDS = {REDUCE: 0, SCATTER: 1, GATHER: 2, EXCHANGE: 3}  # what the kernels know them by
+
+_Plan: TypeAlias = "tuple[()] | tuple[tuple[Callable[..., None], ...], int, bool]"
+"""What launches a call, unaligned and aligned, on how many elements, and whether it takes the device for itself.
+
+() if it is the backend's.
+"""
+
+
+def programs(layout: StagingLayout) -> int:
+    """Return how many programs the largest kernel that waits for its peers has; those of the ring count for more."""
+    ring = RING_PROGRAMS * bulk.SHARE if layout.ring else 0
+    return max(BESIDE + min(PROGRAMS, max(layout.chunks(False), layout.chunks(True), layout.exact_chunks)), ring)
 
 
 class Engine:
@@ -83,31 +95,32 @@ class Engine:
         self.launched_events = False  # some of those have been launched, on a device
         self.limits = limits
         self.timeout = timeout
-        self.failure: str = ""  # what there is to say of the call that has given up
+        self.part: float = part(index, programs(layout), group.size())  # of the room for programs on the device
         self._kernels = kernels
         self._staging = staging
-        self._layout = layout
+        self.layout = layout
         self._rank = group.rank()
         self._world = group.size()
         device = torch.device("cpu") if index == HOST else torch.device("cuda", index)
-        # The host's error word. Pinned memory has the same address on the device.
-        self._word_memory = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=index != HOST)
-        self._word = ctypes.c_int64.from_address(self._word_memory.data_ptr())
-        head = [int(timeout.total_seconds() * 1e9), self._word_memory.data_ptr(), 0, *staging.bases]
+        who = f"rank {self._rank} of group {_torch.group_name(group)!r}"
+        self._word = HostWord(who, timeout, pinned=index != HOST)
+        self.raise_failure: Callable[[], None] = self._word.look
+        head = [_nanoseconds(timeout), self._word.address, 0, _nanoseconds(LONG), 0]
         self._first_phase = len(head)
-        self._table = torch.tensor(head + [0] * layout.all_chunks, dtype=torch.int64, device=device)
+        self._bases = (*staging.bases, *[0] * (MOST - self._world))
+        head += [0] * layout.all_chunks
+        self._table = torch.tensor(head + bulk.table(staging.bases), dtype=torch.int64, device=device)
         self._table_pointer = self._table.data_ptr()
         self._launchers: dict[object, Callable[..., None]] = {}
-        self._plans: dict[object, tuple[()] | tuple[tuple[Callable[..., None], ...], int]] = {}
+        self._plans: dict[object, _Plan] = {}
         self._lock = threading.Lock()  # between putting a call in order and launching it, no other may come
         self.order: Order = Order(LEDGER.streams, index)
         self._through = group if _torch.HOOKS else _torch.backend_of(group, device.type)
+        self._bulk = bulk.Bulk(kernels, layout, index, self._rank, len(head))
         self._unused = (0,) * (MOST - self._world)
         self._exchanged: set[int] = set()  # the streams of sends and receives
         self._side: torch.cuda.Stream | None = None  # for asynchronous calls of list forms
         self._call = 0
-        self._recent: list[_Site | None] = [None] * REMEMBERED
-        self._captured: dict[int, _Site] = {}
         self.store = store
         self._check = check
         # Bytes of the largest tensor of an operator's call that it looks at.
@@ -119,11 +132,15 @@ class Engine:
 
     # --- a call ---------------------------------------------------------------------------------------------
 
-    def run(self, group: c10d.ProcessGroup, name: str, tensors: list[Any], op: object, asynchronous: bool) -> object:
+    def run(
+        self, group: c10d.ProcessGroup, name: str, tensors: list[Any], op: object, asynchronous: bool, *,
+        unshared: bool = True,
+    ) -> object:  # fmt: skip
         """Run a call of c10d's function ``name`` on ``group``, which is this one's, or return DECLINED.
 
-        ``tensors``: what is given as the output, and as the input where that is another. Returns what c10d's function
-        would: None, or a Work for an asynchronous call.
+        ``tensors``: what is given as the output, and as the input where that is another. ``unshared``: the current
+        stream waits for the call right away, and so may give it the whole device. Returns what c10d's function would:
+        None, or a Work for an asynchronous call.
         """
         if name in LISTS:
             return self._run_list(group, name, tensors, op, asynchronous)
@@ -133,14 +150,19 @@ class Engine:
             return DECLINED
         if index != HOST and _torch.current_device() != index:
             with torch.cuda.device(index):
-                return self.run(group, name, tensors, op, asynchronous)
-        number = _number(op)
+                return self.run(group, name, tensors, op, asynchronous, unshared=unshared)
+        exchanges = name == _EXCHANGE  # whose operation is what splits() has found
+        number = _UNKNOWN if exchanges else _number(op)
         key = (name, data.dtype, data.numel(), out.dtype, out.numel(), number)
         plan = self._plans.get(key)
         if plan is None:
-            if len(self._plans) > REMEMBERED:
+            if len(self._plans) > KINDS:
                 self._plans.clear()
             plan = self._plans[key] = self._plan(name, out, data, number)
+        if exchanges and (op is not None or any(one.dim() == 0 or len(one) % self._world for one in tensors)):
+            plan = ()  # its parts differ, and no rank knows those of all others
+        elif plan and plan[2] and (asynchronous or not unshared):
+            plan = ()
         stream = capture = 0
         if index != HOST:
             stream = LEDGER.current(index)
@@ -152,16 +174,18 @@ class Engine:
             self.compare(f"{name} of {data.numel()} elements of {data.dtype}, operation {op}, {how}")
         if not plan:
             return DECLINED
-        launchers, count = plan
+        launchers, count, _ = plan
         addresses = out.data_ptr(), data.data_ptr()
         aligned = not (addresses[0] | addresses[1]) & 15
         self._launch(name, launchers[aligned], addresses, count, number, stream, capture)
         return LaunchedKernel(self, tensors[:1]) if asynchronous else None
 
     def takes(self, name: str, out: torch.Tensor, data: torch.Tensor, op: object) -> bool:
-        """Return whether :meth:`run` would run such a call of two tensors, if it is not captured unseen."""
-        plain = _is_plain(data, self.index) and _is_plain(out, self.index)
-        return plain and bool(self._plan(name, out, data, _number(op)))
+        """Return whether :meth:`run` would run such a call of two tensors beside others, if not captured unseen."""
+        if not _is_plain(data, self.index) or not _is_plain(out, self.index):
+            return False
+        plan = self._plan(name, out, data, _number(op))
+        return not plan[2] if plan else False
 
     def _launch(
         self, name: str, launcher: Callable[..., None], addresses: tuple[int, ...], count: int, number: int,
@@ -176,11 +200,11 @@ class Engine:
             call = self._call = self._call % 0x7FFFFFFF + 1
             site = (call, name, frame.f_code, frame.f_lasti)
             if capture:
-                self._captured[call] = site
+                self._word.captured[call] = site
                 if self.order.follow_captured(stream, capture):
                     captures.RECORDING[capture].before_replay.append(self._prepare_replay)
             else:
-                self._recent[call % REMEMBERED] = site
+                self._word.recent[call % REMEMBERED] = site
                 if self.index != HOST:
                     self.order.follow(stream)
             launcher(stream, *addresses, self._table_pointer, call, count, max(number, 0))
@@ -278,27 +302,32 @@ class Engine:
         for address in addresses:
             together |= address
         aligned = count % 16 == 0 and not together & 15
-        chunks = self._layout.chunks(False)
+        chunks = self.layout.chunks(False)
         sweep = grid or min(PROGRAMS, chunks, -(-count * dtype.itemsize // SLOT))
         key = (dtype, aligned, sweep, bool(grid))
         launcher = self._launchers.get(key)
         if launcher is None:
-            kernels = self._kernels
             constants = {**self._constants(dtype), "ALIGNED": aligned}
             if not grid:
-                constants |= self._places(dtype.itemsize, False)
-                constants |= {"CHUNKS": chunks, "THREADS": 32 * WARPS}
-            kernel = kernels.combine if grid else kernels.scatter_pieces
-            with (
-                LEDGER.streams.relaxed_capture_mode()
-            ):  # loading a kernel is not allowed in a capture that is not relaxed
-                launcher = self._launchers[key] = kernels.launcher(kernel, constants, sweep, WARPS)
+                constants |= {**self._places(dtype.itemsize, False), "CHUNKS": chunks}
+            kernel = self._kernels.combine if grid else self._kernels.scatter_pieces
+            launcher = self._launchers[key] = self._load(kernel, constants, sweep, waits=not grid)
         return launcher
+
+    def _load(
+        self, kernel: object, constants: dict[str, object], grid: int, *, waits: bool = True
+    ) -> Callable[..., None]:
+        """Compile and load a kernel; return what launches it. One that ``waits`` for its peers has more programs."""
+        bases = self._bases if waits else ()
+        # Loading one is not allowed in a capture that is not relaxed.
+        with LEDGER.streams.relaxed_capture_mode():
+            grid += BESIDE * waits
+            return self._kernels.launcher(kernel, constants, grid, WARPS, registers(self._world), bases)
 
     @property
     def timed_out(self) -> bool:
         """Whether a call has given up."""
-        return self._word.value != 0
+        return self._word.timed_out
 
     def prepare(self, name: str, tensors: list[Any]) -> None:
         """Compile what a call needs, and launch nothing."""
@@ -310,29 +339,60 @@ class Engine:
         else:
             self._plan(name, tensors[0], tensors[-1], 0)
 
-    def _plan(
-        self, name: str, out: torch.Tensor, data: torch.Tensor, number: int
-    ) -> tuple[()] | tuple[tuple[Callable[..., None], ...], int]:
-        """Return how calls like this one are run: what launches them, unaligned and aligned, and on how many elements.
-
-        () if they are the backend's.
-        """
-        collective = COLLECTIVE_OF[name]
-        part, whole = (data, out) if collective == GATHER else (out, data)
-        count, dtype = part.numel(), data.dtype
-        if dtype not in DTYPES or out.dtype is not dtype or (number == _UNKNOWN and collective != GATHER):
-            return ()
-        if whole.numel() != (count if collective == REDUCE else count * self._world) or not count:
+    def _plan(self, name: str, out: torch.Tensor, data: torch.Tensor, number: int) -> _Plan:
+        """Return how calls like this one are run; see :data:`_Plan`."""
+        collective, dtype = COLLECTIVE_OF[name], data.dtype
+        part, whole = (out, data) if collective == SCATTER else (data, out)
+        count = part.numel()
+        if collective == EXCHANGE:
+            count //= self._world
+            if out.numel() != data.numel():
+                return ()
+        elif whole.numel() != (count if collective == REDUCE else count * self._world):
             return ()
         kernel = self.limits.kernel(collective, count * dtype.itemsize)
-        if kernel is None:
+        if kernel is None or out.dtype is not dtype or not count:
+            return ()
+        if kernel == EXACT:
+            if dtype not in STAGED:
+                return ()
+            width = min(dtype.itemsize, 4)
+            count *= dtype.itemsize // width
+            grid = min(PROGRAMS, -(-count * width // SLOT))
+            launchers = tuple(self._exact_launcher(collective, width, one, grid) for one in (False, count % 16 == 0))
+            return launchers, count, False
+        if number == _UNKNOWN and collective != GATHER:
+            return ()
+        if kernel == RING:
+            launchers = self._bulk.plan(collective, dtype, count, number)
+            return (launchers, count, True) if launchers else ()
+        if dtype not in DTYPES:
             return ()
         two_shot = kernel == TWO_SHOT
         block = SLOT // dtype.itemsize
         grid = min(PROGRAMS, -(-count // (block * self._world if two_shot else block)))
         aligned = (False, count % 16 == 0)
         launchers = tuple(self._launcher(collective, two_shot, dtype, one, grid) for one in aligned)
-        return launchers, count
+        return launchers, count, False
+
+    def _exact_launcher(self, collective: str, width: int, aligned: bool, grid: int) -> Callable[..., None]:
+        key = (collective, width, aligned, grid)
+        launcher = self._launchers.get(key)
+        if launcher is None:
+            layout = self.layout
+            constants = {
+                "KIND": _KINDS[collective],
+                "BITS": getattr(vars(self._kernels)["tl"], f"int{8 * width}"),
+                "WORLD": self._world,
+                "ME": self._rank,
+                "ALIGNED": aligned,
+                "AREA": layout.exact_area,
+                "FLAGS": layout.flags,
+                "FIRST_PHASE": self._first_phase + layout.all_chunks - layout.exact_chunks,
+                "BLOCK": SLOT // width,
+            }
+            launcher = self._launchers[key] = self._load(self._kernels.exact, constants, grid)
+        return launcher
 
     def _launcher(
         self, collective: str, two_shot: bool, dtype: torch.dtype, aligned: bool, grid: int
@@ -340,18 +400,14 @@ class Engine:
         key = (collective, two_shot, dtype, aligned, grid)
         launcher = self._launchers.get(key)
         if launcher is None:
-            kernels = self._kernels
             constants = {
                 **self._constants(dtype),
                 **self._places(dtype.itemsize, two_shot),
                 "KIND": _KINDS[collective],
                 "ALIGNED": aligned,
             }
-            kernel = kernels.two_shot if two_shot else kernels.one_shot
-            with (
-                LEDGER.streams.relaxed_capture_mode()
-            ):  # loading a kernel is not allowed in a capture that is not relaxed
-                launcher = self._launchers[key] = kernels.launcher(kernel, constants, grid, WARPS)
+            kernel = self._kernels.two_shot if two_shot else self._kernels.one_shot
+            launcher = self._launchers[key] = self._load(kernel, constants, grid)
         return launcher
 
     def _constants(self, dtype: torch.dtype) -> dict[str, object]:
@@ -369,14 +425,16 @@ class Engine:
         """Return what a kernel is told of the staging for elements of ``width`` bytes."""
         return {
             "FREE": free(width),
-            "AREA": self._layout.area(width, two_shot),
-            "FIRST_PHASE": self._first_phase + self._layout.chunks_before(width, two_shot),
+            "FLAGS": self.layout.flags,
+            "AREA": self.layout.area(width, two_shot),
+            "FIRST_PHASE": self._first_phase + self.layout.chunks_before(width, two_shot),
         }
 
     def before_capture(self, index: int) -> None:
         """See to the order of what is launched by now; a capture is about to begin on device ``index``."""
         with self._lock:
             self.order.before_capture(index)
+        self._bulk.before_capture(index)
 
     def _prepare_replay(self, stream: int) -> None:
         """Put the replay of a graph on ``stream``, which is about to be launched, in its order."""
@@ -388,25 +446,7 @@ class Engine:
 
     def set_patience(self, patience: timedelta) -> None:
         """Let the calls from here on wait for their peers for that long."""
-        self._table[0] = int(patience.total_seconds() * 1e9)
-
-    def raise_failure(self) -> None:
-        """Raise PeerTimeoutError if a call has given up."""
-        call = self._word.value
-        if not call:
-            return
-        if not self.failure:
-            site = self._captured.get(call) or self._recent[call % REMEMBERED]
-            what = "a call that was forgotten since"
-            if site is not None and site[0] == call:
-                what = f"{site[1]} called at {line_of(site[2], site[3])}"
-            self.failure = (
-                f"rank {self._rank} of group {_torch.group_name(self.group)!r} has waited {self.timeout} for its peers "
-                f"in {what}: a rank has died, is stuck, or has not made that call. Its result is NaN, and so are those "
-                "of the calls after it. The group can't be used with low_latency() any more; end the job, or make the "
-                "group anew."
-            )
-        raise PeerTimeoutError(self.failure)  # a new one: the traceback of an old one would keep the caller's tensors
+        self._table[0] = _nanoseconds(patience)
 
     def idle(self, patience: timedelta) -> bool:
         """Wait until the last call is over; return whether it is after ``patience``."""
@@ -451,70 +491,8 @@ class Engine:
             )
 
 
-class LaunchedKernel(c10d.Work):
-    """c10d's handle of an asynchronous call: a kernel on the stream that it was called on."""
-
-    def __init__(self, engine: Engine, outputs: list[torch.Tensor]) -> None:
-        super().__init__()
-        self._engine = engine
-        self._outputs = outputs
-        self._stream = 0
-        self._event: Any = None
-        if engine.index != HOST:
-            self._stream = LEDGER.current(engine.index)
-            self._event = LEDGER.streams.record_event(engine.index, self._stream)
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Order the current stream after the kernel; with ``timeout``, block the host until it is over."""
-        engine = self._engine
-        if self._event is not None:
-            if LEDGER.current(engine.index) != self._stream:
-                LEDGER.streams.wait_event(engine.index, LEDGER.current(engine.index), self._event)
-            if timeout is not None:
-                self._event.synchronize()
-        engine.raise_failure()
-        return True
-
-    def block_current_stream(self) -> None:
-        """Order the current stream after the kernel."""
-        self.wait()
-
-    synchronize = block_current_stream
-
-    def is_completed(self) -> bool:
-        """Return whether the kernel is over."""
-        return self._event is None or LEDGER.streams.query_event(self._event)
-
-    def is_success(self) -> bool:
-        """Return whether no peer is known to have been late."""
-        return self.exception() is None
-
-    def exception(self) -> PeerTimeoutError | None:
-        """Return the error of a call of the group that has given up; None if none has."""
-        try:
-            self._engine.raise_failure()
-        except PeerTimeoutError as error:
-            return error
-        return None
-
-    def result(self) -> list[torch.Tensor]:
-        """Return the outputs."""
-        return self._outputs
-
-    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """Return a future of the outputs."""
-        index = self._engine.index
-        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(
-            devices=None if index == HOST else [index]
-        )
-        if index == HOST:
-            future.set_result(self._outputs)
-        else:
-            side = torch.cuda.Stream(index)  # type: ignore[no-untyped-call]
-            side.wait_event(self._event)
-            with torch.cuda.stream(side):  # the future orders whoever waits for it after the stream it was filled on
-                future.set_result(self._outputs)
-        return future
+def _nanoseconds(time: timedelta) -> int:
+    return int(time.total_seconds() * 1e9)
 
 
 def _number(op: object) -> int:

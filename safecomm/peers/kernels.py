@@ -1,13 +1,13 @@
 """The kernels, in Triton: each rank stores into its peers' staging, and polls its own until everything is there.
 
 The data is its own flag. Staging that is free holds the bits of negative zero, which no rank ever sends (it sends
-positive zero in its place), so an element that is anything else has arrived: there is no barrier, no flag beside the
-data, and no order between stores that anybody has to rely on. ``docs/low-latency.md`` has the proof.
+positive zero in its place), so an element that is anything else has arrived: no data waits for a barrier or for a flag
+beside it, and for no order between its stores. What is sent bit for bit has the number of the call in its place, in
+each 8 bytes. ``docs/low-latency.md`` has the proof.
 
 A tensor is cut into *chunks*. One program works on a chunk at a time, and each chunk has three *phases*, each with
-staging of its own, which take turns: while a call uses one, it clears the one after the next. (Not the next one: a peer
-may already be one call ahead, and what it has sent would be lost.) The phase of a chunk lies in device memory, where
-replays of a CUDA graph advance it too.
+staging of its own, which take turns: a call clears what it has read, and two calls later that is known to the peers.
+The phase of a chunk lies in device memory, where replays of a CUDA graph advance it too.
 
 Addresses come as numbers, because Triton's launcher asks the driver about each pointer that it is given. Imported when
 low_latency() is switched on, and not before: it imports Triton.
@@ -25,9 +25,10 @@ import triton.language as tl
 from triton.language.extra.cuda import globaltimer
 
 from safecomm import _torch
+from safecomm.peers import staging, strong
+from safecomm.peers.strong import INTERPRETED
 
-INTERPRETED = triton.runtime.jit.knobs.runtime.interpret if hasattr(triton, "knobs") else False
-"""Whether the kernels run in Triton's interpreter, on the CPU, as some tests have them do."""
+PIECES, BASES = ([f"{letter}{rank}" for rank in range(8)] for letter in "pb")
 
 
 def _constants(count: int) -> Any:
@@ -36,14 +37,15 @@ def _constants(count: int) -> Any:
 
 SUM, AVG, MAX, MIN = _constants(4)
 
-REDUCE, SCATTER, GATHER = _constants(3)
+REDUCE, SCATTER, GATHER, EXCHANGE = _constants(4)
 
-# What the table of a group holds, in numbers of 8 bytes; behind it come the addresses of the ranks' staging, and the
-# phase of each chunk.
-LIMIT, WORD, FAILED, BASES = _constants(4)
+# What the table of a group holds, in numbers of 8 bytes; behind it comes the phase of each chunk.
+LIMIT, WORD, FAILED, LONG, TURN = _constants(5)
 
 *_, PHASES = _constants(4)
+SLOT, THREADS = (4096, 256) if INTERPRETED else (tl.constexpr(4096), tl.constexpr(256))
 *_, LOOKS = _constants(65)
+*_, BESIDE = _constants(staging.BESIDE + 1)
 
 if INTERPRETED:
 
@@ -51,30 +53,75 @@ if INTERPRETED:
         os.sched_yield()  # to the peers, which may have fewer processors than they are
         return tl.full([], time.monotonic_ns(), tl.int64)
 
-    def _fence(THREADS: Any) -> None:
-        pass  # the interpreter runs one thing after the other
-
 else:
     _clock = globaltimer
 
-    @triton.jit
-    def _fence(THREADS: tl.constexpr):
-        """Let what each thread stores from here on be seen, also by peers, after all that it and they did before."""
-        tl.inline_asm_elementwise(
-            "fence.acq_rel.sys; mov.b32 $0, $1;", "=r,r,~{memory}", [tl.arange(0, THREADS)], tl.int32, False, 1
-        )
+
+@triton.jit
+def _words(bits):
+    """Return elements as words of 4 bytes: the first, second, third and fourth of each 16 bytes."""
+    if bits.dtype.primitive_bitwidth == 8:
+        low, high = tl.split(tl.reshape(bits, [bits.shape[0] // 2, 2]))
+        halves = (low.to(tl.int16) & 0xFF) | (high.to(tl.int16) << 8)
+    else:
+        halves = bits
+    if halves.dtype.primitive_bitwidth == 16:
+        low, high = tl.split(tl.reshape(halves, [halves.shape[0] // 2, 2]))
+        words = (low.to(tl.int32) & 0xFFFF) | (high.to(tl.int32) << 16)
+    else:
+        words = halves
+    even, odd = tl.split(tl.reshape(words, [words.shape[0] // 2, 2]))
+    a, c = tl.split(tl.reshape(even, [even.shape[0] // 2, 2]))
+    b, d = tl.split(tl.reshape(odd, [odd.shape[0] // 2, 2]))
+    return a, b, c, d
+
+
+@triton.jit
+def _elements(a, b, c, d, BITS: tl.constexpr):
+    """Return the elements that :func:`_words` has made words of."""
+    words = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [4 * a.shape[0]])
+    if BITS.primitive_bitwidth <= 16:
+        words = tl.reshape(tl.join(words.to(tl.int16), (words >> 16).to(tl.int16)), [8 * a.shape[0]])
+    if BITS.primitive_bitwidth == 8:
+        words = tl.reshape(tl.join(words.to(tl.int8), (words >> 8).to(tl.int8)), [16 * a.shape[0]])
+    return words
+
+
+@triton.jit
+def _is_free(word, BITS: tl.constexpr):
+    """Return whether an element of a word has not arrived."""
+    if BITS.primitive_bitwidth == 16:
+        is_free = ((word << 16) == -2147483648) | ((word >> 16) == -32768)
+    else:
+        is_free = word == -2147483648
+    return is_free
+
+
+@triton.jit
+def _row(words, row: tl.constexpr):
+    """Return one of the rows of ``words``."""
+    rows = tl.arange(0, words.shape[0])[:, None]
+    return tl.sum(tl.where(rows == row, words, 0), axis=0)
+
+
+@triton.jit
+def _of(a, b, c, d, row: tl.constexpr, BITS: tl.constexpr):
+    """Return the elements that the peer of a row has sent."""
+    return _elements(_row(a, row), _row(b, row), _row(c, row), _row(d, row), BITS)
+
+
+@triton.jit
+def _peers(WORLD: tl.constexpr, ME: tl.constexpr):
+    """Return the ranks of the peers, as a column of a power of two; the last may be none."""
+    rows: tl.constexpr = 1 if WORLD == 2 else 2 if WORLD == 3 else 4 if WORLD <= 5 else 8
+    peers = tl.arange(0, rows)
+    return (peers + (peers >= ME).to(tl.int32))[:, None]
 
 
 @triton.jit
 def _pointer(address, BITS: tl.constexpr, ALIGNED: tl.constexpr):
     pointer = address.to(tl.pointer_type(BITS))
     return tl.multiple_of(pointer, 16) if ALIGNED else pointer
-
-
-@triton.jit
-def _staging(table, rank, offset, BITS: tl.constexpr):
-    """Return a pointer into the staging of ``rank``, ``offset`` bytes from where it begins."""
-    return _pointer(tl.load(table + BASES + rank) + offset, BITS, True)
 
 
 @triton.jit
@@ -90,29 +137,152 @@ def _positive(bits, FREE: tl.constexpr):
 
 
 @triton.jit
-def _arrived(pointers, mask, wait_budget, timed_out, FREE: tl.constexpr):
-    """Return what a peer has sent, once all of it is there; and 1 if that took too long, or has timed out before.
+def _word(table):
+    """Return a pointer to what the host is told: that a call has given up, and that one has waited long."""
+    return tl.load(table + WORD).to(tl.pointer_type(tl.int32))
 
-    The clock is slow to read, so it is left alone until a few looks were in vain. Each thread reads its own, so whether
-    it took too long is reduced like the elements: all threads must leave the loop, which has barriers, together.
+
+@triton.jit
+def _fail(table, timed_out, call):
+    """Tell the calls that come after that a peer has timed out; and the host, if this call is the first."""
+    if timed_out != 0:
+        if tl.atomic_cas(table + FAILED, tl.full([], 0, tl.int64), tl.full([], 1, tl.int64)) == 0:
+            tl.store(_word(table), call)
+
+
+@triton.jit
+def _seen(addresses, wanted, epoch, BITS: tl.constexpr, EXACT: tl.constexpr):
+    """Return what lies at each address, and for each thread whether something there has not arrived."""
+    if EXACT:
+        a, b, one, two = strong.load_packets(addresses, wanted)
+        c, d, three, four = strong.load_packets(addresses + SLOT, wanted)
+        missing = ((one != epoch) | (two != epoch) | (three != epoch) | (four != epoch)) & wanted
+    else:
+        a, b, c, d = strong.load(addresses, wanted)
+        missing = _is_free(a, BITS) | _is_free(b, BITS) | _is_free(c, BITS) | _is_free(d, BITS)
+    return a, b, c, d, tl.max(missing.to(tl.int32), axis=0)
+
+
+@triton.jit
+def _arrived(
+    table, call, slots, left, wait_budget, timed_out, BITS: tl.constexpr, WORLD: tl.constexpr, ME: tl.constexpr,
+    STEP: tl.constexpr = 0, epoch=0, EXACT: tl.constexpr = False,
+):  # fmt: skip
+    """Return what the peers have sent to ``slots``, once it is all there; and 1 if it takes, or has taken, too long.
+
+    ``left``: the bytes that the peers send; ``STEP``: how many less a peer sends than the one before. The clock is slow
+    to read, so it is left alone until a few looks were in vain. Each thread reads its own, so whether it took too long
+    is reduced like the elements: all threads must leave the loop, which has barriers, together.
     """
-    bits = tl.load(pointers, mask=mask, other=0, volatile=True)
-    waiting = tl.max((bits == FREE).to(tl.int32), axis=0)
+    peers = _peers(WORLD, ME)
+    offsets = tl.arange(0, THREADS)[None, :] * 16
+    numbers = peers - (peers > ME).to(tl.int32)  # as in _slot()
+    addresses = slots + numbers * (2 * SLOT if EXACT else SLOT) + offsets
+    wanted = (peers < WORLD) & (offsets < left - peers * STEP)
+    a, b, c, d, missing = _seen(addresses, wanted, epoch, BITS, EXACT)
+    waiting = tl.max(missing, axis=0)
     looks = 0
     began = tl.full([], 0, tl.int64)
     while waiting != 0:
-        bits = tl.load(pointers, mask=mask, other=0, volatile=True)
-        waiting = tl.max((bits == FREE).to(tl.int32), axis=0)
+        a, b, c, d, missing = _seen(addresses, wanted, epoch, BITS, EXACT)
+        waiting = tl.max(missing, axis=0)
         looks += 1
         if looks == LOOKS:
             looks = 0
             now = _clock()
             began = tl.where(began == 0, now, began)
-            tired = tl.max(((bits == FREE) & (now - began >= wait_budget)).to(tl.int32), axis=0)
+            tl.store(_word(table) + 1, call, mask=now - began >= tl.load(table + LONG))
+            tired = tl.max(missing & (now - began >= wait_budget).to(tl.int32), axis=0)
             if (timed_out | tired) != 0:
                 timed_out = 1
                 waiting = 0
-    return bits, timed_out
+    return a, b, c, d, timed_out
+
+
+@triton.jit
+def _send(base, place, bits, left):
+    """Store elements at ``place`` of the staging at ``base``: the first ``left`` bytes of them."""
+    offsets = tl.arange(0, THREADS) * 16
+    strong.store(base + place + offsets, _words(bits), offsets < left)
+
+
+@triton.jit
+def _send_packets(base, place, bits, epoch, left):
+    """Store elements at ``place`` of the staging at ``base`` in packets of ``epoch``: the first ``left`` bytes of them.
+
+    Neighbours store next to each other, so a slot has first the first half of each 16 bytes, and then the second.
+    """
+    offsets = tl.arange(0, THREADS) * 16
+    a, b, c, d = _words(bits)
+    number = tl.full([THREADS], 0, tl.int32) + epoch
+    strong.store_packets(base + place + offsets, a, b, number, offsets < left)
+    strong.store_packets(base + place + SLOT + offsets, c, d, number, offsets < left)
+
+
+@triton.jit
+def _slot(sender: tl.constexpr, owner: tl.constexpr):
+    """Return which of the slots of ``owner``, which needs none for itself, is that of what ``sender`` sends it."""
+    return sender - (1 if sender > owner else 0)
+
+
+@triton.jit
+def _clear(slots, BITS: tl.constexpr, WORLD: tl.constexpr, ME: tl.constexpr):
+    """Make the slots of a phase free.
+
+    By weak stores: peers' stores to the same places, and this rank's loads, are ordered against them.
+    """
+    word: tl.constexpr = -2147450880 if BITS.primitive_bitwidth == 16 else -2147483648
+    pointers = _pointer(slots, tl.int32, True) + tl.arange(0, SLOT // 4)
+    for rank in tl.static_range(WORLD):
+        if rank != ME:
+            tl.store(pointers + _slot(rank, ME) * (SLOT // 4), tl.full([SLOT // 4], word, tl.int32))
+
+
+@triton.jit
+def _tell_begun(b0, b1, b2, b3, b4, b5, b6, b7, FLAGS: tl.constexpr, WORLD: tl.constexpr, ME: tl.constexpr):
+    """Tell every peer that a call has begun here, and so that all before it are over, with what they have cleared.
+
+    A program of its own does this beside the others, and waits for nobody.
+    """
+    offsets = tl.arange(0, THREADS)
+    peers = offsets + (offsets >= ME).to(tl.int32)
+    bases = tl.full([THREADS], 0, tl.int64)
+    for rank in tl.static_range(WORLD):
+        bases = tl.where(peers == rank, _piece(rank, b0, b1, b2, b3, b4, b5, b6, b7), bases)
+    # The fence waits for what its thread has under way, so nothing is loaded before.
+    strong.release(bases + (FLAGS + 16 * ME), peers < WORLD)
+
+
+@triton.jit
+def _keep_pace(table, call, base, FLAGS: tl.constexpr, WORLD: tl.constexpr, ME: tl.constexpr):
+    """See that every peer has begun the call before this one.
+
+    Another program of its own does this, for the next kernel, which begins when all of this one is over. It hardly ever
+    waits, because what the peers sent in the last call has arrived, and they told that it had begun before. See
+    ``docs/low-latency.md``.
+    """
+    offsets = tl.arange(0, THREADS)
+    peers = offsets + (offsets >= ME).to(tl.int32)
+    wanted = peers < WORLD
+    over = tl.load(table + TURN).to(tl.int32)
+    wait_budget, _, timed_out = _wait_budget(table, 0)
+    waiting = 1
+    looks = 0
+    began = tl.full([], 0, tl.int64)
+    while waiting != 0:
+        # By difference, because the count begins again; and a peer may be a call ahead.
+        missing = ((strong.acquire(base + FLAGS + 16 * peers, wanted) - over < 0) & wanted).to(tl.int32)
+        waiting = tl.max(missing, axis=0)
+        looks += 1
+        if looks == LOOKS:
+            looks = 0
+            now = _clock()
+            began = tl.where(began == 0, now, began)
+            if tl.max(missing & (now - began >= wait_budget).to(tl.int32), axis=0) != 0:
+                timed_out = 1
+                waiting = 0
+    tl.store(table + TURN, (over + 1).to(tl.int64))
+    _fail(table, timed_out, call)
 
 
 @triton.jit
@@ -147,156 +317,6 @@ def _rounded(total, op, timed_out, DTYPE: tl.constexpr, BITS: tl.constexpr, WORL
 
 
 @triton.jit
-def _clear(pointers, SLOTS: tl.constexpr, BLOCK: tl.constexpr, FREE: tl.constexpr, BITS: tl.constexpr):
-    for slot in tl.static_range(SLOTS):
-        tl.store(pointers + slot * BLOCK, tl.full([BLOCK], FREE, BITS))
-
-
-@triton.jit
-def _fail(table, timed_out, call):
-    """Tell the calls that come after that a peer has timed out; and the host, if this call is the first."""
-    if timed_out != 0:
-        if tl.atomic_cas(table + FAILED, tl.full([], 0, tl.int64), tl.full([], 1, tl.int64)) == 0:
-            tl.store(tl.load(table + WORD).to(tl.pointer_type(tl.int64)), call.to(tl.int64))
-
-
-@triton.jit
-def _wait_budget(table, padded):
-    """Return how long to wait for a peer, and how many elements to send.
-
-    A call after one that has given up waits for nobody. It sends nothing either, because a peer that is only slow may
-    still be in the earlier one.
-    """
-    well = tl.load(table + FAILED) == 0
-    return tl.where(well, tl.load(table + LIMIT), 0), tl.where(well, padded, 0)
-
-
-@triton.jit
-def _multiple(count, ALIGNED: tl.constexpr):
-    """Return ``count``, which the compiler is told to be a multiple of 16 if the tensors are aligned."""
-    return count // 16 * 16 if ALIGNED else count
-
-
-@triton.jit(do_not_specialize=["out", "data", "address", "call", "size", "op"])
-def one_shot(
-    out: tl.int64, data: tl.int64, address: tl.int64, call: tl.int32, size: tl.int32, op: tl.int32,
-    KIND: tl.constexpr, DTYPE: tl.constexpr, BITS: tl.constexpr, FREE: tl.constexpr, WORLD: tl.constexpr,
-    ME: tl.constexpr, ALIGNED: tl.constexpr, AREA: tl.constexpr, FIRST_PHASE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Exchange ``size`` elements with every rank, all in one go.
-
-    ``REDUCE``: each rank sends its tensor to all, and each adds up all of them, in the order of the ranks, in fp32.
-    ``SCATTER``: the same with the pieces of ``size`` elements that are each rank's. ``GATHER``: nothing is added up.
-    """
-    table = _pointer(address, tl.int64, True)
-    target = _pointer(out, BITS, ALIGNED)
-    source = _pointer(data, BITS, ALIGNED)
-    count = _multiple(size, ALIGNED)
-    padded = (count + 15) // 16 * 16  # staging is used in pieces of 16 bytes; what is past the tensor's end is zero
-    within = tl.arange(0, BLOCK)
-    slot: tl.constexpr = BLOCK * (BITS.primitive_bitwidth // 8)
-    wait_budget, sendable = _wait_budget(table, padded)
-    timed_out = 0
-    for chunk in range(tl.program_id(0), tl.cdiv(count, BLOCK), tl.num_programs(0)):
-        at = chunk * BLOCK + within
-        phase = tl.load(table + FIRST_PHASE + chunk).to(tl.int32)
-        place = AREA + ((chunk * PHASES + phase) * WORLD + ME).to(tl.int64) * slot
-        bits = _taken(source, at, count, FREE)
-        for step in tl.static_range(1, WORLD):
-            peer = (ME + step) % WORLD
-            if KIND == SCATTER:
-                bits = _taken(source + peer * count, at, count, FREE)
-            tl.store(_staging(table, peer, place, BITS) + within, bits, mask=at < sendable)
-        if KIND == GATHER:  # before a peer's part is stored, which the input may overlap
-            tl.store(target + ME * count + at, bits, mask=at < count)
-    for chunk in range(tl.program_id(0), tl.cdiv(count, BLOCK), tl.num_programs(0)):
-        at = chunk * BLOCK + within
-        phase = tl.load(table + FIRST_PHASE + chunk).to(tl.int32)
-        used = AREA + ((chunk * PHASES + phase) * WORLD).to(tl.int64) * slot
-        free = AREA + ((chunk * PHASES + (phase + 2) % PHASES) * WORLD).to(tl.int64) * slot
-        _clear(_staging(table, ME, free, BITS) + within, WORLD, BLOCK, FREE, BITS)
-        total = tl.zeros([BLOCK], tl.float32)
-        for rank in tl.static_range(WORLD):
-            if rank != ME:
-                sent = _staging(table, ME, used + rank * slot, BITS) + within
-                bits, timed_out = _arrived(sent, at < padded, wait_budget, timed_out, FREE)
-            elif KIND != GATHER:
-                bits = _taken(source + (ME * count if KIND == SCATTER else 0), at, count, FREE)
-            if KIND != GATHER:
-                value = bits.to(DTYPE, bitcast=True).to(tl.float32)
-                total = value if rank == 0 else _combine(total, value, op)
-            elif rank != ME:
-                tl.store(target + rank * count + at, _unless(timed_out, bits, FREE, BITS), mask=at < count)
-        if KIND != GATHER:
-            tl.store(target + at, _rounded(total, op, timed_out, DTYPE, BITS, WORLD), mask=at < count)
-        tl.store(table + FIRST_PHASE + chunk, ((phase + 1) % PHASES).to(tl.int64))
-        _fail(table, timed_out, call)
-
-
-@triton.jit(do_not_specialize=["out", "data", "address", "call", "size", "op"])
-def two_shot(
-    out: tl.int64, data: tl.int64, address: tl.int64, call: tl.int32, size: tl.int32, op: tl.int32,
-    KIND: tl.constexpr, DTYPE: tl.constexpr, BITS: tl.constexpr, FREE: tl.constexpr, WORLD: tl.constexpr,
-    ME: tl.constexpr, ALIGNED: tl.constexpr, AREA: tl.constexpr, FIRST_PHASE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Reduce as :func:`one_shot` does, with less to send: a rank reduces one piece of each chunk, for all of them.
-
-    A chunk has ``WORLD`` pieces of ``BLOCK`` elements, and a phase two parts of as many slots: for what the peers
-    send for the piece that is this rank's, and for the results of the pieces that are theirs.
-    """
-    table = _pointer(address, tl.int64, True)
-    target = _pointer(out, BITS, ALIGNED)
-    source = _pointer(data, BITS, ALIGNED)
-    count = _multiple(size, ALIGNED)
-    padded = (count + 15) // 16 * 16
-    within = tl.arange(0, BLOCK)
-    slot: tl.constexpr = BLOCK * (BITS.primitive_bitwidth // 8)
-    wait_budget, sendable = _wait_budget(table, padded)
-    timed_out = 0
-    for chunk in range(tl.program_id(0), tl.cdiv(count, WORLD * BLOCK), tl.num_programs(0)):
-        phase = tl.load(table + FIRST_PHASE + chunk).to(tl.int32)
-        place = AREA + ((chunk * PHASES + phase) * 2 * WORLD + ME).to(tl.int64) * slot
-        for step in tl.static_range(1, WORLD):
-            peer = (ME + step) % WORLD
-            at = (chunk * WORLD + peer) * BLOCK + within
-            bits = _taken(source, at, count, FREE)
-            tl.store(_staging(table, peer, place, BITS) + within, bits, mask=at < sendable)
-    for chunk in range(tl.program_id(0), tl.cdiv(count, WORLD * BLOCK), tl.num_programs(0)):
-        phase = tl.load(table + FIRST_PHASE + chunk).to(tl.int32)
-        used = AREA + ((chunk * PHASES + phase) * 2 * WORLD).to(tl.int64) * slot
-        free = AREA + ((chunk * PHASES + (phase + 2) % PHASES) * 2 * WORLD).to(tl.int64) * slot
-        _clear(_staging(table, ME, free, BITS) + within, 2 * WORLD, BLOCK, FREE, BITS)
-        at = (chunk * WORLD + ME) * BLOCK + within
-        total = tl.zeros([BLOCK], tl.float32)
-        for rank in tl.static_range(WORLD):
-            if rank == ME:
-                bits = _taken(source, at, count, FREE)
-            else:
-                sent = _staging(table, ME, used + rank * slot, BITS) + within
-                bits, timed_out = _arrived(sent, at < padded, wait_budget, timed_out, FREE)
-            value = bits.to(DTYPE, bitcast=True).to(tl.float32)
-            total = value if rank == 0 else _combine(total, value, op)
-        result = _positive(_rounded(total, op, timed_out, DTYPE, BITS, WORLD), FREE)
-        for step in tl.static_range(1, WORLD):
-            peer = (ME + step) % WORLD
-            there = _staging(table, peer, used + (WORLD + ME) * slot, BITS) + within
-            tl.store(there, result, mask=at < sendable * (1 - timed_out))
-        tl.store(target + at, result, mask=at < count)
-        _fail(table, timed_out, call)
-    for chunk in range(tl.program_id(0), tl.cdiv(count, WORLD * BLOCK), tl.num_programs(0)):
-        phase = tl.load(table + FIRST_PHASE + chunk).to(tl.int32)
-        used = AREA + ((chunk * PHASES + phase) * 2 * WORLD).to(tl.int64) * slot
-        for rank in tl.static_range(WORLD):
-            if rank != ME:
-                at = (chunk * WORLD + rank) * BLOCK + within
-                sent = _staging(table, ME, used + (WORLD + rank) * slot, BITS) + within
-                bits, timed_out = _arrived(sent, at < padded, wait_budget, timed_out, FREE)
-                tl.store(target + at, _unless(timed_out, bits, FREE, BITS), mask=at < count)
-        tl.store(table + FIRST_PHASE + chunk, ((phase + 1) % PHASES).to(tl.int64))
-        _fail(table, timed_out, call)
-
-
-@triton.jit
 def _piece(rank: tl.constexpr, p0, p1, p2, p3, p4, p5, p6, p7):
     address = p0
     if rank == 1:
@@ -316,55 +336,295 @@ def _piece(rank: tl.constexpr, p0, p1, p2, p3, p4, p5, p6, p7):
     return address
 
 
-@triton.jit(do_not_specialize=["out", *(f"p{rank}" for rank in range(8)), "address", "call", "size", "op"])
+@triton.jit
+def _wait_budget(table, padded):
+    """Return how long to wait for a peer, how many elements to send, and 1 if an earlier call has given up.
+
+    A call after one that has given up waits for nobody. It sends nothing either, because a peer that is only slow may
+    still be in the earlier one; and it takes nothing for a result, because what such a peer sends late lies there.
+    """
+    well = tl.load(table + FAILED) == 0
+    return tl.where(well, tl.load(table + LIMIT), 0), tl.where(well, padded, 0), 1 - well.to(tl.int32)
+
+
+@triton.jit
+def _multiple(count, ALIGNED: tl.constexpr):
+    """Return ``count``, which the compiler is told to be a multiple of 16 if the tensors are aligned."""
+    return count // 16 * 16 if ALIGNED else count
+
+
+@triton.jit(do_not_specialize=["out", "data", "address", "call", "size", "op", *BASES])
+def one_shot(
+    out: tl.int64, data: tl.int64, address: tl.int64, call: tl.int32, size: tl.int32, op: tl.int32,
+    b0: tl.int64, b1: tl.int64, b2: tl.int64, b3: tl.int64, b4: tl.int64, b5: tl.int64, b6: tl.int64, b7: tl.int64,
+    KIND: tl.constexpr, DTYPE: tl.constexpr, BITS: tl.constexpr, FREE: tl.constexpr, WORLD: tl.constexpr,
+    ME: tl.constexpr, ALIGNED: tl.constexpr, AREA: tl.constexpr, FLAGS: tl.constexpr, FIRST_PHASE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Exchange ``size`` elements with every rank, all in one go.
+
+    ``REDUCE``: each rank sends its tensor to all, and each adds up all of them, in the order of the ranks, in fp32.
+    ``SCATTER``: the same with the pieces of ``size`` elements that are each rank's. ``GATHER``: nothing is added up.
+    """
+    table = _pointer(address, tl.int64, True)
+    target = _pointer(out, BITS, ALIGNED)
+    source = _pointer(data, BITS, ALIGNED)
+    count = _multiple(size, ALIGNED)
+    padded = (count + 15) // 16 * 16  # staging is used in pieces of 16 bytes; what is past the tensor's end is zero
+    within = tl.arange(0, BLOCK)
+    width: tl.constexpr = BITS.primitive_bitwidth // 8
+    base = _piece(ME, b0, b1, b2, b3, b4, b5, b6, b7)
+    programs = tl.num_programs(0) - BESIDE
+    program = tl.program_id(0) - BESIDE
+    if program < 0:
+        if program == -BESIDE:
+            _tell_begun(b0, b1, b2, b3, b4, b5, b6, b7, FLAGS, WORLD, ME)
+        else:
+            _keep_pace(table, call, base, FLAGS, WORLD, ME)
+        return
+    wait_budget, sendable, timed_out = _wait_budget(table, padded)
+    for chunk in range(program, tl.cdiv(count, BLOCK), programs):
+        at = chunk * BLOCK + within
+        left = (sendable - chunk * BLOCK) * width
+        phase = tl.load(table + FIRST_PHASE + chunk).to(tl.int32)
+        place = AREA + ((chunk * PHASES + phase) * (WORLD - 1)).to(tl.int64) * SLOT
+        bits = _taken(source, at, count, FREE)
+        for step in tl.static_range(1, WORLD):
+            peer = (ME + step) % WORLD
+            if KIND == SCATTER:
+                bits = _taken(source + peer * count, at, count, FREE)
+            there = place + _slot(ME, (ME + step) % WORLD) * SLOT
+            _send(_piece((ME + step) % WORLD, b0, b1, b2, b3, b4, b5, b6, b7), there, bits, left)
+        if KIND == GATHER:  # before a peer's part is stored, which the input may overlap
+            tl.store(target + ME * count + at, bits, mask=at < count)
+    for chunk in range(program, tl.cdiv(count, BLOCK), programs):
+        at = chunk * BLOCK + within
+        phase = tl.load(table + FIRST_PHASE + chunk).to(tl.int32)
+        used = base + AREA + ((chunk * PHASES + phase) * (WORLD - 1)).to(tl.int64) * SLOT
+        if KIND != GATHER:
+            own = _taken(source + (ME * count if KIND == SCATTER else 0), at, count, FREE)
+        a, b, c, d, timed_out = _arrived(
+            table, call, used, (padded - chunk * BLOCK) * width, wait_budget, timed_out, BITS, WORLD, ME
+        )
+        _clear(used, BITS, WORLD, ME)
+        total = tl.zeros([BLOCK], tl.float32)
+        for rank in tl.static_range(WORLD):
+            if rank != ME:
+                bits = _of(a, b, c, d, rank - (rank > ME), BITS)
+            elif KIND != GATHER:
+                bits = own
+            if KIND != GATHER:
+                value = bits.to(DTYPE, bitcast=True).to(tl.float32)
+                total = value if rank == 0 else _combine(total, value, op)
+            elif rank != ME:
+                tl.store(target + rank * count + at, _unless(timed_out, bits, FREE, BITS), mask=at < count)
+        if KIND != GATHER:
+            tl.store(target + at, _rounded(total, op, timed_out, DTYPE, BITS, WORLD), mask=at < count)
+        tl.store(table + FIRST_PHASE + chunk, ((phase + 1) % PHASES).to(tl.int64))
+        _fail(table, timed_out, call)
+
+
+@triton.jit(do_not_specialize=["out", "data", "address", "call", "size", "op", *BASES])
+def two_shot(
+    out: tl.int64, data: tl.int64, address: tl.int64, call: tl.int32, size: tl.int32, op: tl.int32,
+    b0: tl.int64, b1: tl.int64, b2: tl.int64, b3: tl.int64, b4: tl.int64, b5: tl.int64, b6: tl.int64, b7: tl.int64,
+    KIND: tl.constexpr, DTYPE: tl.constexpr, BITS: tl.constexpr, FREE: tl.constexpr, WORLD: tl.constexpr,
+    ME: tl.constexpr, ALIGNED: tl.constexpr, AREA: tl.constexpr, FLAGS: tl.constexpr, FIRST_PHASE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Reduce as :func:`one_shot` does, with less to send: a rank reduces one piece of each chunk, for all of them.
+
+    A chunk has ``WORLD`` pieces of ``BLOCK`` elements, and a phase two parts of as many slots: for what the peers
+    send for the piece that is this rank's, and for the results of the pieces that are theirs.
+    """
+    table = _pointer(address, tl.int64, True)
+    target = _pointer(out, BITS, ALIGNED)
+    source = _pointer(data, BITS, ALIGNED)
+    count = _multiple(size, ALIGNED)
+    padded = (count + 15) // 16 * 16  # staging is used in pieces of 16 bytes; what is past the tensor's end is zero
+    within = tl.arange(0, BLOCK)
+    width: tl.constexpr = BITS.primitive_bitwidth // 8
+    base = _piece(ME, b0, b1, b2, b3, b4, b5, b6, b7)
+    programs = tl.num_programs(0) - BESIDE
+    program = tl.program_id(0) - BESIDE
+    if program < 0:
+        if program == -BESIDE:
+            _tell_begun(b0, b1, b2, b3, b4, b5, b6, b7, FLAGS, WORLD, ME)
+        else:
+            _keep_pace(table, call, base, FLAGS, WORLD, ME)
+        return
+    wait_budget, sendable, timed_out = _wait_budget(table, padded)
+    for chunk in range(program, tl.cdiv(count, WORLD * BLOCK), programs):
+        phase = tl.load(table + FIRST_PHASE + chunk).to(tl.int32)
+        place = AREA + ((chunk * PHASES + phase) * 2 * (WORLD - 1)).to(tl.int64) * SLOT
+        for step in tl.static_range(1, WORLD):
+            peer = (ME + step) % WORLD
+            first = (chunk * WORLD + peer) * BLOCK
+            bits = _taken(source, first + within, count, FREE)
+            there = place + _slot(ME, (ME + step) % WORLD) * SLOT
+            _send(_piece((ME + step) % WORLD, b0, b1, b2, b3, b4, b5, b6, b7), there, bits, (sendable - first) * width)
+    for chunk in range(program, tl.cdiv(count, WORLD * BLOCK), programs):
+        phase = tl.load(table + FIRST_PHASE + chunk).to(tl.int32)
+        begin = ((chunk * PHASES + phase) * 2 * (WORLD - 1)).to(tl.int64) * SLOT
+        first = (chunk * WORLD + ME) * BLOCK
+        at = first + within
+        own = _taken(source, at, count, FREE)
+        a, b, c, d, timed_out = _arrived(
+            table, call, base + AREA + begin, (padded - first) * width, wait_budget, timed_out, BITS, WORLD, ME
+        )
+        _clear(base + AREA + begin, BITS, WORLD, ME)
+        total = tl.zeros([BLOCK], tl.float32)
+        for rank in tl.static_range(WORLD):
+            bits = own if rank == ME else _of(a, b, c, d, rank - (rank > ME), BITS)
+            value = bits.to(DTYPE, bitcast=True).to(tl.float32)
+            total = value if rank == 0 else _combine(total, value, op)
+        result = _positive(_rounded(total, op, timed_out, DTYPE, BITS, WORLD), FREE)
+        for step in tl.static_range(1, WORLD):
+            there = AREA + begin + (WORLD - 1 + _slot(ME, (ME + step) % WORLD)) * SLOT
+            left = (sendable * (1 - timed_out) - first) * width
+            _send(_piece((ME + step) % WORLD, b0, b1, b2, b3, b4, b5, b6, b7), there, result, left)
+        tl.store(target + at, result, mask=at < count)
+        _fail(table, timed_out, call)
+    for chunk in range(program, tl.cdiv(count, WORLD * BLOCK), programs):
+        phase = tl.load(table + FIRST_PHASE + chunk).to(tl.int32)
+        used = base + AREA + (((chunk * PHASES + phase) * 2 + 1) * (WORLD - 1)).to(tl.int64) * SLOT
+        first = chunk * WORLD * BLOCK
+        a, b, c, d, timed_out = _arrived(
+            table, call, used, (padded - first) * width, wait_budget, timed_out, BITS, WORLD, ME, SLOT
+        )
+        _clear(used, BITS, WORLD, ME)
+        for rank in tl.static_range(WORLD):
+            if rank != ME:
+                at = first + rank * BLOCK + within
+                bits = _of(a, b, c, d, rank - (rank > ME), BITS)
+                tl.store(target + at, _unless(timed_out, bits, FREE, BITS), mask=at < count)
+        tl.store(table + FIRST_PHASE + chunk, ((phase + 1) % PHASES).to(tl.int64))
+        _fail(table, timed_out, call)
+
+
+@triton.jit(do_not_specialize=["out", *PIECES, "address", "call", "size", "op", *BASES])
 def scatter_pieces(
     out: tl.int64, p0: tl.int64, p1: tl.int64, p2: tl.int64, p3: tl.int64, p4: tl.int64, p5: tl.int64, p6: tl.int64,
     p7: tl.int64, address: tl.int64, call: tl.int32, size: tl.int32, op: tl.int32,
+    b0: tl.int64, b1: tl.int64, b2: tl.int64, b3: tl.int64, b4: tl.int64, b5: tl.int64, b6: tl.int64, b7: tl.int64,
     DTYPE: tl.constexpr, BITS: tl.constexpr, FREE: tl.constexpr, WORLD: tl.constexpr, ME: tl.constexpr,
-    ALIGNED: tl.constexpr, AREA: tl.constexpr, FIRST_PHASE: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
-    THREADS: tl.constexpr,
+    ALIGNED: tl.constexpr, AREA: tl.constexpr, FLAGS: tl.constexpr, FIRST_PHASE: tl.constexpr, BLOCK: tl.constexpr,
+    CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """``SCATTER`` of :func:`one_shot`, with a piece for each rank at an address of its own, and of more elements.
 
     What is more than ``CHUNKS`` blocks goes through the same chunks again, as in a next call: chunk by chunk that is
-    what it is, because chunks share nothing. Between two calls one kernel ends and another begins; here a fence stands
-    for that: what was cleared must be so before a peer, which what is sent next lets go on, can store there.
+    what it is, because chunks share nothing. Between calls :func:`_keep_pace` orders what is cleared. Here fences do,
+    before each block and after the last: what was cleared must be so before a peer, which what is sent next lets go on,
+    can store there.
     """
     table = _pointer(address, tl.int64, True)
     target = _pointer(out, BITS, ALIGNED)
     count = _multiple(size, ALIGNED)
     padded = (count + 15) // 16 * 16
     within = tl.arange(0, BLOCK)
-    slot: tl.constexpr = BLOCK * (BITS.primitive_bitwidth // 8)
-    wait_budget, sendable = _wait_budget(table, padded)
-    timed_out = 0
-    for chunk in range(tl.program_id(0), tl.minimum(tl.cdiv(count, BLOCK), CHUNKS), tl.num_programs(0)):
+    width: tl.constexpr = BITS.primitive_bitwidth // 8
+    base = _piece(ME, b0, b1, b2, b3, b4, b5, b6, b7)
+    programs = tl.num_programs(0) - BESIDE
+    program = tl.program_id(0) - BESIDE
+    if program < 0:
+        if program == -BESIDE:
+            _tell_begun(b0, b1, b2, b3, b4, b5, b6, b7, FLAGS, WORLD, ME)
+        else:
+            _keep_pace(table, call, base, FLAGS, WORLD, ME)
+        return
+    wait_budget, sendable, timed_out = _wait_budget(table, padded)
+    several = tl.cdiv(count, BLOCK) > CHUNKS
+    for chunk in range(program, tl.minimum(tl.cdiv(count, BLOCK), CHUNKS), programs):
         phase = tl.load(table + FIRST_PHASE + chunk).to(tl.int32)
         for block in range(chunk, tl.cdiv(count, BLOCK), CHUNKS):
-            if block != chunk:
-                _fence(THREADS)
+            if several:
+                strong.fence(THREADS)
             at = block * BLOCK + within
-            place = AREA + ((chunk * PHASES + phase) * WORLD + ME).to(tl.int64) * slot
+            left = (sendable * (1 - timed_out) - block * BLOCK) * width
+            place = AREA + ((chunk * PHASES + phase) * (WORLD - 1)).to(tl.int64) * SLOT
             for step in tl.static_range(1, WORLD):
                 source = _piece((ME + step) % WORLD, p0, p1, p2, p3, p4, p5, p6, p7)
                 bits = _taken(_pointer(source, BITS, ALIGNED), at, count, FREE)
-                there = _staging(table, (ME + step) % WORLD, place, BITS) + within
-                tl.store(there, bits, mask=at < sendable * (1 - timed_out))
-            used = AREA + ((chunk * PHASES + phase) * WORLD).to(tl.int64) * slot
-            free = AREA + ((chunk * PHASES + (phase + 2) % PHASES) * WORLD).to(tl.int64) * slot
-            _clear(_staging(table, ME, free, BITS) + within, WORLD, BLOCK, FREE, BITS)
+                there = place + _slot(ME, (ME + step) % WORLD) * SLOT
+                _send(_piece((ME + step) % WORLD, b0, b1, b2, b3, b4, b5, b6, b7), there, bits, left)
+            used = base + AREA + ((chunk * PHASES + phase) * (WORLD - 1)).to(tl.int64) * SLOT
+            own = _taken(_pointer(_piece(ME, p0, p1, p2, p3, p4, p5, p6, p7), BITS, ALIGNED), at, count, FREE)
+            a, b, c, d, timed_out = _arrived(
+                table, call, used, (padded - block * BLOCK) * width, wait_budget, timed_out, BITS, WORLD, ME
+            )
+            _clear(used, BITS, WORLD, ME)
             total = tl.zeros([BLOCK], tl.float32)
             for rank in tl.static_range(WORLD):
-                if rank == ME:
-                    bits = _taken(_pointer(_piece(ME, p0, p1, p2, p3, p4, p5, p6, p7), BITS, ALIGNED), at, count, FREE)
-                else:
-                    sent = _staging(table, ME, used + rank * slot, BITS) + within
-                    bits, timed_out = _arrived(sent, at < padded, wait_budget, timed_out, FREE)
+                bits = own if rank == ME else _of(a, b, c, d, rank - (rank > ME), BITS)
                 value = bits.to(DTYPE, bitcast=True).to(tl.float32)
                 total = value if rank == 0 else _combine(total, value, op)
             tl.store(target + at, _rounded(total, op, timed_out, DTYPE, BITS, WORLD), mask=at < count)
             phase = (phase + 1) % PHASES
+        if several:
+            strong.fence(THREADS)
         tl.store(table + FIRST_PHASE + chunk, phase.to(tl.int64))
+        _fail(table, timed_out, call)
+
+
+@triton.jit(do_not_specialize=["out", "data", "address", "call", "size", "op", *BASES])
+def exact(
+    out: tl.int64, data: tl.int64, address: tl.int64, call: tl.int32, size: tl.int32, op: tl.int32,
+    b0: tl.int64, b1: tl.int64, b2: tl.int64, b3: tl.int64, b4: tl.int64, b5: tl.int64, b6: tl.int64, b7: tl.int64,
+    KIND: tl.constexpr, BITS: tl.constexpr, WORLD: tl.constexpr, ME: tl.constexpr, ALIGNED: tl.constexpr,
+    AREA: tl.constexpr, FLAGS: tl.constexpr, FIRST_PHASE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Exchange ``size`` elements with every rank bit for bit, in packets of 4 bytes and the number of the call.
+
+    ``GATHER``: each rank sends all of its elements to all. ``EXCHANGE``: each sends a piece of ``size`` elements to
+    each. A packet is stored by one store, so what has this call's number is this call's. Nothing is cleared.
+    """
+    table = _pointer(address, tl.int64, True)
+    target = _pointer(out, BITS, ALIGNED)
+    source = _pointer(data, BITS, ALIGNED)
+    count = _multiple(size, ALIGNED)
+    within = tl.arange(0, BLOCK)
+    width: tl.constexpr = BITS.primitive_bitwidth // 8
+    base = _piece(ME, b0, b1, b2, b3, b4, b5, b6, b7)
+    programs = tl.num_programs(0) - BESIDE
+    program = tl.program_id(0) - BESIDE
+    if program < 0:
+        if program == -BESIDE:
+            _tell_begun(b0, b1, b2, b3, b4, b5, b6, b7, FLAGS, WORLD, ME)
+        else:
+            _keep_pace(table, call, base, FLAGS, WORLD, ME)
+        return
+    wait_budget, sendable, timed_out = _wait_budget(table, count)
+    for chunk in range(program, tl.cdiv(count, BLOCK), programs):
+        at = chunk * BLOCK + within
+        left = (sendable - chunk * BLOCK) * width
+        turn = tl.load(table + FIRST_PHASE + chunk)
+        phase, epoch = (turn % PHASES).to(tl.int32), turn.to(tl.int32) + 1
+        place = AREA + ((chunk * PHASES + phase) * (WORLD - 1)).to(tl.int64) * (2 * SLOT)
+        own = tl.load(source + (ME * count if KIND == EXCHANGE else 0) + at, mask=at < count, other=0)
+        bits = own
+        for step in tl.static_range(1, WORLD):
+            peer = (ME + step) % WORLD
+            if KIND == EXCHANGE:
+                bits = tl.load(source + peer * count + at, mask=at < count, other=0)
+            there = place + _slot(ME, (ME + step) % WORLD) * (2 * SLOT)
+            _send_packets(_piece((ME + step) % WORLD, b0, b1, b2, b3, b4, b5, b6, b7), there, bits, epoch, left)
+        tl.store(target + ME * count + at, own, mask=at < count)
+    for chunk in range(program, tl.cdiv(count, BLOCK), programs):
+        at = chunk * BLOCK + within
+        turn = tl.load(table + FIRST_PHASE + chunk)
+        phase, epoch = (turn % PHASES).to(tl.int32), turn.to(tl.int32) + 1
+        used = base + AREA + ((chunk * PHASES + phase) * (WORLD - 1)).to(tl.int64) * (2 * SLOT)
+        a, b, c, d, timed_out = _arrived(
+            table, call, used, (count - chunk * BLOCK) * width, wait_budget, timed_out, BITS, WORLD, ME, 0, epoch, True
+        )
+        for rank in tl.static_range(WORLD):
+            if rank != ME:
+                bits = _of(a, b, c, d, rank - (rank > ME), BITS)
+                # Of ones: NaN to every type that has one.
+                bits = tl.where(timed_out != 0, -1, bits).to(BITS)
+                tl.store(target + rank * count + at, bits, mask=at < count)
+        tl.store(table + FIRST_PHASE + chunk, turn + 1)
         _fail(table, timed_out, call)
 
 
@@ -398,8 +658,13 @@ def combine(
         tl.store(target + at, result, mask=at < count)
 
 
-def launcher(kernel: Any, constants: dict[str, object], grid: int, warps: int) -> Callable[..., None]:
+def launcher(
+    kernel: Any, constants: dict[str, object], grid: int, warps: int, registers: int | None = None,
+    bases: tuple[int, ...] = (),
+) -> Callable[..., None]:  # fmt: skip
     """Compile ``kernel``, and return what launches it: ``launch(stream, *arguments)``, on the current device.
+
+    ``registers``: of a thread, at most. ``bases``: the last arguments, which are always the same.
 
     Triton's own way to launch looks at all arguments, to find or compile what fits them. Even what it launches with
     once that is known took 7 us on an H200's host, and the driver alone takes 3.
@@ -407,23 +672,24 @@ def launcher(kernel: Any, constants: dict[str, object], grid: int, warps: int) -
     if INTERPRETED:
 
         def interpret(stream: int, *arguments: int) -> None:
-            kernel[(grid,)](*arguments, **constants)
+            kernel[(grid,)](*arguments, *bases, **constants)
 
         return interpret
     parameters = kernel.signature.parameters
     widths = [str(one.annotation)[-2:] for name, one in parameters.items() if name not in constants]
-    compiled = kernel.warmup(*[0] * len(widths), **constants, grid=(grid,), num_warps=warps)
+    compiled = kernel.warmup(*[0] * len(widths), **constants, grid=(grid,), num_warps=warps, maxnreg=registers)
     run = compiled[(grid, 1, 1)]  # which loads it
     kinds = _parameters(compiled, widths)
+    preset = [0] * (len(widths) - len(bases)) + [*bases]
     if kinds is not None:
-        launch = _torch.kernel_launcher(compiled.function, grid, 32 * warps, compiled.metadata.shared, kinds)
+        launch = _torch.kernel_launcher(compiled.function, grid, 32 * warps, compiled.metadata.shared, kinds, preset)
         if launch is not None:
             launch.compiled = compiled  # type: ignore[attr-defined]  # Triton 3.9 unloads a kernel that it forgets
             return launch
     values = tuple(constants[name] for name in parameters if name in constants)  # in the kernel's order
 
     def launch_by_triton(stream: int, *arguments: int) -> None:
-        run(*arguments, *values, stream=stream)
+        run(*arguments, *bases, *values, stream=stream)
 
     return launch_by_triton
 

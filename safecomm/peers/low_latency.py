@@ -10,7 +10,7 @@ import sys
 import time
 import types
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,15 +19,17 @@ import torch
 import torch.distributed.distributed_c10d as c10d
 
 from safecomm import _torch, backends, replacing
-from safecomm.collectives.table import GATHER, REDUCE, SCATTER
+from safecomm.collectives.table import EXCHANGE, GATHER, REDUCE, SCATTER
 from safecomm.collectives.takers import DECLINED, ENGINES, default_group
 from safecomm.core import captures
 from safecomm.core.call_site import place
 from safecomm.core.streams import HOST
 from safecomm.errors import LowLatencyError, SafecommError
 from safecomm.peers import operators
-from safecomm.peers.engine import Engine
-from safecomm.peers.limits import LARGEST, LowLatencyLimits, defaults, read
+from safecomm.peers.bulk import around
+from safecomm.peers.engine import Engine, programs
+from safecomm.peers.limits import LARGEST, RING, LowLatencyLimits, defaults, read
+from safecomm.peers.room import part
 from safecomm.peers.staging import MOST, Staging, StagingLayout, SymmetricStaging
 
 log: logging.Logger = logging.getLogger("safecomm")
@@ -59,8 +61,9 @@ class low_latency:  # noqa: N801
     rank of the group does the same. Leaving waits for all calls, and up to 30 s for the other ranks; by an exception it
     does not wait for them. What a rank that did not come may still store into is kept to the end of the process.
 
-    Calls run on the current stream, asynchronous ones too; calls on several streams run one after the other (S1). In a
-    graph, every rank has to replay the same calls in the same order as the others, as with NCCL.
+    Calls run on the current stream, asynchronous ones too; calls on several streams run one after the other (S1). The
+    ring, for large calls, takes synchronous ones only: it fills the device. In a graph, every rank has to replay the
+    same calls in the same order as the others, as with NCCL.
 
     Parameters
     ----------
@@ -166,6 +169,20 @@ class low_latency:  # noqa: N801
             self._leave(PATIENCE)()
             engine.raise_failure()
 
+    def check(self) -> None:
+        """Raise PeerTimeoutError if a call has given up; warn in the log of one that has waited for 5 s.
+
+        Each call, wait and replay does so. This is for loops that do neither, such as one that only synchronises with
+        a long graph; or for another thread. It reads a word of host memory, and waits for nothing.
+
+        Examples
+        --------
+        >>> low = safecomm.low_latency().enable()
+        >>> low.check()
+        """
+        if self._engine is not None:
+            self._engine.raise_failure()
+
     def __repr__(self) -> str:
         of = "" if self._group is None else f"group {_torch.group_name(self._group)!r}, "
         if self._engine is None:
@@ -248,13 +265,15 @@ def _make(
     staging: Any = None
     engine: Engine | None = None
     try:
-        staging = STAGINGS[backend](layout, device)
+        reason = _not_here(index, devices, layout, default=limits is None)
+        if not reason:
+            staging = STAGINGS[backend](layout, device)
         if index != HOST:
             torch.cuda.synchronize(index)  # it is cleared before any peer knows of it
     except Exception as error:
         reason = f"no memory that peers can store into: {error}"
-    if not all(_everyones(staging is not None, group)):
-        return None, reason or "a rank has no memory that peers can store into"
+    if why := next(filter(None, _everyones(reason, group)), ""):
+        return None, why
     try:
         staging.meet(group)
         store = _torch.store_of(group, f"safecomm/low_latency/{names[0]}")
@@ -326,6 +345,24 @@ def _why_not(group: c10d.ProcessGroup, backend: str, limits: LowLatencyLimits | 
     return lacking() if backend == "nccl" else ""
 
 
+def _not_here(index: int, devices: Sequence[str], layout: StagingLayout, *, default: bool) -> str:
+    """Return why this rank's device can't, or is not to; ``""`` if there is no reason.
+
+    ``default``: nobody has given limits, and those for NVLink are not for what is slower.
+    """
+    if index == HOST:
+        return ""
+    if default and (apart := _torch.not_linked(devices)):
+        return f"{apart}, and its limits by default are for NVLink: give some, of python -m safecomm tune --low-latency"
+    others = [one.part for one in ENGINES.values() if isinstance(one, Engine) and one.index == index]
+    if sum(others) + part(index, programs(layout), layout.world) > 1:
+        return (
+            f"its programs would not all fit on the GPU beside those of the groups ({len(others)}) that have it on, so "
+            "that they could wait for each other for ever"
+        )
+    return ""
+
+
 def lacking() -> str:
     """Return what is not installed that it needs on GPUs; ``""`` for nothing."""
     if importlib.util.find_spec("triton") is None:
@@ -369,10 +406,16 @@ def _first_calls(engine: Engine) -> Iterator[tuple[str, list[Any], torch.Tensor]
     """Yield a call for each kernel: its name, its tensors, and the result."""
     limits, world, rank = engine.limits, engine.group.size(), engine.group.rank()
     device = "cpu" if engine.index == HOST else f"cuda:{engine.index}"
-    sizes = [(REDUCE, limits.one_shot), (SCATTER, limits.scatter), (GATHER, limits.gather)]
+    sizes = [(REDUCE, limits.one_shot), (SCATTER, limits.scatter), (GATHER, limits.exact), (EXCHANGE, limits.exchange)]
     counts = [(collective, min(largest // 4, 4100)) for collective, largest in sizes]
+    if limits.gather > limits.exact:
+        counts.append((GATHER, limits.exact // 4 + min((limits.gather - limits.exact) // 4, 4100)))
     if limits.two_shot > limits.one_shot:
         counts.append((REDUCE, limits.one_shot // 4 + 1))
+    rings = (limits.ring, limits.ring_scatter, limits.ring_gather)
+    for collective, largest in zip((REDUCE, SCATTER, GATHER), rings, strict=True):
+        if limits.kernel(collective, largest) == RING:
+            counts.append((collective, min(largest, around(engine.layout, collective)) // 4))
     for collective, count in counts:
         part = torch.arange(count, device=device, dtype=torch.float32).remainder_(251)
         total = world * part + sum(range(world))
@@ -381,8 +424,12 @@ def _first_calls(engine: Engine) -> Iterator[tuple[str, list[Any], torch.Tensor]
             yield "all_reduce", [tensor, tensor], total
         elif collective == SCATTER:
             yield "reduce_scatter_tensor", [torch.empty_like(part), (part + rank).repeat(world)], total
-            if count:
+            if 0 < count * 4 <= limits.scatter:
                 yield "reduce_scatter", [torch.empty_like(part), [part + rank] * world], total
+        elif collective == EXCHANGE:
+            given = torch.cat([part + rank + 3 * to for to in range(world)])
+            exchanged = torch.cat([part + peer + 3 * rank for peer in range(world)])
+            yield "all_to_all_single", [torch.empty_like(given), given], exchanged
         else:
             gathered = torch.cat([part + peer for peer in range(world)])
             yield "all_gather_into_tensor", [torch.empty_like(gathered), part + rank], gathered
@@ -393,7 +440,8 @@ def _try(engine: Engine) -> str:
     try:
         engine.set_patience(FIRST_PATIENCE)
         for name, tensors, expected in _first_calls(engine):
-            if engine.run(engine.group, name, tensors, c10d.ReduceOp.SUM, False) is None:
+            op = None if name == "all_to_all_single" else c10d.ReduceOp.SUM
+            if engine.run(engine.group, name, tensors, op, False) is None:
                 if not engine.idle(2 * FIRST_PATIENCE):
                     return "a first call does not end"
                 engine.raise_failure()
@@ -415,7 +463,10 @@ class _Everywhere:
     def __init__(self, limits: str | None) -> None:
         self._limits = limits
 
-    def run(self, group: c10d.ProcessGroup, name: str, tensors: list[Any], op: object, asynchronous: bool) -> object:
+    def run(
+        self, group: c10d.ProcessGroup, name: str, tensors: list[Any], op: object, asynchronous: bool, *,
+        unshared: bool = True,
+    ) -> object:  # fmt: skip
         """As :meth:`Engine.run`; it switches low_latency() on for ``group`` first, which all its ranks do here."""
         if not isinstance(group, c10d.ProcessGroup) or captures.capturing():
             return DECLINED
@@ -427,7 +478,7 @@ class _Everywhere:
                 log.warning("%s; the calls of group %s stay NCCL's", error, _torch.group_name(group))
             if isinstance(ENGINES[group], Engine):
                 ENGINES[group].everywhere = True
-        return ENGINES[group].run(group, name, tensors, op, asynchronous)
+        return ENGINES[group].run(group, name, tensors, op, asynchronous, unshared=unshared)
 
 
 class _Stays:
@@ -436,7 +487,9 @@ class _Stays:
     functional = False
     most = 0
 
-    def run(self, group: object, name: str, tensors: object, op: object, asynchronous: bool) -> object:
+    def run(
+        self, group: object, name: str, tensors: object, op: object, asynchronous: bool, *, unshared: bool = True
+    ) -> object:
         """Leave the call to the backend."""
         return DECLINED
 

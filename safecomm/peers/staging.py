@@ -1,7 +1,8 @@
 """Staging: the memory of a group that its ranks store into, at the same places on all of them.
 
 One block a rank, made and exchanged once, before anything is captured, and never grown. It begins free: full of the
-bits of negative zero, which the kernels know as "nothing has arrived" (``kernels.py``).
+bits of negative zero, which the kernels know as "nothing has arrived" (``kernels.py``), but for what the ring uses,
+which has flags (``ring.py``).
 """
 
 from __future__ import annotations
@@ -17,8 +18,20 @@ from safecomm import _torch
 SLOT = 4 << 10
 """Bytes that one program sends to one peer at a time: 16 for each of its 256 threads."""
 
+RING_PROGRAMS = 256
+"""Programs of the ring's kernels, each with staging of its own."""
+
+RING_PHASES = 2
+"""Phases of a program's staging of the ring, which take turns."""
+
+FLAG = 32
+"""Bytes of a flag of the ring, of which it uses four: a sector of the cache for each."""
+
 MOST = 8
 """Ranks that a kernel knows addresses for."""
+
+BESIDE = 2
+"""Programs of a kernel that touch no data: one tells the peers that a call has begun, one sees that theirs have."""
 
 PHASES = 3
 """Phases of a chunk: each call uses the staging of one of them, in turn."""
@@ -43,12 +56,34 @@ class StagingLayout:
     """What lies where in a block: for each width, an area of the one-shot kernel and one of the two-shot kernel.
 
     ``one_shot``: the largest number of bytes that a rank sends to a peer in one call. ``two_shot``: the largest tensor
-    of the two-shot kernel, in bytes.
+    of the two-shot kernel, in bytes. ``exact``: the largest number of bytes that a rank sends to a peer bit for bit.
+    ``ring``: whether behind them there are the places and the flags of the ring, as many for tensors of any size.
     """
 
     world: int
     one_shot: int
     two_shot: int
+    exact: int = 0
+    ring: bool = False
+
+    @property
+    def ring_piece(self) -> int:
+        """Bytes of a place: what a program of the ring sends to a peer at a time."""
+        return 16 << 10 if self.world == 2 else 8 << 10 if self.world <= 4 else 4 << 10
+
+    @property
+    def _ring_places(self) -> int:
+        return RING_PROGRAMS * RING_PHASES * (self.world - 1) * 2 if self.ring else 0
+
+    @property
+    def ring_area(self) -> int:
+        """Where the places of the ring begin, in bytes from the beginning of the block."""
+        return self.flags + SLOT
+
+    @property
+    def ring_flags(self) -> int:
+        """Where the flags of the ring begin."""
+        return self.ring_area + self._ring_places * self.ring_piece
 
     def chunks(self, two_shot: bool) -> int:
         """Return the number of chunks of an area."""
@@ -63,7 +98,7 @@ class StagingLayout:
         for width in WIDTHS:
             for two_shot in (False, True):
                 chunks = self.chunks(two_shot)
-                nbytes = chunks * PHASES * self.world * SLOT * (2 if two_shot else 1)
+                nbytes = chunks * PHASES * (self.world - 1) * SLOT * (2 if two_shot else 1)
                 areas[width, two_shot] = _Area(begin, begin + nbytes, chunks_before)
                 begin += nbytes
                 chunks_before += chunks
@@ -79,18 +114,40 @@ class StagingLayout:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a rank's block: ``2 x 3 x world x (one_shot + 2 x two_shot / world)``, rounded up to whole slots."""
+        """Bytes of a rank's block: ``2 x 3 x (world - 1) x (one_shot + 2 x two_shot / world)``.
+
+        For bit for bit copies ``6 x (world - 1) x exact`` more, and a slot.
+
+        And of the ring ``256 x 2 x 2 x (world - 1)`` places of 16 KiB for two ranks, 8 for four, 4 for eight, and as
+        many flags of 32 bytes.
+        """
+        return self.ring_flags + self._ring_places * FLAG
+
+    @property
+    def exact_chunks(self) -> int:
+        """The number of chunks of what is sent bit for bit."""
+        return -(-self.exact // SLOT)
+
+    @property
+    def exact_area(self) -> int:
+        """Where packets begin, in bytes from the beginning of the block. They are twice as long as what they carry."""
         return max(area.end for area in self._areas().values())
+
+    @property
+    def flags(self) -> int:
+        """Where the flags lie, in bytes from the beginning of the block: one of 16 bytes for each rank."""
+        return self.exact_area + self.exact_chunks * PHASES * (self.world - 1) * 2 * SLOT
 
     @property
     def all_chunks(self) -> int:
         """The number of chunks of all areas."""
-        return len(WIDTHS) * (self.chunks(False) + self.chunks(True))
+        return len(WIDTHS) * (self.chunks(False) + self.chunks(True)) + self.exact_chunks
 
     def clear(self, block: torch.Tensor) -> None:
-        """Make all of ``block`` free."""
+        """Make all of ``block`` free, and all flags those of no iteration."""
         for (width, _), area in self._areas().items():
             block[area.begin : area.end].view(WIDTHS[width]).fill_(free(width))
+        block[self.exact_area :].zero_()  # no call has the number 0
 
 
 class Staging(Protocol):

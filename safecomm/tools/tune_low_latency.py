@@ -1,7 +1,8 @@
 """python -m safecomm tune --low-latency: up to which sizes the kernels are faster than NCCL, on the GPUs at hand.
 
 Each size is timed as it is used: 20 calls in a CUDA graph. NCCL and the kernels take turns, and the figure of each is
-the median of its turns, of the slowest rank. A kernel gets the sizes up to the first at which it is slower.
+the median of its turns, of the slowest rank. A kernel gets the sizes up to the first at which it is slower; the ring
+those up to the first at which it is not faster than NCCL by 3 %.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,9 @@ import torch
 import torch.distributed as stock
 
 from safecomm.collectives import gates
-from safecomm.collectives.table import GATHER, REDUCE, ROWS, SCATTER
+from safecomm.collectives.table import EXCHANGE, GATHER, REDUCE, ROWS, SCATTER
 from safecomm.diagnostics.table import laid_out
-from safecomm.peers.limits import ONE_SHOT, TWO_SHOT, KiB, LowLatencyLimits, MiB
+from safecomm.peers.limits import EXACT, ONE_SHOT, RING, TWO_SHOT, KiB, LowLatencyLimits, MiB
 from safecomm.peers.low_latency import low_latency
 
 CALLS = 20
@@ -31,14 +32,27 @@ CALLS = 20
 SIZES = tuple(KiB << power for power in range(1, 14))
 """Bytes that are tried: 2 KiB to 8 MiB."""
 
+RING_SIZES = tuple(MiB << power for power in range(9))
+"""Bytes that are tried of the ring: 1 to 256 MiB."""
+
 SLACK = 1.02
-"""How much slower than NCCL a kernel may be."""
+"""How much slower a kernel may be than what else there is."""
+
+GAIN = 0.97
+"""How long the ring may take, of NCCL's time. What is gained beyond NCCL's own spread is worth the memory."""
 
 NCCL = "NCCL"
 
 # What torch 2.13 calls them, because their older names warn there.
 _GATHER = ROWS["all_gather_single"].name
 _SCATTER = ROWS["reduce_scatter_single"].name
+
+KERNELS = {
+    REDUCE: {"one_shot": ONE_SHOT, "two_shot": TWO_SHOT, "ring": RING},
+    SCATTER: {"scatter": ONE_SHOT, "ring_scatter": RING},
+    GATHER: {"gather": ONE_SHOT, "ring_gather": RING},
+}
+"""By collective, the limits that there are for it, from the smallest calls on, and of which kernel they are."""
 
 Call = Callable[[], None]
 
@@ -50,6 +64,9 @@ def calls(collective: str, nbytes: int, dtype: torch.dtype, device: torch.device
     whole = torch.zeros(world * part.numel(), dtype=dtype, device=device)
     if collective == REDUCE:
         return lambda: stock.all_reduce(part), lambda: gates.all_reduce(part)
+    if collective == EXCHANGE:
+        given = torch.zeros_like(whole)
+        return lambda: stock.all_to_all_single(whole, given), lambda: gates.all_to_all_single(whole, given)
     name = _SCATTER if collective == SCATTER else _GATHER
     theirs, ours = getattr(stock, name), getattr(gates, name)
     tensors = (part, whole) if collective == SCATTER else (whole, part)
@@ -97,8 +114,8 @@ def slowest(runs: Mapping[str, Callable[[], float]], rounds: int, device: torch.
     return dict(zip(times, medians.tolist(), strict=True))
 
 
-def limit(sizes: Iterable[int], kernel: Mapping[int, float], other: Mapping[int, float]) -> int:
-    """Return the largest of ``sizes`` up to which ``kernel`` is at no size slower than ``other``, but for the slack.
+def limit(sizes: Iterable[int], kernel: Mapping[int, float], other: Mapping[int, float], slack: float = SLACK) -> int:
+    """Return the largest of ``sizes`` up to which ``kernel`` takes at no size more than ``slack`` of ``other``.
 
     Examples
     --------
@@ -107,50 +124,57 @@ def limit(sizes: Iterable[int], kernel: Mapping[int, float], other: Mapping[int,
     """
     largest = 0
     for size in sizes:
-        if kernel[size] > other[size] * SLACK:
+        if kernel[size] > other[size] * slack:
             break
         largest = size
     return largest
 
 
-def limits_of(us: Mapping[str, Mapping[str, Mapping[int, float]]], sizes: Iterable[int]) -> LowLatencyLimits:
+def limits_of(us: Mapping[str, Mapping[str, Mapping[int, float]]]) -> LowLatencyLimits:
     """Return the limits that follow from the times, by collective, engine and bytes."""
-    sizes = list(sizes)
-    reducing = us[REDUCE]
-    best = {size: min(reducing[NCCL][size], reducing.get(TWO_SHOT, reducing[NCCL])[size]) for size in sizes}
-    one_shot = limit(sizes, reducing[ONE_SHOT], best)
-    two_shot = 0
-    if TWO_SHOT in reducing:
-        above = [size for size in sizes if size > one_shot]
-        two_shot = limit(above, reducing[TWO_SHOT], reducing[NCCL])
-    return LowLatencyLimits(
-        one_shot=one_shot,
-        two_shot=two_shot,
-        scatter=limit(sizes, us[SCATTER][ONE_SHOT], us[SCATTER][NCCL]),
-        gather=limit(sizes, us[GATHER][ONE_SHOT], us[GATHER][NCCL]),
-    )
+    limits = {}
+    for collective, kernels in KERNELS.items():
+        times, taken = us[collective], 0
+        engines = [*kernels.values(), NCCL]
+        for number, (name, engine) in enumerate(kernels.items()):
+            others = [times[other] for other in engines[number + 1 :] if other in times]
+            above = [size for size in sorted(times.get(engine, ())) if size > taken]
+            best = {size: min(other[size] for other in others if size in other) for size in above}
+            limits[name] = limit(above, times.get(engine, {}), best, GAIN if engine == RING else SLACK)
+            taken = max(taken, limits[name])
+    gathers, exchanges = us[GATHER], us[EXCHANGE]
+    # A gather that is exact is not to be slower than one that is not.
+    fastest = {size: min(gathers[name][size] for name in (NCCL, ONE_SHOT)) for size in gathers[EXACT]}
+    exact = limit(gathers[EXACT], gathers[EXACT], fastest)
+    exchange = limit(exchanges[EXACT], exchanges[EXACT], exchanges[NCCL])
+    return LowLatencyLimits(**limits, exact=exact, exchange=exchange)
 
 
 def measure(
-    device: torch.device, sizes: Iterable[int], rounds: int, say: Callable[[str], None]
+    device: torch.device, sizes: Iterable[int], ring_sizes: Iterable[int], rounds: int, say: Callable[[str], None]
 ) -> dict[str, dict[str, dict[int, float]]]:
-    """Return the us of each size, by collective and engine.
+    """Return the us of each size, by collective and engine; ``ring_sizes``: those of the ring.
 
     Raises RuntimeError where low_latency() can't be switched on.
     """
-    sizes = list(sizes)
-    largest = max(sizes)
+    sizes, ring_sizes = list(sizes), list(ring_sizes)
+    none = LowLatencyLimits(one_shot=0, two_shot=0, scatter=0, gather=0)
+    largest, longest = max(sizes), max(ring_sizes)
+    everything: tuple[str, ...] = (REDUCE, SCATTER, GATHER)
     us: dict[str, dict[str, dict[int, float]]] = {}
-    kernels = [(ONE_SHOT, LowLatencyLimits(one_shot=largest, two_shot=0, scatter=largest, gather=largest))]
+    kernels = [(ONE_SHOT, replace(none, one_shot=largest, scatter=largest, gather=largest), everything, sizes)]
+    kernels.append((EXACT, replace(none, exact=largest, exchange=largest), (GATHER, EXCHANGE), sizes))
     if stock.get_world_size() > 2:
-        kernels.append((TWO_SHOT, LowLatencyLimits(one_shot=0, two_shot=largest, scatter=0, gather=0)))
-    for kernel, limits in kernels:
+        kernels.append((TWO_SHOT, replace(none, two_shot=largest), (REDUCE,), sizes))
+    rings = replace(none, ring=longest, ring_scatter=longest, ring_gather=longest)
+    kernels.append((RING, rings, everything, ring_sizes))
+    for kernel, limits, collectives, tried in kernels:
         with low_latency(limits=limits) as on:
             if on.reason:
                 raise RuntimeError(f"there is nothing to tune: {on.reason}")
-            for collective in (REDUCE, SCATTER, GATHER) if kernel == ONE_SHOT else (REDUCE,):
+            for collective in collectives:
                 of_collective = us.setdefault(collective, {})
-                for size in sizes:
+                for size in tried:
                     say(f"{collective}, {kernel}, {size} bytes")
                     stocks, ours = calls(collective, size, torch.bfloat16, device)
                     runs = {NCCL: prepare(stocks, device), kernel: prepare(ours, device)}
@@ -161,21 +185,24 @@ def measure(
 
 
 def tune(
-    device: torch.device, out: Path, rounds: int, say: Callable[[str], None], sizes: Iterable[int] = SIZES
-) -> None:
+    device: torch.device, out: Path, rounds: int, say: Callable[[str], None], sizes: Iterable[int] = SIZES,
+    ring_sizes: Iterable[int] = RING_SIZES,
+) -> None:  # fmt: skip
     """Measure on the ranks of the default group, and write and say what was found, on rank 0.
 
     Raises RuntimeError where low_latency() can't be switched on.
     """
-    sizes = list(sizes)
     first, world = stock.get_rank() == 0, stock.get_world_size()
-    us = measure(device, sizes, rounds, say if first else lambda _: None)
+    us = measure(device, sizes, ring_sizes, rounds, say if first else lambda _: None)
     if not first:
         return
-    found = limits_of(us, sizes)
+    found = limits_of(us)
     print("us of one call in a graph, bf16, on the slowest rank, median\n")
     for collective, engines in us.items():
-        rows = [(_readable(size), *(f"{took[size]:.1f}" for took in engines.values())) for size in sizes]
+        rows = [
+            (_readable(size), *(f"{took[size]:.1f}" if size in took else "" for took in engines.values()))
+            for size in sorted({size for took in engines.values() for size in took})
+        ]
         print(*laid_out((collective, *engines), rows), sep="\n")
         print()
     written = kept(out)

@@ -84,6 +84,58 @@ def low_latency_results():
 
 
 @case(60, ranks=2)
+def low_latency_bit_for_bit():
+    """Exchanges and gathers of any type, at odd addresses, eager and replayed, by ranks that are late: wrong bits."""
+    world = stock.get_world_size()
+    gather = getattr(safecomm, "all_gather_single", None) or safecomm.all_gather_into_tensor
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    own = random.Random(rank())
+    limits = safecomm.LowLatencyLimits(one_shot=0, two_shot=0, scatter=0, gather=0, exact=MIB // 8, exchange=MIB // 8)
+    replays = 0
+    with safecomm.low_latency(limits=limits) as on:
+        require(on.reason == "", on.reason)
+        for dtype in (torch.uint8, torch.bool, torch.bfloat16, torch.float32, torch.int64):
+            for count in (1, 16, 1000, 4097):
+                for offset in (0, 1):
+                    shape = (world, world * count * dtype.itemsize)
+                    generator = torch.Generator("cuda").manual_seed(count)
+                    largest = 2 if dtype is torch.bool else 256
+                    bits = torch.randint(0, largest, shape, generator=generator, device="cuda", dtype=torch.uint8)
+                    given = torch.empty(world * count + 1, dtype=dtype, device="cuda")[offset:][: world * count]
+                    given.copy_(bits[rank()].view(dtype))
+                    out, whole = (torch.empty(world * count + 1, dtype=dtype, device="cuda")[offset:][: world * count]
+                                  for _ in range(2))  # fmt: skip
+
+                    def look(bits=bits, out=out, whole=whole, nbytes=count * dtype.itemsize):
+                        parts = bits.view(world, world, nbytes)
+                        for found, right in ((out, parts[:, rank()]), (whole, parts[:, 0])):
+                            wrong.add_((found.clone().view(torch.uint8) != right.reshape(-1)).sum())
+                            found.zero_()
+
+                    graph = torch.cuda.CUDAGraph()
+                    with safecomm.graph(graph):
+                        safecomm.all_to_all_single(out, given)
+                        gather(whole, given[:count])
+                    for _ in range(20):
+                        if own.random() < 0.2:
+                            slow(own.random() * 1e-4)
+                        safecomm.all_to_all_single(out, given)
+                        gather(whole, given[:count], async_op=True).wait()
+                        look()
+                        graph.replay()
+                        replays += 1
+                        look()
+                    torch.cuda.synchronize()
+                    graph.reset()
+                    del graph
+        calls = on.calls
+        settle()
+    require(wrong.item() == 0, wrong.item())
+    require(calls == 42 * 40, calls)
+    return {"calls": calls, "replays": replays, "wrong bytes": wrong.item()}
+
+
+@case(60, ranks=2)
 def low_latency_error_and_bits():
     """Error against fp64 of random data, ours and NCCL's; ranks and runs whose bits differ."""
     world = stock.get_world_size()

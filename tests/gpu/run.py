@@ -22,6 +22,7 @@ import ends  # noqa: F401
 import graphs  # noqa: F401
 import low_latency  # noqa: F401
 import operators  # noqa: F401
+import ring  # noqa: F401
 import stream_order  # noqa: F401
 import torch
 import torch.distributed as stock
