@@ -3,14 +3,16 @@
     torchrun --nproc-per-node 2 benchmarks/low_latency.py --out FILE
 
 In graphs: 20 calls each, the engines in turns, the median of the slowest rank; each graph is replayed twice, and the
-second replay is timed, so that the ranks begin it together. Where the call is NCCL's own on both sides, several graphs
-of each take turns, because two graphs of one call can differ for good by a few percent, and NCCL is also timed against
-itself. Then every operation and type, at fewer sizes. Host time:
-bursts of eager calls in turns. The decode step: a tensor-parallel transformer, hidden size 4096, 32 layers, bf16, one
-token for each sequence of the batch, two all_reduces a layer, captured into one graph.
+second replay is timed, so that the ranks begin it together. Of large calls several graphs of each take turns, because
+two graphs of one call can differ for good by a few percent, and NCCL is also timed against itself. Then every operation
+and type, at fewer sizes. Host time: bursts of eager calls in turns. The decode step: a tensor-parallel transformer,
+hidden size 4096, 32 layers, bf16, one token for each sequence of the batch, two all_reduces a layer, captured into one
+graph. Beside a GEMM: asynchronous all_reduces and a product of two matrices on the current stream, how long the product
+takes, and all of it.
 """
 
 import argparse
+import functools
 import itertools
 import statistics
 import time
@@ -21,22 +23,24 @@ import torch.distributed as stock
 from measured import begin, setting, write
 
 import safecomm
-from safecomm.collectives.table import GATHER, REDUCE, SCATTER
+from safecomm.collectives.table import EXCHANGE, GATHER, REDUCE, SCATTER
 from safecomm.tools.tune_low_latency import NCCL, calls, prepare, slowest
 
 OURS, ONE_SHOT, TWO_SHOT = "safecomm", "torch one-shot", "torch two-shot"
 SIZES = {
     REDUCE: [512, *(1 << power for power in range(11, 29))],
-    SCATTER: [1 << power for power in range(13, 21)],
-    GATHER: [1 << power for power in range(13, 21)],
+    SCATTER: [1 << power for power in range(13, 28)],
+    GATHER: [1 << power for power in range(13, 28)],
+    EXCHANGE: [1 << power for power in range(9, 19)],
 }
 SYMMETRIC_MOST = 4 << 20  # bytes up to which torch's own are timed
-NCCLS_OWN = 8 << 20  # bytes from which on the call is NCCL's own
+LARGE = 4 << 20  # bytes from which on several graphs take turns
 AGAIN, GRAPHS = "NCCL again", 4
 KINDS = [(op, dtype) for op in ("SUM", "AVG", "MAX", "MIN") for dtype in ("bfloat16", "float16", "float32")]
-NCCLS_TYPES = ("int32", "float64")
-KINDS += [("SUM", dtype) for dtype in NCCLS_TYPES]
-FEW_SIZES = (512, 16 << 10, 256 << 10, 2 << 20, 4 << 20)
+RINGS_TYPES = ("int8", "uint8", "int32", "int64", "float64")  # below the ring's sizes they are NCCL's
+KINDS += [("SUM", dtype) for dtype in RINGS_TYPES]
+FEW_SIZES = (512, 16 << 10, 256 << 10, 2 << 20, 4 << 20, 32 << 20)
+BESIDE, MATRIX = 32 << 20, 8192
 
 
 def symmetric(nbytes, device):
@@ -65,9 +69,9 @@ def in_graphs(device, rounds):
         rows = table.setdefault(collective, {})
         for size in sizes:
             theirs, ours = calls(collective, size, torch.bfloat16, device)
-            prepared = in_turns if size >= NCCLS_OWN else prepare
+            prepared = in_turns if size >= LARGE else prepare
             runs = {NCCL: prepared(theirs, device), OURS: prepared(ours, device)}
-            if size >= NCCLS_OWN:
+            if size >= LARGE:
                 runs[AGAIN] = prepared(theirs, device)
             if collective == REDUCE and 2048 <= size <= SYMMETRIC_MOST:
                 runs |= {name: prepare(call, device) for name, call in symmetric(size, device).items()}
@@ -93,9 +97,9 @@ def every_kind(device, rounds):
             def call(library, tensor=tensor, operation=operation):
                 return lambda: library.all_reduce(tensor, op=operation)
 
-            prepared = in_turns if name in NCCLS_TYPES else prepare
+            prepared = in_turns if name in RINGS_TYPES or size >= LARGE else prepare
             runs = {NCCL: prepared(call(stock), device), OURS: prepared(call(safecomm), device)}
-            us = slowest(runs, max(rounds, 40) if name in NCCLS_TYPES else rounds, device)
+            us = slowest(runs, max(rounds, 40) if name in RINGS_TYPES else rounds, device)
             ratios[size] = round(us[OURS] / us[NCCL], 3)
             del runs
         table[f"{op}, {name}"] = ratios
@@ -194,6 +198,36 @@ def decode(device, rounds):
     return table
 
 
+def beside(device, rounds):
+    """Return the us of a GEMM beside asynchronous all_reduces, and of all of it, by the number of those."""
+    left, right, product = (torch.randn(MATRIX, MATRIX, device=device, dtype=torch.bfloat16) for _ in range(3))
+    tensor = torch.zeros(BESIDE // 2, device=device, dtype=torch.bfloat16)
+    table = {}
+    for many in (1, 4, 8):
+        all_of_it = {}
+
+        def run(name, library, many=many, all_of_it=all_of_it):
+            start, multiplied, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+            torch.cuda._sleep(1_000_000)  # until then all that follows is launched
+            start.record()
+            works = [library.all_reduce(tensor, async_op=True) for _ in range(many)] if library is not None else []
+            torch.mm(left, right, out=product)
+            multiplied.record()
+            for work in works:
+                work.wait()
+            end.record()
+            end.synchronize()
+            all_of_it.setdefault(name, []).append(start.elapsed_time(end) * 1e3)
+            return start.elapsed_time(multiplied) * 1e3
+
+        libraries = {"alone": None, NCCL: stock, OURS: safecomm}
+        runs = {name: functools.partial(run, name, library) for name, library in libraries.items()}
+        us = slowest(runs, max(rounds, 20), device)
+        table[many] = {f"GEMM, {name}": round(took, 1) for name, took in us.items()}
+        table[many] |= {f"both, {name}": round(statistics.median(took), 1) for name, took in all_of_it.items()}
+    return table
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", required=True)
@@ -212,6 +246,7 @@ def main():
             ("ratio by operation and type", every_kind),
             ("host us, 8 KiB", host_time),
             ("decode step us", decode),
+            (f"us of a GEMM of {MATRIX}^3 beside asynchronous all_reduces of {BESIDE >> 20} MiB", beside),
         ):
             results[name] = part(device, arguments.rounds)
             write(arguments.out, results)

@@ -374,9 +374,12 @@ def low_latency(results):
             best = min((us[name] for name in ("torch one-shot", "torch two-shot") if name in us), default="-")
             rows.append((f"{collective}, {bytes_of(size)}", us["NCCL"], best, us["safecomm"], us["ratio"]))
     itself = [us["NCCL to itself"] for us in results["us in graphs"]["all_reduce"].values() if "NCCL to itself" in us]
-    kinds = results["ratio by operation and type"]
+    bytewise = {"SUM, int8", "SUM, uint8"}  # which have been NCCL's since
+    measured = results["ratio by operation and type"]
+    kinds = {kind: sizes for kind, sizes in measured.items() if kind not in bytewise}
     worst = max((ratio, kind, size) for kind, sizes in kinds.items() for size, ratio in sizes.items())
     eager = results["host us, 8 KiB"]
+    beside = {name: found for name, found in results.items() if "beside" in name}  # of runs that have a ring
     steps = [f"{row['ratio']} at batch {batch}" for batch, row in results["decode step us"].items()]
     first = f"us of a call in a CUDA graph, bf16, {results['world']} ranks"
     text = (
@@ -385,9 +388,47 @@ def low_latency(results):
         f"A decode step in a graph took {', '.join(steps)}\nof the time on NCCL.\n"
     )
     if itself:
-        text += f"From 8 MiB on the call is NCCL's own; there, NCCL took {min(itself)} to {max(itself)} of itself.\n"
+        whose = "Of large calls" if beside else "From 8 MiB on the call is NCCL's own; there"
+        text += f"{whose}, NCCL took {min(itself)} to {max(itself)} of itself.\n"
+    if slow := [f"{max(measured[kind].values())} ({kind})" for kind in sorted(bytewise & set(measured))]:
+        text += f"By the ring, types of one byte took up to {' and '.join(slow)}; since then their sums are NCCL's.\n"
+    for name, rows_beside in beside.items():
+        told = [
+            f"{many}: {row['GEMM, alone']} alone, {row['GEMM, NCCL']} without, {row['GEMM, safecomm']} with it"
+            for many, row in rows_beside.items()
+        ]
+        text += (
+            f"{name[0].upper()}{name[1:]}, by their number, without `low_latency()` and with it: {'; '.join(told)}.\n"
+        )
+        text += "Asynchronous calls of this size are NCCL's with it too.\n"
     head = (first, "NCCL", "torch's symmetric memory", "`low_latency()`", "ratio to NCCL")
     return f"{table(head, rows)}\n{text}"
+
+
+def low_latency_parent(results, soak, megatron):
+    """How the kernels compare with those before; what a soak has found; a step of Megatron."""
+    rows = [
+        (name, row["parent"], row["this"], row["ratio"], f"{row['from']} to {row['to']}")
+        for name, row in results["us"].items()
+    ]
+    head = (
+        "us of a call in a CUDA graph, bytes", f"at {results['parent']}", "now", "median ratio", "eight of ten turns",
+    )  # fmt: skip
+    ms, (least, most) = megatron["ms a step"], megatron["ratios"]
+    told = (
+        "\nThe kernels beside those of the commit before they had strong stores and signals, by `{command}`\n"
+        "({world} x {device}, torch {torch}, {date}):\n\n"
+    )
+    soaked = (
+        "\nA soak by `{command}` on {world} x {device} made {replayed} replayed calls and\n{eager} eager ones: {wrong} "
+        "elements were wrong, and {stuck} calls stuck.\n"
+    )
+    step = (
+        f"\nA training step of Megatron, TP 2, hidden size 4096, sequences of 2048: {ms['NCCL']} ms on NCCL, "
+        f"{ms['low_latency()']} ms with\n`low_latency()`, which takes {megatron['calls of a step that it takes']} "
+        f"calls of it; {megatron['ratio']} of the time ({least} to {most}), by `{megatron['command']}`.\n"
+    )
+    return told.format(**results) + table(head, rows) + soaked.format(**soak) + step
 
 
 def push_copy(results):
@@ -614,6 +655,9 @@ def figures():
         "## Low-latency collectives\n",
         low_latency(load("low_latency.json")),
         low_latency(load("low_latency_4.json")),
+        low_latency_parent(
+            load("low_latency_parent.json"), load("low_latency_soak.json"), load("megatron_low_latency.json")
+        ),
         push_copy(load("push_copy.json")),
         "## Functional collectives and compiled code\n",
         functional(load("functional_low_latency.json")),
@@ -676,7 +720,11 @@ def six():
             dropped["stock, drain: MiB held"],
             dropped["safecomm, drain: MiB held"],
         ),
-        ("`all_reduce` of 8 KiB in a CUDA graph, `low_latency()`: us", small["NCCL"], small["safecomm"]),
+        (
+            f"`all_reduce` of 8 KiB in a CUDA graph, `low_latency()`, {latency['device'].split(' 80')[0]}: us",
+            small["NCCL"],
+            small["safecomm"],
+        ),
         (
             f"host time of `all_reduce`, 1 KiB, {times['world']} GPU: us "
             f"(all calls: {min(ratios):.2f} to {max(ratios):.2f} of torch's)",
@@ -684,7 +732,7 @@ def six():
             reduce["safecomm"],
         ),
     ]
-    (where,) = {f"{one['world']} x {one['device']}, torch {one['torch']}" for one in (gpu, latency)}
+    where = f"{gpu['world']} x {gpu['device']}, torch {gpu['torch']}"
     return table((where, "torch.distributed", "safecomm"), rows)
 
 
