@@ -19,6 +19,7 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 SOURCE = Path(__file__).parent / "safecomm" / "_torch" / "_driver.c"
+BESIDE = SOURCE.with_name("_holds.c")
 BUILT = "safecomm/_torch/_driver.abi3.so"
 
 
@@ -30,10 +31,8 @@ def compile_c(into: Path, *options: str) -> None:
     if compiler is None:
         raise RuntimeError("SAFECOMM_BUILD_C=1 needs a C compiler: install one, or name it in CC")
     include = sysconfig.get_path("include")
-    subprocess.run(
-        [*compiler, "-std=c11", "-O2", "-fPIC", "-shared", f"-I{include}", *options, str(SOURCE), "-o", str(into)],
-        check=True,
-    )
+    given = ["-std=c11", "-O2", "-fPIC", "-shared", f"-I{include}", *options]
+    subprocess.run([*compiler, *given, str(SOURCE), str(BESIDE), "-o", str(into)], check=True)
 
 
 class CustomBuildHook(BuildHookInterface):  # type: ignore[type-arg]
