@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,10 +17,9 @@ import torch
 from simulated import INDEX, FakeGroup, SimulatedDevice, call, call_sync, routes_of
 
 from safecomm.collectives import in_c
-from safecomm.core import work as works
 from safecomm.core.ledger import CROWD, Ledger, WorkQueue
 from safecomm.core.streams import HOST
-from safecomm.core.work import RegionWork, StagedWork
+from safecomm.core.work import RegionWork, StagedWork, Work
 
 pytestmark = pytest.mark.skipif(bool(compiled.why_not()), reason=compiled.why_not())
 HERE = Path(__file__).parent
@@ -166,6 +167,14 @@ def test_a_wait_that_fails_raises_and_keeps_the_memory_s4(device, group, ledger,
     failing = mock.patch.object(work.inner, "block_current_stream", side_effect=RuntimeError("it failed"))
     with failing, pytest.raises(RuntimeError, match="it failed"):
         work.wait()
+    stopped = mock.patch.object(ledger, "fail", side_effect=AssertionError)
+    other = held(device, group, ledger)
+    other.inner.block_current_stream = mock.Mock(side_effect=KeyboardInterrupt)
+    with stopped, pytest.raises(KeyboardInterrupt):
+        other.wait()
+    other.inner.block_current_stream = mock.Mock(side_effect=RuntimeError("the first"))
+    with stopped, pytest.raises(AssertionError):
+        other.wait()
     assert list(ledger.quarantine) == [work]
     assert len(work.storages) == 1
 
@@ -183,33 +192,46 @@ def test_a_release_of_another_thread_meanwhile_is_no_error_s1(device, group, led
     assert ledger.nonempty == {}
 
 
-def test_what_is_not_ordinary_is_not_waited_for_in_c(device, group, ledger, native):
+def test_what_is_not_ordinary_is_waited_for_in_python(device, group, ledger, put_in_place, monkeypatch):
+    seen = mock.Mock(return_value="Python")
+    seen.__doc__ = ""
+    monkeypatch.setattr(in_c, "WAIT", seen)
     work = held(device, group, ledger)
-    ordinarily = works.ORDINARILY
+    put_in_place(compiled.compiled())
     with mock.patch.object(work.inner, "block_current_stream", side_effect=AssertionError):
         device.switch(1)
-        assert ordinarily(work) is False  # it may be captured
+        assert work.wait() == "Python"  # it may be captured
         device.switch(0)
         work.needs_full_wait = "it may be staged, or have aliases"
-        assert ordinarily(work) is False
+        assert work.wait() == "Python"
         del work.needs_full_wait
         with mock.patch.object(torch.autograd.profiler, "_is_profiler_enabled", True):
-            assert ordinarily(work) is False
+            assert work.wait() == "Python"
         work.queue.wait_is_stream_order = False
-        assert ordinarily(work) is False
+        assert work.wait() == "Python"
         work.queue.wait_is_stream_order = True
-        for other in (StagedWork(), type(work)(), object(), None):
-            assert ordinarily(other) is False
+        for other in (StagedWork(), Work(), object(), None):
+            assert Work.wait(other) == "Python"
+        hour = timedelta(hours=1)
+        assert work.wait(hour) == work.wait(timeout=hour) == "Python"
+        assert seen.call_args_list[-2:] == [mock.call(work, hour), mock.call(work, timeout=hour)]
         ledger.release(work)
-        assert ordinarily(work) is False  # it was waited for, or has failed
+        assert work.wait() == "Python"  # it was waited for, or has failed
+    with pytest.raises(TypeError):
+        Work.wait()
+
+
+def test_a_wait_says_the_same_of_itself_in_c(native):
+    assert inspect.getdoc(Work.wait) == inspect.getdoc(in_c.WAIT)
+    assert str(inspect.signature(Work.wait)) == "(self, /, timeout=None)"
 
 
 def test_a_work_with_aliases_is_released_in_python_which_empties_them_s2(device, group, ledger, native):
     work, alias = RegionWork(), torch.ones(4)
     work.aliases = (alias,)
-    inner = held(device, group, ledger).inner
-    routes_of(ledger).of(group, INDEX).hold(work, "a region", inner, (torch.ones(1),), 0, sys._getframe())
-    assert works.ORDINARILY(work) is False
+    first = held(device, group, ledger)
+    first.wait()
+    first.queue.hold(work, "a region", first.inner, (torch.ones(1),), 0, sys._getframe())
     work.wait()
     assert (alias.numel(), work.storages) == (0, ())
 
@@ -261,7 +283,7 @@ def test_where_a_slot_is_not_found_python_does_all_of_it(put_in_place, monkeypat
     monkeypatch.setattr(in_c, "_marks", lambda: [*marks[:-1], (marks[-1][0], object())])
     put_in_place(compiled.compiled())
     assert (WorkQueue.hold, Ledger.can_skip_sweep) == (in_c.HOLD, in_c.CAN_SKIP_SWEEP)
-    assert (works.ORDINARILY, in_c.MODULE) == (None, None)
+    assert (Work.wait, in_c.MODULE) == (in_c.WAIT, None)
     monkeypatch.setattr(in_c, "_marks", lambda: marks[:-1])
     put_in_place(compiled.compiled())
     assert in_c.MODULE is None

@@ -16,7 +16,7 @@ enum {
     SLOT_COUNT
 };
 static Py_ssize_t offsets[SLOT_COUNT];
-static PyObject *hold_in_python, *can_skip_in_python, *read_clock, *profiler, *nothing;
+static PyObject *hold_in_python, *can_skip_in_python, *wait_in_python, *read_clock, *profiler, *nothing;
 static Py_ssize_t crowd, newest, share, dropped;
 static PyObject *f_code, *f_lasti, *reversed_name, *full_name, *enabled, *block; /* names, interned */
 
@@ -64,8 +64,7 @@ static int is_default_stream(PyObject *queue) {
 }
 
 static PyObject *first_of(PyObject *holds) { /* a new reference; NULL, without an exception, if there is none */
-    PyObject *found = NULL, *iterator = PyObject_GetIter(holds);
-    if (iterator) found = PyIter_Next(iterator);
+    PyObject *iterator = PyObject_GetIter(holds), *found = iterator ? PyIter_Next(iterator) : NULL;
     Py_XDECREF(iterator);
     PyErr_Clear();
     return found;
@@ -78,21 +77,28 @@ static PyObject *references(PyObject *Py_UNUSED(module), PyObject *holds) {
     return PyLong_FromSsize_t(count);
 }
 
+/* What a method of Python does with the arguments that C was given. */
+static PyObject *in_python(PyObject *does, PyObject *self, PyObject *const *given, Py_ssize_t count, PyObject *names) {
+    PyObject *all = PyTuple_New(count + 1), *named = names ? PyDict_New() : NULL, *done = NULL;
+    if (!all || (names && !named)) goto over;
+    PyTuple_SetItem(all, 0, Py_NewRef(self));
+    for (Py_ssize_t i = 0; i < count; i++) PyTuple_SetItem(all, i + 1, Py_NewRef(given[i]));
+    for (Py_ssize_t i = 0; names && i < PyTuple_Size(names); i++)
+        if (PyDict_SetItem(named, PyTuple_GetItem(names, i), given[count + i])) goto over;
+    done = PyObject_Call(does, all, named);
+over:
+    Py_XDECREF(all);
+    Py_XDECREF(named);
+    return done;
+}
+
 /* WorkQueue.hold(work, op, inner, storages, alloc_stream, frame) */
 static PyObject *hold(PyObject *queue, PyObject *const *given, Py_ssize_t count) {
     int ordinary = is(queue, &a_work_queue) && count == 6 && is(given[0], &a_work) && is_device(queue);
     ordinary = ordinary && get(queue, HOLDS) && get(queue, NONEMPTY_OF) && is(get(queue, LEDGER), &a_ledger);
     if (ordinary) ordinary = is_default_stream(queue);
     if (ordinary < 0) return NULL;
-    if (!ordinary) {
-        PyObject *all = PyTuple_New(count + 1), *done = NULL;
-        if (!all) return NULL;
-        PyTuple_SetItem(all, 0, Py_NewRef(queue));
-        for (Py_ssize_t i = 0; i < count; i++) PyTuple_SetItem(all, i + 1, Py_NewRef(given[i]));
-        done = PyObject_CallObject(hold_in_python, all);
-        Py_DECREF(all);
-        return done;
-    }
+    if (!ordinary) return in_python(hold_in_python, queue, given, count, NULL);
     PyObject *work = given[0], *code = PyObject_GetAttr(given[5], f_code);
     PyObject *instruction = code ? PyObject_GetAttr(given[5], f_lasti) : NULL;
     PyObject *since = instruction ? PyObject_CallObject(read_clock, NULL) : NULL;
@@ -116,8 +122,8 @@ static PyObject *hold(PyObject *queue, PyObject *const *given, Py_ssize_t count)
         Py_INCREF(observer);
         PyObject *told = PyObject_CallMethod(observer, "held", "O", work);
         Py_DECREF(observer);
+        Py_XDECREF(told);
         if (!told) return NULL;
-        Py_DECREF(told);
     }
     return Py_NewRef(work);
 }
@@ -187,40 +193,66 @@ static void release(PyObject *work, PyObject *queue, PyObject *holds) {
     Py_DECREF(storages); /* last, because it may run what it likes */
 }
 
-static PyObject *wait_ordinarily(PyObject *Py_UNUSED(module), PyObject *work) {
+/* Tell the ledger of the exception that a wait has raised, which goes on. */
+static void fail(PyObject *ledger, PyObject *work) {
+    PyObject *type, *error, *traceback;
+    if (!PyErr_ExceptionMatches(PyExc_Exception)) return; /* an interrupt says nothing about the work */
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wdeprecated-declarations" /* since 3.12, which has what 3.10 has not */
+    PyErr_Fetch(&type, &error, &traceback);
+    PyErr_NormalizeException(&type, &error, &traceback);
+    PyObject *done = PyObject_CallMethod(ledger, "fail", "OO", work, error);
+    Py_XDECREF(done);
+    if (done) {
+        PyErr_Restore(type, error, traceback);
+        return;
+    }
+#pragma GCC diagnostic pop
+    Py_XDECREF(type), Py_XDECREF(error), Py_XDECREF(traceback);
+}
+
+/* Wait for a work and release it: 1. 0: it is not an ordinary one, and nothing was done. -1: an exception. */
+static int wait_ordinarily(PyObject *work) {
     PyObject *queue = Py_TYPE(work) == a_work.type ? get(work, QUEUE) : NULL;
-    if (!is(queue, &a_work_queue) || get(queue, WAIT_IS_STREAM_ORDER) != Py_True) Py_RETURN_FALSE;
+    if (!is(queue, &a_work_queue) || get(queue, WAIT_IS_STREAM_ORDER) != Py_True) return 0;
     PyObject *holds = get(queue, HOLDS), *ledger = get(queue, LEDGER), *inner = get(work, INNER);
-    if (!inner || !holds || !PyDict_Check(holds) || !is(ledger, &a_ledger) || !is_device(queue)) Py_RETURN_FALSE;
+    if (!inner || !holds || !PyDict_Check(holds) || !is(ledger, &a_ledger) || !is_device(queue)) return 0;
     PyObject *full = PyObject_GetAttr(work, full_name);
     int ordinary = full ? !PyObject_IsTrue(full) && PyDict_GetItemWithError(profiler, enabled) == Py_False : -1;
     Py_XDECREF(full);
     if (ordinary == 1) ordinary = is_default_stream(queue);
     if (ordinary == 1) ordinary = PyDict_Contains(holds, work);
-    if (ordinary != 1) return ordinary < 0 ? NULL : Py_NewRef(Py_False);
+    if (ordinary != 1) return ordinary;
     Py_INCREF(inner);
     PyObject *ordered = PyObject_CallMethodObjArgs(inner, block, NULL);
     Py_DECREF(inner);
-    if (!ordered) return NULL;
+    if (!ordered) return fail(ledger, work), -1;
     Py_DECREF(ordered);
     PyObject *storages = get(work, STORAGES); /* another thread may have released it meanwhile */
-    if (!storages || !PyTuple_Check(storages) || PyTuple_Size(storages) == 0) Py_RETURN_TRUE;
+    if (!storages || !PyTuple_Check(storages) || PyTuple_Size(storages) == 0) return 1;
     PyObject *first = PyDict_Size(holds) == 1 ? Py_NewRef(work) : first_of(holds);
     int alone = first == work && is_zero(get(work, ALLOC_STREAM));
     Py_XDECREF(first);
     if (alone && get(ledger, OBSERVER) == Py_None && is_empty(get(ledger, QUARANTINE))) {
         release(work, queue, holds);
-        Py_RETURN_TRUE;
+        return 1;
     }
     PyObject *done = PyObject_CallMethod(ledger, alone ? "release" : "waited", "O", work);
-    if (!done) return NULL;
-    Py_DECREF(done);
-    Py_RETURN_TRUE;
+    Py_XDECREF(done);
+    return done ? 1 : -1;
+}
+
+/* Work.wait(timeout=None) */
+static PyObject *wait(PyObject *work, PyObject *const *given, Py_ssize_t count, PyObject *names) {
+    int waited = count || names ? 0 : wait_ordinarily(work);
+    if (waited) return waited < 0 ? NULL : Py_NewRef(Py_True);
+    return in_python(wait_in_python, work, given, count, names);
 }
 
 #define FUNCTION(name, flags) {#name, (PyCFunction)(void (*)(void))name, flags, NULL}
-static PyMethodDef of_classes[] = {FUNCTION(hold, METH_FASTCALL), FUNCTION(can_skip_sweep, METH_FASTCALL)};
-static PyMethodDef of_works = FUNCTION(wait_ordinarily, METH_O);
+static PyMethodDef methods[] = {
+    FUNCTION(hold, METH_FASTCALL), FUNCTION(can_skip_sweep, METH_FASTCALL),
+    FUNCTION(wait, METH_FASTCALL | METH_KEYWORDS)};
 
 /* Return where the pointer to mark lies in object; 0 if it is not there. */
 static Py_ssize_t offset_of(PyObject *object, PyObject *mark) {
@@ -233,22 +265,24 @@ static Py_ssize_t offset_of(PyObject *object, PyObject *mark) {
 
 /* holding(marks, classes, functions, numbers): see collectives/in_c.py. Three functions; None: a slot is lacking. */
 static PyObject *holding(PyObject *Py_UNUSED(module), PyObject *given) {
-    PyObject *marks, *object, *mark, *classes[4], *python[4];
+    PyObject *marks, *object, *mark, *classes[4], *python[5];
     if (!PyArg_ParseTuple(
-            given, "O!(OOOO)(OOOO!)(nnnn)", &PyList_Type, &marks, classes, classes + 1, classes + 2, classes + 3,
-            python, python + 1, python + 2, &PyDict_Type, python + 3, &crowd, &newest, &share, &dropped)) return NULL;
+            given, "O!(OOOO)(OOOOO!)(nnnn)s", &PyList_Type, &marks, classes, classes + 1, classes + 2, classes + 3,
+            python, python + 1, python + 2, python + 3, &PyDict_Type, python + 4, &crowd, &newest, &share, &dropped,
+            &methods[2].ml_doc)) return NULL;
     if (PyList_Size(marks) != SLOT_COUNT) Py_RETURN_NONE;
     for (Py_ssize_t i = 0; i < SLOT_COUNT; i++) {
         if (!PyArg_ParseTuple(PyList_GetItem(marks, i), "OO", &object, &mark)) return NULL;
         if (!(offsets[i] = offset_of(object, mark))) Py_RETURN_NONE;
     }
-    for (int i = 0; i < 4; i++) Py_INCREF(classes[i]), Py_INCREF(python[i]); /* for good */
+    Py_INCREF(given); /* for good */
     Class *known[] = {&a_work, &a_queue, &a_work_queue, &a_ledger};
     for (int i = 0; i < 4; i++) {
         known[i]->type = (PyTypeObject *)classes[i];
         known[i]->seen = (PyTypeObject *)Py_NewRef(classes[i]);
     }
-    hold_in_python = python[0], can_skip_in_python = python[1], read_clock = python[2], profiler = python[3];
+    hold_in_python = python[0], can_skip_in_python = python[1], wait_in_python = python[2];
+    read_clock = python[3], profiler = python[4];
     f_code = PyUnicode_InternFromString("f_code"), f_lasti = PyUnicode_InternFromString("f_lasti");
     reversed_name = PyUnicode_InternFromString("__reversed__");
     full_name = PyUnicode_InternFromString("needs_full_wait");
@@ -256,8 +290,8 @@ static PyObject *holding(PyObject *Py_UNUSED(module), PyObject *given) {
     block = PyUnicode_InternFromString("block_current_stream");
     if (!block || !(nothing = PyTuple_New(0))) return NULL;
     return Py_BuildValue(
-        "NNN", PyDescr_NewMethod(&PyBaseObject_Type, of_classes), PyDescr_NewMethod(&PyBaseObject_Type, of_classes + 1),
-        PyCFunction_New(&of_works, NULL));
+        "NNN", PyDescr_NewMethod(&PyBaseObject_Type, methods), PyDescr_NewMethod(&PyBaseObject_Type, methods + 1),
+        PyDescr_NewMethod(&PyBaseObject_Type, methods + 2));
 }
 
 PyMethodDef of_holds[] = {FUNCTION(holding, METH_VARARGS), FUNCTION(references, METH_O), {NULL, NULL, 0, NULL}};

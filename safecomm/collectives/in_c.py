@@ -10,7 +10,7 @@ from collections import OrderedDict
 from typing import Any
 
 from safecomm import _torch
-from safecomm.core import ledger, refcounts, work
+from safecomm.core import ledger, refcounts
 from safecomm.core.holds import SHARE, Queue
 from safecomm.core.ledger import CROWD, NEWEST, Ledger, WorkQueue
 from safecomm.core.work import Work
@@ -22,7 +22,7 @@ _SLOTS: tuple[tuple[type, tuple[str, ...]], ...] = (
     (WorkQueue, ("current", "ledger", "wait_is_stream_order")),
     (Ledger, ("_leftovers", "nonempty", "observer", "_patience", "quarantine", "_unfinished")),
 )
-HOLD, CAN_SKIP_SWEEP = WorkQueue.hold, Ledger.can_skip_sweep
+HOLD, CAN_SKIP_SWEEP, WAIT = WorkQueue.hold, Ledger.can_skip_sweep, Work.wait
 """The methods of Python."""
 
 
@@ -50,11 +50,13 @@ def put_in_place(module: Any) -> None:
         queue: OrderedDict[object, None] = OrderedDict({object(): None})
         dropped = module.references(queue)  # what one queue alone refers to
         done = module.holding(
-            _marks(), (Work, Queue, WorkQueue, Ledger), (HOLD, CAN_SKIP_SWEEP, ledger._now, _torch.profiler.__dict__),
+            _marks(), (Work, Queue, WorkQueue, Ledger),
+            (HOLD, CAN_SKIP_SWEEP, WAIT, ledger._now, _torch.profiler.__dict__),
             (CROWD, NEWEST, SHARE, dropped if refcounts.COUNTED else 0),
+            f"wait($self, /, timeout=None)\n--\n\n{WAIT.__doc__}",
         )  # fmt: skip
     MODULE = module if done else None
-    WorkQueue.hold, Ledger.can_skip_sweep, work.ORDINARILY = done or (HOLD, CAN_SKIP_SWEEP, None)  # type: ignore[method-assign]
+    WorkQueue.hold, Ledger.can_skip_sweep, Work.wait = done or (HOLD, CAN_SKIP_SWEEP, WAIT)  # type: ignore[method-assign]
 
 
 put_in_place(_torch.native_module)

@@ -28,9 +28,6 @@ else:
 _NOTHING = contextlib.nullcontext()
 _profiler = _torch.profiler  # bound once, because each wait reads it
 
-ORDINARILY: Callable[[Work], bool] | None = None
-"""Waits for an ordinary work and releases it, in C: see ``in_c.py``. False, and nothing was done, if it is another."""
-
 
 class Work(WorkHold, _Base):
     """A running collective, and the hold on the memory that it reads and writes.
@@ -79,13 +76,6 @@ class Work(WorkHold, _Base):
             the call, so the capture goes on unharmed.
         """
         queue = self.queue
-        if timeout is None and ORDINARILY is not None:
-            try:
-                if ORDINARILY(self):
-                    return True
-            except Exception as error:
-                queue.ledger.fail(self, error)
-                raise
         index = queue.index
         full = self.needs_full_wait
         stream = HOST
