@@ -30,7 +30,7 @@ from safecomm.collectives.holding import (
 )
 from safecomm.collectives.regions import REGIONS, PlainCall, Region
 from safecomm.collectives.routes import ROUTES, Route
-from safecomm.collectives.table import COLLECTIVE_OF, fits
+from safecomm.collectives.table import COLLECTIVE_OF, GATHER
 from safecomm.collectives.takers import BUCKETS, at_once, default_group
 from safecomm.collectives.tensors import index_of
 from safecomm.core import captures
@@ -43,11 +43,15 @@ _count = counter(_NAME)
 # Bound once: each of these is read in every region.
 _compiling = torch.compiler.is_dynamo_compiling
 _getframe = sys._getframe
+_partial = functools.partial
+_pop = REGIONS.pop
 _Group = c10d.ProcessGroup
 _Collected = _torch.CoalescingManager
 _routes = ROUTES.fast
 _modes = _torch.dispatch_modes
 _profiler = _torch.profiler
+_recorded = torch.is_grad_enabled
+_recording = captures.RECORDING
 _inflight = _torch.inflight_as_graph_input
 _HOOKS = _torch.HOOKS
 
@@ -97,8 +101,7 @@ class _Manager(Block):
             # This is how c10d's begins. It comes at the end, if there is more than one call to launch.
             cm = _Collected()
             self._open = cm, region, None, frame, None
-            if self._exit is not None:
-                self._close_by(functools.partial(REGIONS.pop, group))
+            self._close_by(_partial(_pop, group))
             REGIONS[group] = region
             return cm
         beside = at_once(group)
@@ -218,20 +221,23 @@ def _single_call(
     given, other = call.tensor, call.dst_tensor
     tensors = [given] if other is None else [other, given]
     # That one has been found to be so when it was collected, where perhaps no gradient was recorded.
-    records = torch.is_grad_enabled() and (given.requires_grad or (other is not None and other.requires_grad))
+    records = _recorded() and (given.requires_grad or (other is not None and other.requires_grad))
     if records or type(call) is not PlainCall:
         for tensor in tensors:
             if type(tensor) not in PLAIN or tensor.is_nested:
                 return None
         if not route.guards.plain(*tensors):
             return None
+    if other is not None:
+        part, whole = (given, other) if COLLECTIVE_OF[name] == GATHER else (other, given)
+        if whole.numel() != route.world * part.numel() or not other.is_contiguous():
+            return None
     if (
         # c10d's coalesced calls take one that is not contiguous as it comes, and the others refuse it.
         not given.is_contiguous()
-        or (other is not None and not (other.is_contiguous() and fits(COLLECTIVE_OF[name], other, given, route.world)))
         or _modes()
         or _profiler._is_profiler_enabled
-        or captures.RECORDING
+        or _recording
         or (async_ops and _inflight())
     ):
         return None
@@ -296,7 +302,7 @@ def _together(region: Region, group: object, calls: list[Any], async_ops: bool) 
         _modes()
         or _torch.transform() is not None
         or _profiler._is_profiler_enabled
-        or captures.RECORDING
+        or _recording
         or (async_ops and _inflight())
     ):
         return None
