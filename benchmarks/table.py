@@ -260,13 +260,14 @@ def megatron_steps(results):
     asked = {
         "with ctypes": results["with ctypes"],
         "with C": results["with C"],
-        f"with C, at {newest['before']['commit']}": newest["before"],
+        "with C, before": newest.get("before", {}),
         "with C, holds too": newest,
     }
+    before = f"at {newest['before']['commit']} and " if "before" in newest else ""
     calls = [
         (way, how, " / ".join(str(found["us a step"][kind]) for kind in ("unpatched", "patched")), found["ratio"])
         for how, section in asked.items()
-        for way, found in section["calls"].items()
+        for way, found in section.get("calls", {}).items()
     ]
     steps, parts = [], []
     for how, section in asked.items():
@@ -293,8 +294,8 @@ def megatron_steps(results):
     return (
         f"The same again on other machines, whose hosts are slower: {results['world']} x {results['device']}, torch\n"
         f"{results['torch']}. {results['date']}, at {results['with ctypes']['commit']} with ctypes and at"
-        f" {results['with C']['commit']} with the C file; {newest['date']}, at {newest['before']['commit']}\n"
-        f"and at {newest['commit']}, where holding, waiting and asking for a sweep are C too, one after the other.\n\n"
+        f" {results['with C']['commit']} with the C file; {newest['date']}, {before}at\n"
+        f"{newest['commit']}, where holding, waiting and asking for a sweep are C too, one after the other.\n\n"
         + table(
             ("collectives of a step, timed one by one in it", "asked", "us a step, unpatched / patched", "ratio"), calls
         )
