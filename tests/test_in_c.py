@@ -16,6 +16,7 @@ import pytest
 import torch
 from simulated import INDEX, FakeGroup, SimulatedDevice, call, call_sync, routes_of
 
+from safecomm._torch import modes
 from safecomm.collectives import in_c
 from safecomm.core.ledger import CROWD, Ledger, WorkQueue
 from safecomm.core.streams import HOST
@@ -221,6 +222,13 @@ def test_what_is_not_ordinary_is_waited_for_in_python(device, group, ledger, put
         Work.wait()
 
 
+def test_where_torch_does_not_tell_of_profilers_python_waits(device, group, ledger, put_in_place, monkeypatch):
+    monkeypatch.setattr(in_c, "WAIT", mock.Mock(return_value="Python"))
+    monkeypatch.setattr(in_c._torch, "profiler", modes._Unknown)
+    put_in_place(compiled.compiled())
+    assert held(device, group, ledger).wait() == "Python"
+
+
 def test_a_wait_says_the_same_of_itself_in_c(native):
     assert inspect.getdoc(Work.wait) == inspect.getdoc(in_c.WAIT)
     assert str(inspect.signature(Work.wait)) == "(self, /, timeout=None)"
@@ -278,7 +286,7 @@ def test_what_else_wants_a_sweep_s3_s4(device, group, ledger, native):
 # --- where C can't be used --------------------------------------------------------------------------------------------
 
 
-def test_where_a_slot_is_not_found_python_does_all_of_it(put_in_place, monkeypatch):
+def test_where_a_slot_is_not_found_python_does_all_of_it(put_in_place, monkeypatch, caplog):
     marks = in_c._marks()
     monkeypatch.setattr(in_c, "_marks", lambda: [*marks[:-1], (marks[-1][0], object())])
     put_in_place(compiled.compiled())
@@ -287,3 +295,4 @@ def test_where_a_slot_is_not_found_python_does_all_of_it(put_in_place, monkeypat
     monkeypatch.setattr(in_c, "_marks", lambda: marks[:-1])
     put_in_place(compiled.compiled())
     assert in_c.MODULE is None
+    assert caplog.text.count("so Python holds") == 2

@@ -6,6 +6,7 @@ of the same objects, and finds where these lie by marks. Where anything is not a
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from typing import Any
 
@@ -14,6 +15,8 @@ from safecomm.core import ledger, refcounts
 from safecomm.core.holds import SHARE, Queue
 from safecomm.core.ledger import CROWD, NEWEST, Ledger, WorkQueue
 from safecomm.core.work import Work
+
+log: logging.Logger = logging.getLogger("safecomm")
 
 # In the order in which C numbers them.
 _SLOTS: tuple[tuple[type, tuple[str, ...]], ...] = (
@@ -49,12 +52,17 @@ def put_in_place(module: Any) -> None:
     if module is not None:
         queue: OrderedDict[object, None] = OrderedDict({object(): None})
         dropped = module.references(queue)  # what one queue alone refers to
+        profiler = vars(_torch.profiler)
+        if type(profiler) is not dict:  # of a class, which says that a profiler is always on
+            profiler = dict(profiler)
         done = module.holding(
             _marks(), (Work, Queue, WorkQueue, Ledger),
-            (HOLD, CAN_SKIP_SWEEP, WAIT, ledger._now, _torch.profiler.__dict__),
+            (HOLD, CAN_SKIP_SWEEP, WAIT, ledger._now, profiler),
             (CROWD, NEWEST, SHARE, dropped if refcounts.COUNTED else 0),
             f"wait($self, /, timeout=None)\n--\n\n{WAIT.__doc__}",
         )  # fmt: skip
+        if done is None:
+            log.warning("C does not find where holds are written, so Python holds: calls take some microseconds more")
     MODULE = module if done else None
     WorkQueue.hold, Ledger.can_skip_sweep, Work.wait = done or (HOLD, CAN_SKIP_SWEEP, WAIT)  # type: ignore[method-assign]
 
