@@ -1,4 +1,4 @@
-"""Compiles the one C file of safecomm into the wheel where that is asked for: ``SAFECOMM_BUILD_C=1 pip install .``.
+"""Compiles the C files of safecomm into the wheel where that is asked for: ``SAFECOMM_BUILD_C=1 pip install .``.
 
 Without the variable the wheel is pure Python, for all machines. With it, it is for this kind of machine and for every
 Python from 3.10 on (``cp310-abi3``). ``pip install --editable`` puts what is compiled beside its source, and without
@@ -24,7 +24,7 @@ BUILT = "safecomm/_torch/_driver.abi3.so"
 
 
 def compile_c(into: Path, *options: str) -> None:
-    """Compile the C file to ``into``, by the compiler that CC names, Python's own, or cc."""
+    """Compile the C files to ``into``, by the compiler that CC names, Python's own, or cc."""
     named = [os.environ.get("CC"), sysconfig.get_config_var("CC"), "cc"]
     commands = [shlex.split(one) for one in named if one]
     compiler = next((one for one in commands if shutil.which(one[0])), None)
