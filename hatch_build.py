@@ -1,4 +1,4 @@
-"""Compiles the C files of safecomm into the wheel where that is asked for: ``SAFECOMM_BUILD_C=1 pip install .``.
+"""Compiles the one C file of safecomm into the wheel where that is asked for: ``SAFECOMM_BUILD_C=1 pip install .``.
 
 Without the variable the wheel is pure Python, for all machines. With it, it is for this kind of machine and for every
 Python from 3.10 on (``cp310-abi3``). ``pip install --editable`` puts what is compiled beside its source, and without
@@ -19,20 +19,21 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 SOURCE = Path(__file__).parent / "safecomm" / "_torch" / "_driver.c"
-BESIDE = SOURCE.with_name("_holds.c")
 BUILT = "safecomm/_torch/_driver.abi3.so"
 
 
 def compile_c(into: Path, *options: str) -> None:
-    """Compile the C files to ``into``, by the compiler that CC names, Python's own, or cc."""
+    """Compile the C file to ``into``, by the compiler that CC names, Python's own, or cc."""
     named = [os.environ.get("CC"), sysconfig.get_config_var("CC"), "cc"]
     commands = [shlex.split(one) for one in named if one]
     compiler = next((one for one in commands if shutil.which(one[0])), None)
     if compiler is None:
         raise RuntimeError("SAFECOMM_BUILD_C=1 needs a C compiler: install one, or name it in CC")
     include = sysconfig.get_path("include")
-    given = ["-std=c11", "-O2", "-fPIC", "-shared", f"-I{include}", *options]
-    subprocess.run([*compiler, *given, str(SOURCE), str(BESIDE), "-o", str(into)], check=True)
+    subprocess.run(
+        [*compiler, "-std=c11", "-O2", "-fPIC", "-shared", f"-I{include}", *options, str(SOURCE), "-o", str(into)],
+        check=True,
+    )
 
 
 class CustomBuildHook(BuildHookInterface):  # type: ignore[type-arg]

@@ -64,7 +64,7 @@ def without_driver():
     if native.WHY_CTYPES:
         return None
     address = native.address_of(ctypes.PyDLL(None)["labs"])
-    return native.native_module.Table(address, lambda pointer, identity: segment_table.UNKNOWN).alloc_stream
+    return native._native.Table(address, lambda pointer, identity: segment_table.UNKNOWN).alloc_stream
 
 
 def timed(function, times, instead=None):

@@ -261,7 +261,7 @@ def megatron_steps(results):
         "with ctypes": results["with ctypes"],
         "with C": results["with C"],
         "with C, before": newest.get("before", {}),
-        "with C, holds too": newest,
+        "holds in C too, tried": newest,
     }
     before = f"at {newest['before']['commit']} and " if "before" in newest else ""
     calls = [
@@ -295,7 +295,7 @@ def megatron_steps(results):
         f"The same again on other machines, whose hosts are slower: {results['world']} x {results['device']}, torch\n"
         f"{results['torch']}. {results['date']}, at {results['with ctypes']['commit']} with ctypes and at"
         f" {results['with C']['commit']} with the C file; {newest['date']}, {before}at\n"
-        f"{newest['commit']}, where holding, waiting and asking for a sweep are C too, one after the other.\n\n"
+        f"{newest['commit']}, which was not kept, where holding, waiting and asking for a sweep were C too.\n\n"
         + table(
             ("collectives of a step, timed one by one in it", "asked", "us a step, unpatched / patched", "ratio"), calls
         )

@@ -293,12 +293,11 @@ def test_histories_find_what_is_wrong_in_c(mutant, tmp_path, monkeypatch):
 
 
 @needs_c
-def test_the_files_are_short_and_have_none_of_the_names_beyond_the_stable_abi():
-    texts = [compiled.SOURCE.read_text(), compiled.SOURCE.with_name("_holds.c").read_text()]
-    assert sum(len(text.splitlines()) for text in texts) <= 500
-    for text in texts:
-        assert max(map(len, text.splitlines())) <= 120
-        assert text.index("#define Py_LIMITED_API 0x030A0000") < text.index("#include <Python.h>")
+def test_the_file_is_short_and_has_none_of_the_names_beyond_the_stable_abi():
+    text = compiled.SOURCE.read_text()
+    assert len(text.splitlines()) <= 200
+    assert max(map(len, text.splitlines())) <= 120
+    assert text.index("#define Py_LIMITED_API 0x030A0000") < text.index("#include <Python.h>")
     assert compiled.compiled().VERSION == native._VERSION
 
 

@@ -91,7 +91,6 @@ from safecomm._torch.names import warn_of_missing as _warn_of_missing
 from safecomm._torch.native import WHY_CTYPES as WHY_CTYPES
 from safecomm._torch.native import capture_id as capture_id
 from safecomm._torch.native import is_capturing as is_capturing
-from safecomm._torch.native import native_module as native_module
 from safecomm._torch.native import new_segment_table as new_segment_table
 from safecomm._torch.native import threads_are_free as threads_are_free
 from safecomm._torch.regions import CoalescingManager as CoalescingManager

@@ -8,7 +8,7 @@ thread do that: behind such a call nothing is used that was read of the table be
 #include <Python.h>
 #include <stdint.h>
 #include <stdlib.h>
-enum { VERSION = 2, BUFFER_ID = 7, CAPTURE_ACTIVE = 1, GRANULE = 21, ANCHORS = 16, LIMIT = 1 << 16, SLOTS = 2 * LIMIT };
+enum { VERSION = 1, BUFFER_ID = 7, CAPTURE_ACTIVE = 1, GRANULE = 21, ANCHORS = 16, LIMIT = 1 << 16, SLOTS = 2 * LIMIT };
 #define NONE LLONG_MIN /* a stream that is unknown: None */
 typedef unsigned long long wide;
 typedef struct { wide key; long long stream; wide start, end; } Segment;
@@ -189,11 +189,9 @@ static PyType_Slot slots_of_table[] = {
 static PyType_Spec table_spec = {
     "safecomm._torch._driver.Table", sizeof(Table), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, slots_of_table};
 static PyMethodDef of_module[] = {FUNCTION(captures, METH_VARARGS), {NULL, NULL, 0, NULL}};
-extern PyMethodDef of_holds[]; /* of _holds.c */
 static int execute(PyObject *module) {
     PyObject *table = PyType_FromSpec(&table_spec);
     int failed = PyModule_AddObjectRef(module, "Table", table) || PyModule_AddIntMacro(module, VERSION);
-    failed = failed || PyModule_AddFunctions(module, of_holds);
     Py_XDECREF(table);
     return failed ? -1 : 0;
 }

@@ -18,7 +18,7 @@ import safecomm._torch.streams as streams
 from safecomm._torch.segment_table import SegmentTable
 
 _BUILD = "SAFECOMM_BUILD_C"  # what hatch_build.py reads
-_VERSION = 2  # of _driver.c: a folder that is installed as editable may have an older build
+_VERSION = 1  # of _driver.c: a folder that is installed as editable may have an older build
 
 
 def threads_are_free() -> bool:
@@ -49,7 +49,7 @@ def address_of(function: Any) -> int:
     return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
-native_module, WHY_CTYPES = _load()
+_native, WHY_CTYPES = _load()
 
 new_segment_table: Callable[..., Any] = SegmentTable
 """Make a table of segments, with what it calls for a segment that it does not have."""
@@ -60,8 +60,8 @@ capture_id: Callable[[int], int] = driver.capture_id
 is_capturing: Callable[[int, int], bool] = streams.is_capturing
 """Return whether a raw stream, the current one of the device with the index, is part of a CUDA graph capture."""
 
-if native_module is not None:
-    new_segment_table = functools.partial(native_module.Table, address_of(driver.pointer_attribute))
-    capture_id, is_capturing = native_module.captures(
+if _native is not None:
+    new_segment_table = functools.partial(_native.Table, address_of(driver.pointer_attribute))
+    capture_id, is_capturing = _native.captures(
         address_of(driver.stream_is_capturing), address_of(driver.capture_info), streams.is_capturing
     )

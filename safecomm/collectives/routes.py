@@ -18,7 +18,6 @@ import torch
 from torch.distributed import ProcessGroup
 
 from safecomm import _torch, backends
-from safecomm.collectives import in_c  # noqa: F401 (before anybody binds what C does)
 from safecomm.core import captures
 from safecomm.core.holds import keys_of
 from safecomm.core.ledger import LEDGER, Ledger, W, WorkQueue

@@ -216,8 +216,6 @@ class Ledger(Rules):
         Rule 2's, in seconds: see :data:`PATIENCE`.
     """
 
-    __slots__ = ("_leftovers", "_patience", "_unfinished")
-
     def __init__(
         self,
         streams: Streams,
@@ -231,7 +229,6 @@ class Ledger(Rules):
         self.current: Callable[[int], int] = streams.current
         self.budget = budget
         self.handoffs: Handoffs = Handoffs(self, handoff_budget)
-        self._leftovers, self._unfinished = self.handoffs.leftovers, self.handoffs.unfinished
         self.recorded_uses: RecordedUses = RecordedUses(self, self.handoffs)
         self.stream_order: StreamOrder = StreamOrder(self, self.handoffs, self.recorded_uses)
         self.dropped_at: set[tuple[types.CodeType, int]] = set()  # the call sites of dropped handles
@@ -404,7 +401,7 @@ class Ledger(Rules):
         The oldest of each queue is looked at, and the :data:`NEWEST` ones: a handle that is dropped at once is theirs.
         Every call asks while anything is in flight, and most go on without a sweep.
         """
-        if self.quarantine or self._leftovers or self._unfinished:
+        if self.quarantine or self.handoffs.leftovers or self.handoffs.unfinished:
             return False
         now = _now()
         young = now - self._patience

@@ -27,8 +27,6 @@ class Rules:
         Holds of one queue that rule 3 leaves alone, however large they are.
     """
 
-    __slots__ = ("__dict__", "__weakref__", "nonempty", "observer", "quarantine")  # what C reads is in slots
-
     def __init__(self, streams: Streams, lag: int) -> None:
         self.streams = streams
         self.lag = lag

@@ -183,7 +183,7 @@ def counting(asked):
     if native.WHY_CTYPES:
         segment_table.pointer_attribute = counts
         return segment_table.SegmentTable
-    return functools.partial(native.native_module.Table, native.address_of(counts))
+    return functools.partial(native._native.Table, native.address_of(counts))
 
 
 asking = []  # what the tables have the addresses of
