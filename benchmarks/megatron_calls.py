@@ -61,13 +61,16 @@ class Region:
 
     def __enter__(self):
         start = time.perf_counter_ns()
+        self.leave = self.manager.__exit__  # before it is entered, as a with statement does
         entered = self.manager.__enter__()
         Timed.add("region, begin", start)
         return entered
 
     def __exit__(self, *error):
         start = time.perf_counter_ns()
-        self.manager.__exit__(*error)
+        leave, self.leave = self.leave, None
+        leave(*error)
+        del leave
         Timed.add("region, end", start)
 
 

@@ -256,31 +256,55 @@ def megatron(results):
 
 
 def megatron_steps(results):
-    now = results["with C"]
+    newest = results["holds in C"]
+    asked = {
+        "with ctypes": results["with ctypes"],
+        "with C": results["with C"],
+        "with C, before": newest.get("before", {}),
+        "holds in C too, tried": newest,
+    }
+    before = f"at {newest['before']['commit']} and " if "before" in newest else ""
     calls = [
-        (way, asked, " / ".join(str(found["us a step"][kind]) for kind in ("unpatched", "patched")), found["ratio"])
-        for asked in ("with ctypes", "with C")
-        for way, found in results[asked]["calls"].items()
+        (way, how, " / ".join(str(found["us a step"][kind]) for kind in ("unpatched", "patched")), found["ratio"])
+        for how, section in asked.items()
+        for way, found in section.get("calls", {}).items()
     ]
-    steps = []
-    for way, sizes in now["step time"].items():
-        (row,) = sizes.values()
-        low, middle, high = row["ratio, 95 %"]
-        steps.append((way, len(row["processes"]), row["step_ms"], f"{middle:.3f} ({low:.3f} to {high:.3f})"))
-    parts = []
-    for asked in ("with ctypes", "with C"):
-        for way, found in results[asked]["parts"].items():
+    steps, parts = [], []
+    for how, section in asked.items():
+        for way, sizes in section.get("step time", {}).items():
+            (row,) = sizes.values()
+            for key, shown in (("ratio", way), ("avoid", f"{way}, record_stream avoided, to the same")):
+                if key in row:
+                    low, middle, high = row[f"{key}, 95 %"]
+                    steps.append(
+                        (shown, how, len(row["processes"]), row["step_ms"], f"{middle:.3f} ({low:.3f} to {high:.3f})")
+                    )
+        for way, found in section.get("parts", {}).items():
             for part, took in found.get("parts", {}).items():
-                parts.append((way, asked, part, took["a step"], took["median us"], took["us a step"]))
+                parts.append((way, how, part, took["a step"], took["median us"], took["us a step"]))
+    equal = ""
+    if "ways" in newest:
+        differ = sorted({way for way, hows in newest["ways"].items() if not all(hows.values())})
+        said = f"DIFFER in {' and '.join(differ)}" if differ else "were equal"
+        hows = sorted({how for row in newest["ways"].values() for how in row})
+        equal = (
+            f"\nLosses, norms of gradients and weights of the {len(newest['ways'])} ways {said} once more at"
+            f" {newest['commit']}, patched ({'; '.join(hows)})\nand not, with no call past safecomm.\n"
+        )
     return (
-        f"The same again on another machine, whose host is slower: {results['world']} x {results['device']}, torch\n"
-        f"{results['torch']}, {results['date']}, at {results['with ctypes']['commit']} with ctypes and at"
-        f" {now['commit']} with the C file.\n\n"
+        f"The same again on other machines, whose hosts are slower: {results['world']} x {results['device']}, torch\n"
+        f"{results['torch']}. {results['date']}, at {results['with ctypes']['commit']} with ctypes and at"
+        f" {results['with C']['commit']} with the C file; {newest['date']}, {before}at\n"
+        f"{newest['commit']}, which was not kept, where holding, waiting and asking for a sweep were C too.\n\n"
         + table(
             ("collectives of a step, timed one by one in it", "asked", "us a step, unpatched / patched", "ratio"), calls
         )
         + "\n"
-        + table(("steps, microbatches of 2", "processes", "ms a step, unpatched", "patched to unpatched (95 %)"), steps)
+        + table(
+            ("steps, microbatches of 2", "asked", "processes", "ms a step, unpatched", "patched to unpatched (95 %)"),
+            steps,
+        )
+        + equal
         + "\nWhat safecomm's own parts take in such a step; each is timed alone, and a timer takes what *nothing*\n"
         "does.\n\n" + table(("way", "asked", "part", "a step", "median, us", "us a step"), parts)
     )

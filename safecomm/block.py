@@ -18,6 +18,8 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+_partial, _ref = functools.partial, weakref.ref  # bound once: each block of a step asks for them
+
 
 class _Exit:
     """What a class of blocks has as ``__exit__``: each ``with`` statement that looks it up gets one of its own."""
@@ -26,8 +28,8 @@ class _Exit:
         if block is None:  # contextlib.ExitStack calls the class's
             return kind._leave
         # Not a bound method, which the interpreter takes apart, and drops, before it calls what is in it.
-        leave = functools.partial(kind._leave, block)
-        block._exit = weakref.ref(leave)
+        leave = _partial(kind._leave, block)
+        block._exit = _ref(leave)
         return leave
 
 
@@ -57,7 +59,7 @@ class Block(contextlib.ContextDecorator):
         """
         leave = None if self._exit is None else self._exit()
         if leave is not None:
-            self._watch = weakref.ref(leave, close)
+            self._watch = _ref(leave, close)
 
     def _closed(self) -> None:
         """Forget what was to be called: the block was left as it should be."""

@@ -679,7 +679,7 @@ def test_the_work_of_a_region_of_one_call_is_held_with_the_line_of_the_region_s1
 
 @on(2)
 def test_regions_that_are_c10ds_though_they_have_one_call():
-    from safecomm import _torch
+    from safecomm.collectives import coalesced
 
     spread = torch.ones(4, 2).t()
     with _single_calls_go_direct() as launched:
@@ -694,7 +694,7 @@ def test_regions_that_are_c10ds_though_they_have_one_call():
         with safecomm._coalescing_manager():
             safecomm.all_reduce(torch.ones(2))
             safecomm.all_reduce(torch.ones(2))
-        with mock.patch.object(_torch, "inflight_as_graph_input", return_value=True):
+        with mock.patch.object(coalesced, "_inflight", return_value=True):
             with safecomm._coalescing_manager(async_ops=True) as manager:
                 safecomm.all_reduce(torch.ones(2))
             manager.wait()

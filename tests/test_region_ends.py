@@ -15,7 +15,6 @@ from ranks import on
 from watching import Sees, cpu_profile
 
 import safecomm
-from safecomm import _torch
 from safecomm.collectives import coalesced, holding
 from safecomm.collectives.regions import REGIONS
 from safecomm.collectives.routes import ROUTES
@@ -175,7 +174,7 @@ def test_regions_of_several_calls_that_are_c10ds_s8():
             two()
         with Sees():
             two()
-        with mock.patch.object(_torch, "inflight_as_graph_input", return_value=True):
+        with mock.patch.object(coalesced, "_inflight", return_value=True):
             two(async_ops=True)
         with mock.patch.dict(captures.RECORDING, {1: None}), mock.patch.object(coalesced, "relaxed") as way:
             way.return_value = contextlib.nullcontext()

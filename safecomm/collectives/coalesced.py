@@ -30,7 +30,7 @@ from safecomm.collectives.holding import (
 )
 from safecomm.collectives.regions import REGIONS, PlainCall, Region
 from safecomm.collectives.routes import ROUTES, Route
-from safecomm.collectives.table import COLLECTIVE_OF, fits
+from safecomm.collectives.table import COLLECTIVE_OF, GATHER
 from safecomm.collectives.takers import BUCKETS, at_once, default_group
 from safecomm.collectives.tensors import index_of
 from safecomm.core import captures
@@ -38,8 +38,22 @@ from safecomm.core.work import Work
 from safecomm.guards import PLAIN
 
 _original = _torch.coalescing_manager
-_count = counter("_coalescing_manager")
+_NAME = "_coalescing_manager"
+_count = counter(_NAME)
+# Bound once: each of these is read in every region.
 _compiling = torch.compiler.is_dynamo_compiling
+_getframe = sys._getframe
+_partial = functools.partial
+_pop = REGIONS.pop
+_Group = c10d.ProcessGroup
+_Collected = _torch.CoalescingManager
+_routes = ROUTES.fast
+_modes = _torch.dispatch_modes
+_profiler = _torch.profiler
+_recorded = torch.is_grad_enabled
+_recording = captures.RECORDING
+_inflight = _torch.inflight_as_graph_input
+_HOOKS = _torch.HOOKS
 
 _NO_WAY: tuple[Any, dict[int, object], dict[int, object]] = (None, {}, {})
 # Whether it is torch's own, and not somebody's, who expects to see the end of a region.
@@ -49,10 +63,11 @@ _ORDINARY = _original is not None and _torch.is_torchs(_original)
 def _coalescing_manager(
     group: c10d.ProcessGroup | None = None, device: torch.device | None = None, async_ops: bool = False
 ) -> Any:
-    if _compiling() or inside.batch or not (group is None or isinstance(group, c10d.ProcessGroup)):
-        return _original(group, device, async_ops)  # a rank outside of the group has nothing to hold
+    # A rank outside of the group has nothing to hold. What c10d opens for a batch is for a device.
+    if _compiling() or (device is not None and inside.batch) or not (group is None or isinstance(group, _Group)):
+        return _original(group, device, async_ops)
     _count()
-    return _Manager(group, device, async_ops, sys._getframe(1))
+    return _Manager(group, device, async_ops, _getframe(1))
 
 
 _coalescing_manager = None if _original is None else stand_in(_coalescing_manager, _original)  # type: ignore[assignment]
@@ -82,17 +97,11 @@ class _Manager(Block):
         group = group or default_group()
         self._arguments = group, device, async_ops
         region = Region()
-        if (
-            device is None
-            and _ORDINARY
-            and not BUCKETS
-            and isinstance(group, c10d.ProcessGroup)
-            and group not in REGIONS
-        ):
+        if device is None and _ORDINARY and not BUCKETS and isinstance(group, _Group) and group not in REGIONS:
             # This is how c10d's begins. It comes at the end, if there is more than one call to launch.
-            cm = _torch.CoalescingManager()
+            cm = _Collected()
             self._open = cm, region, None, frame, None
-            self._close_by(functools.partial(REGIONS.pop, group))
+            self._close_by(_partial(_pop, group))
             REGIONS[group] = region
             return cm
         beside = at_once(group)
@@ -120,11 +129,32 @@ class _Manager(Block):
         cm, region, manager, frame, beside = self._open
         self._open = None  # whoever keeps this keeps nothing of it
         try:
-            self._end(kind is not None, cm, region, manager, frame)
+            if kind is not None or len(region) != 1 or not self._end_single(cm, region, frame):
+                self._end(kind is not None, cm, region, manager, frame)
         finally:
             if beside is not None:
                 beside.__exit__(None, None, None)
-        self._closed()
+        self._watch = None
+
+    def _end_single(self, cm: Any, region: Region, frame: types.FrameType) -> bool:
+        """End a region of one call as that call; return False, with nothing done, if it has to be ended otherwise."""
+        group, device, async_ops = self._arguments
+        if device or region.used is not None or REGIONS.get(group) is not region:
+            return False
+        ready = _single_call(group, region[0], async_ops)
+        if ready is None:
+            return False
+        REGIONS.pop(group)
+        if len(region) != 1:  # a signal handler may have made another call since
+            REGIONS[group] = region
+            return False
+        # c10d's manager, if there is one, is left where it is: it would launch the call again.
+        function, route, options, tensors = ready
+        inner = function(group if _HOOKS else route.backend, *tensors, options)
+        work = hold_launched(_NAME, inner, route, group, tensors, async_ops, frame)
+        if work is not None:
+            cm.works.append(work)
+        return True
 
     def _abandoned(self, _: object) -> None:
         _abandon(self._arguments[0], self._arguments[1])
@@ -137,21 +167,9 @@ class _Manager(Block):
             return
         # Also what was called through torch's own functions. KeyError, as of c10d's, if somebody has closed the region.
         calls = REGIONS[group] if manager is None else REGIONS.get(group, [])
-        single = len(calls) == 1 and not device and region.used is None
-        if single and (ready := _single_call(region, group, calls[0], async_ops)):
+        if manager is None and region.used is None and (together := _together(region, group, calls, async_ops)):
             taken = REGIONS.pop(group)
-            if len(taken) == 1:  # a signal handler may have made another call since
-                # c10d's manager, if there is one, is left where it is: it would launch the call again.
-                function, route, options, tensors = ready
-                inner = function(group if _torch.HOOKS else route.backend, *tensors, options)
-                work = hold_launched("_coalescing_manager", inner, route, group, tensors, async_ops, frame)
-                if work is not None:
-                    cm.works.append(work)
-                return
-            calls = REGIONS[group] = taken
-        elif manager is None and region.used is None and (together := _together(region, group, calls, async_ops)):
-            taken = REGIONS.pop(group)
-            if len(taken) == len(together.given):  # as above
+            if len(taken) == len(together.given):  # as in _end_single()
                 cm.append(together.launch(group, async_ops, region.ordered, frame))
                 return
             calls = REGIONS[group] = taken
@@ -189,10 +207,10 @@ class _Manager(Block):
 
 
 def _single_call(
-    region: Region, group: object, call: Any, async_ops: bool
+    group: object, call: Any, async_ops: bool
 ) -> tuple[Callable[..., c10d.Work | None], Route, object, list[torch.Tensor]] | None:
     """Return what it takes to launch the only ``call`` of a region as it is; None where that is c10d's to do."""
-    route = ROUTES.fast.get(id(group))
+    route = _routes.get(id(group))
     if route is None or not route.single_call_equivalent or not _ORDINARY:
         return None
     name = getattr(call.op, "__name__", "")
@@ -203,21 +221,24 @@ def _single_call(
     given, other = call.tensor, call.dst_tensor
     tensors = [given] if other is None else [other, given]
     # That one has been found to be so when it was collected, where perhaps no gradient was recorded.
-    records = torch.is_grad_enabled() and (given.requires_grad or (other is not None and other.requires_grad))
+    records = _recorded() and (given.requires_grad or (other is not None and other.requires_grad))
     if records or type(call) is not PlainCall:
         for tensor in tensors:
             if type(tensor) not in PLAIN or tensor.is_nested:
                 return None
         if not route.guards.plain(*tensors):
             return None
+    if other is not None:
+        part, whole = (given, other) if COLLECTIVE_OF[name] == GATHER else (other, given)
+        if whole.numel() != route.world * part.numel() or not other.is_contiguous():
+            return None
     if (
         # c10d's coalesced calls take one that is not contiguous as it comes, and the others refuse it.
         not given.is_contiguous()
-        or (other is not None and not (other.is_contiguous() and fits(COLLECTIVE_OF[name], other, given, route.world)))
-        or _torch.dispatch_modes()
-        or _torch.profiler._is_profiler_enabled
-        or captures.RECORDING
-        or (async_ops and _torch.inflight_as_graph_input())
+        or _modes()
+        or _profiler._is_profiler_enabled
+        or _recording
+        or (async_ops and _inflight())
     ):
         return None
     return function, route, options, tensors
@@ -255,7 +276,7 @@ class _Together(NamedTuple):
 
 def _together(region: Region, group: object, calls: list[Any], async_ops: bool) -> _Together | None:
     """Return what it takes to launch all ``calls`` of a region past c10d's manager; None where they are c10d's."""
-    route = ROUTES.fast.get(id(group))
+    route = _routes.get(id(group))
     if (
         route is None
         or not _ORDINARY
@@ -278,11 +299,11 @@ def _together(region: Region, group: object, calls: list[Any], async_ops: bool) 
         if other is not None:
             others.append(other)
     if (
-        _torch.dispatch_modes()
+        _modes()
         or _torch.transform() is not None
-        or _torch.profiler._is_profiler_enabled
-        or captures.RECORDING
-        or (async_ops and _torch.inflight_as_graph_input())
+        or _profiler._is_profiler_enabled
+        or _recording
+        or (async_ops and _inflight())
     ):
         return None
     return _Together(function, options, route, given, others)

@@ -139,9 +139,11 @@ def hold_launched(
 ) -> c10d.Work | None:  # fmt: skip
     """Hold what a launch on ``route`` uses, one or two plain tensors, on NCCL; return what the caller gets."""
     index = route.index
-    alloc_stream = HOST if index < 0 else _alloc_stream(tensors[0].data_ptr(), tensors[-1].data_ptr())
+    first, last = tensors[0], tensors[-1]
+    alloc_stream = HOST if index < 0 else _alloc_stream(first.data_ptr(), last.data_ptr())
     if asynchronous:
-        storages = tuple([tensor.untyped_storage() for tensor in tensors])
+        memory = first.untyped_storage()
+        storages = (memory,) if len(tensors) == 1 else (memory, last.untyped_storage())
         return inner and route.hold(Work(), op, inner, storages, alloc_stream, frame)
     if inner is not None:
         inner.wait()

@@ -10,6 +10,8 @@ from safecomm import _torch
 from safecomm.core.work import MemberWork
 from safecomm.guards import PLAIN
 
+_Illegal = _torch.IllegalWork
+
 
 class PlainCall(_torch.CollOp or object):  # type: ignore[misc]
     """A call that was collected here: of plain tensors, on a direct route."""
@@ -63,7 +65,7 @@ class Region(list[Any]):
     ) -> object:
         """Do what c10d's ``function`` does here: note the call, which the end of the region launches and holds."""
         self.append(PlainCall(function, tensor, other, op, None))
-        return _torch.IllegalWork() if async_op else None
+        return _Illegal() if async_op else None
 
 
 REGIONS: dict[Any, list[Any]] = _torch.world.pg_coalesce_state
