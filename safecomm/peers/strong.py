@@ -116,8 +116,8 @@ else:
     @triton.jit
     def fence(threads: tl.constexpr):
         """Let what any thread stores from here on be seen, also by peers, after all that the program did before."""
-        # What one thread has stored, or loaded, the fences of others know after a barrier only; and what a fence has made
-        # its thread know, the others know after another.
+        # What one thread has stored or loaded the fences of others know after a barrier only. What a fence has told its
+        # thread the others know after another.
         tl.debug_barrier()
         tl.inline_asm_elementwise(_FENCE, "=r,r,~{memory}", [tl.arange(0, threads)], tl.int32, False, 1)
         tl.debug_barrier()
