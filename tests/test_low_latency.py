@@ -304,6 +304,7 @@ def test_after_a_timeout_all_is_nan_whatever_a_late_peer_sends():
                 signal_to_peers(f"sent {late}")
                 wait_for_signal(f"end {late}")
             ours._leave(timedelta())()
+    low_latency._KEPT.clear()
 
 
 @on(2, interpreted=True)

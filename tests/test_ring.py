@@ -16,7 +16,7 @@ from test_low_latency import GATHER, KIB, OPS, SCATTER, Slow, of_rank, reduced, 
 
 import safecomm
 from safecomm.collectives.takers import DECLINED, ENGINES
-from safecomm.peers import bulk
+from safecomm.peers import bulk, low_latency
 from safecomm.peers.limits import LowLatencyLimits
 from safecomm.peers.staging import StagingLayout
 
@@ -261,3 +261,4 @@ def test_a_peer_that_does_not_come_leaves_nan_or_minus_one_and_an_error():
             assert ((tensors[0] == 2) | tensors[0].isnan()).all()
             assert tensors[0].isnan().any()
         ours._leave(timedelta())()
+    low_latency._KEPT.clear()
