@@ -286,6 +286,18 @@ def _keep_pace(table, call, base, FLAGS: tl.constexpr, WORLD: tl.constexpr, ME: 
 
 
 @triton.jit
+def _work_beside(
+    program, table, call, base, b0, b1, b2, b3, b4, b5, b6, b7, FLAGS: tl.constexpr, WORLD: tl.constexpr,
+    ME: tl.constexpr,
+):  # fmt: skip
+    """Do what one of the programs does that touch no data, whose numbers are below 0."""
+    if program == -BESIDE:
+        _tell_begun(b0, b1, b2, b3, b4, b5, b6, b7, FLAGS, WORLD, ME)
+    else:
+        _keep_pace(table, call, base, FLAGS, WORLD, ME)
+
+
+@triton.jit
 def _combine(total, value, op):
     if op <= AVG:
         total += value
@@ -377,10 +389,7 @@ def one_shot(
     programs = tl.num_programs(0) - BESIDE
     program = tl.program_id(0) - BESIDE
     if program < 0:
-        if program == -BESIDE:
-            _tell_begun(b0, b1, b2, b3, b4, b5, b6, b7, FLAGS, WORLD, ME)
-        else:
-            _keep_pace(table, call, base, FLAGS, WORLD, ME)
+        _work_beside(program, table, call, base, b0, b1, b2, b3, b4, b5, b6, b7, FLAGS, WORLD, ME)
         return
     wait_budget, sendable, timed_out = _wait_budget(table, padded)
     for chunk in range(program, tl.cdiv(count, BLOCK), programs):
@@ -448,10 +457,7 @@ def two_shot(
     programs = tl.num_programs(0) - BESIDE
     program = tl.program_id(0) - BESIDE
     if program < 0:
-        if program == -BESIDE:
-            _tell_begun(b0, b1, b2, b3, b4, b5, b6, b7, FLAGS, WORLD, ME)
-        else:
-            _keep_pace(table, call, base, FLAGS, WORLD, ME)
+        _work_beside(program, table, call, base, b0, b1, b2, b3, b4, b5, b6, b7, FLAGS, WORLD, ME)
         return
     wait_budget, sendable, timed_out = _wait_budget(table, padded)
     for chunk in range(program, tl.cdiv(count, WORLD * BLOCK), programs):
@@ -528,10 +534,7 @@ def scatter_pieces(
     programs = tl.num_programs(0) - BESIDE
     program = tl.program_id(0) - BESIDE
     if program < 0:
-        if program == -BESIDE:
-            _tell_begun(b0, b1, b2, b3, b4, b5, b6, b7, FLAGS, WORLD, ME)
-        else:
-            _keep_pace(table, call, base, FLAGS, WORLD, ME)
+        _work_beside(program, table, call, base, b0, b1, b2, b3, b4, b5, b6, b7, FLAGS, WORLD, ME)
         return
     wait_budget, sendable, timed_out = _wait_budget(table, padded)
     several = tl.cdiv(count, BLOCK) > CHUNKS
@@ -589,10 +592,7 @@ def exact(
     programs = tl.num_programs(0) - BESIDE
     program = tl.program_id(0) - BESIDE
     if program < 0:
-        if program == -BESIDE:
-            _tell_begun(b0, b1, b2, b3, b4, b5, b6, b7, FLAGS, WORLD, ME)
-        else:
-            _keep_pace(table, call, base, FLAGS, WORLD, ME)
+        _work_beside(program, table, call, base, b0, b1, b2, b3, b4, b5, b6, b7, FLAGS, WORLD, ME)
         return
     wait_budget, sendable, timed_out = _wait_budget(table, count)
     for chunk in range(program, tl.cdiv(count, BLOCK), programs):

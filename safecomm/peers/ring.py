@@ -27,9 +27,9 @@ from safecomm.peers.kernels import (
     INTERPRETED,
     LIMIT,
     LONG,
-    MAX,
     SCATTER,
     _clock,
+    _combine,
     _constants,
     _fail,
     _multiple,
@@ -158,17 +158,6 @@ def _wait(table, call, address, expected, wait_budget, timed_out):
             timed_out = waiting  # what has come meanwhile has come
             waiting = 0
     return timed_out
-
-
-@triton.jit
-def _combined(total, value, op, REDUCED: tl.constexpr):
-    if op <= AVG:
-        total += value
-    elif op == MAX:
-        total = tl.maximum(total, value)
-    else:
-        total = tl.minimum(total, value)
-    return total.to(REDUCED)
 
 
 @triton.jit
@@ -324,7 +313,7 @@ def ring_reduce(
                     here = own + AREA + _place(number, phase, 0, rank, ME, PHASES, WORLD).to(tl.int64) * PLACE
                     bits = _arrived(here, within, at < count, BITS)
                 value = bits.to(DTYPE, bitcast=True).to(REDUCED)
-                total = value if rank == 0 else _combined(total, value, op, REDUCED)
+                total = value if rank == 0 else _combine(total, value, op).to(REDUCED)
             result = _poisoned(timed_out, _bits(total, op, DTYPE, BITS, REDUCED, WORLD), BITS)
             if timed_out == 0:
                 for step in tl.static_range(1, WORLD):
@@ -389,7 +378,7 @@ def ring_one_way(
                 else:
                     bits = mine if rank == ME else _arrived(here, within, at < count, BITS)
                     value = bits.to(DTYPE, bitcast=True).to(REDUCED)
-                    total = value if rank == 0 else _combined(total, value, op, REDUCED)
+                    total = value if rank == 0 else _combine(total, value, op).to(REDUCED)
             if KIND == SCATTER:
                 result = _poisoned(timed_out, _bits(total, op, DTYPE, BITS, REDUCED, WORLD), BITS)
                 tl.store(target + at, result, mask=at < count)
