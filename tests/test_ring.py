@@ -146,6 +146,12 @@ def test_gather_and_scatter_in_place_and_at_odd_addresses_s8():
 
 
 @on(2, interpreted=True)
+def test_operators_calls_of_the_rings_sizes_are_not_looked_at():
+    with small_ring():
+        assert ENGINES[stock.group.WORLD].most == 2 * LIMITS.one_shot
+
+
+@on(2, interpreted=True)
 def test_a_gather_whose_input_is_a_part_of_its_output_reads_it_first():
     rank, world = stock.get_rank(), stock.get_world_size()
     with small_ring():

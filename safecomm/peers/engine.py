@@ -123,8 +123,9 @@ class Engine:
         self._call = 0
         self.store = store
         self._check = check
-        # Bytes of the largest tensor of an operator's call that it looks at.
-        self.most: int = sys.maxsize if check else self._world * max(vars(limits).values())
+        # Bytes of the largest tensor of an operator's call that it looks at. The ring takes none.
+        small = [most for name, most in vars(limits).items() if not name.startswith(RING)]
+        self.most: int = sys.maxsize if check else self._world * max(small)
         self._compared = 0
         # What the end of the group calls: tells the peers, and returns what waits for them.
         self.leave: Callable[[timedelta], Callable[[], None]] = lambda _: lambda: None
