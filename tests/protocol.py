@@ -1,10 +1,12 @@
 """The protocol of the low-latency kernels as a model: ranks, calls, phases, and stores that arrive when they like.
 
-One chunk of one element stands for all, because chunks share nothing. A store, to a peer or to clear, is issued and
-arrives at any time after that. The end of a kernel waits for nothing: that a clear arrives before a peer's later store
-to the same place is what the ranks' *signals* are for. A signal arrives after all that its rank has cleared in earlier
-calls, and the end of a call waits for the signals of all peers in the call before. (Where CUDA is ``kind``, the end of
-a kernel waits for its clears, as GPUs do although no rule of PTX says so; then nothing is lost without signals either.)
+Two channels of one word stand for all, because a call shares no others. It may be one of the one-shot kernel, through
+the first or through both, or one of the two-shot kernel, whose results go through the second, or a list that goes
+through the first several times, with fences between. A store, to a peer or to clear, is issued and arrives at any time
+after that. The end of a kernel waits for nothing: that a clear arrives before a peer's later store to the same place is
+what the ranks' *signals* are for. A signal arrives after all that its rank has cleared in earlier calls, and the end of
+a call waits for the signals of all peers in the call before. (Where CUDA is ``kind``, the end of a kernel waits for its
+clears, as GPUs do although no rule of PTX says so; then nothing is lost without signals either.)
 
 A call clears what it has read. An ``exact`` call clears nothing: it waits for what has its number, in one of
 ``sections``.
@@ -14,10 +16,15 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Sequence
 
 FREE = None
 PHASES = 3
+ROUNDS = 4
 SIGNAL = "signal"
+ONE, BOTH, TWO = "one-shot", "one-shot through both channels", "two-shot"
+LIST = "a list in four rounds through one channel"
+KINDS = (ONE, BOTH, TWO, LIST)
 
 
 class Wrong(AssertionError):
@@ -37,21 +44,38 @@ def exact(rank: int, ranks: int, calls: int, *, sections: int) -> list[tuple]:
 
 
 def program(
-    rank: int, ranks: int, calls: int, *, two_shot: bool, phases: int, signals: bool, lag: int
+    rank: int, ranks: int, kinds: Sequence[str], *, phases: int, signals: bool, lag: int, fences: tuple[bool, bool]
 ) -> list[tuple]:  # fmt: skip
-    """Return what a rank does, a list of steps. ``lag``: of how many calls before are the signals that it waits for."""
+    """Return what a rank does in calls of ``kinds``, a list of steps.
+
+    ``lag``: of how many calls before are the signals that it waits for. ``fences``: before the first round of a list,
+    and before the others.
+    """
     peers = [peer for peer in range(ranks) if peer != rank]
+    turns = [0, 0]  # of each channel
     steps = []
-    for call in range(calls):
-        phase = call % phases
+    for call, kind in enumerate(kinds):
+        channels = (0,) if kind in (ONE, LIST) else (0, 1)
+        sends = (0,) if kind == TWO else channels
+        phase = [turn % phases for turn in turns]
         if signals:
             steps.append(("store", [(peer, SIGNAL, 0, rank, call) for peer in peers]))
-        steps.append(("store", [(peer, phase, 0, rank, (call, rank, 0)) for peer in peers]))
-        for part in range(2 if two_shot else 1):
-            steps += [("poll", phase, part, peer, (call, peer, part)) for peer in peers]
-            steps.append(("store", [(rank, phase, part, peer, FREE) for peer in peers]))
-            if two_shot and part == 0:
-                steps.append(("store", [(peer, phase, 1, rank, (call, rank, 1)) for peer in peers]))
+        for number in range(ROUNDS if kind == LIST else 0):
+            steps += [("fence",)] * fences[number > 0]
+            phase[0] = turns[0] % phases
+            steps.append(("store", [(peer, phase[0], 0, rank, (call, rank, number)) for peer in peers]))
+            steps += [("poll", phase[0], 0, peer, (call, peer, number)) for peer in peers]
+            steps.append(("store", [(rank, phase[0], 0, peer, FREE) for peer in peers]))
+            turns[0] += 1
+        if kind == LIST:
+            channels = sends = ()
+        steps += [("store", [(peer, phase[one], one, rank, (call, rank, one)) for peer in peers]) for one in sends]
+        for one in channels:
+            steps += [("poll", phase[one], one, peer, (call, peer, one)) for peer in peers]
+            steps.append(("store", [(rank, phase[one], one, peer, FREE) for peer in peers]))
+            if kind == TWO and one == 0:
+                steps.append(("store", [(peer, phase[1], 1, rank, (call, rank, 1)) for peer in peers]))
+            turns[one] += 1
         if signals and call >= lag:
             steps += [("await", SIGNAL, 0, peer, call - lag) for peer in peers]
         steps.append(("end",))
@@ -65,7 +89,7 @@ class State:
         self.programs = programs
         self.kind = kind
         self.at = [0] * len(programs)
-        self.staging: dict[tuple, object] = {}  # by owner, phase, part and slot; FREE where nothing is
+        self.staging: dict[tuple, object] = {}  # by owner, phase, channel and slot; FREE where nothing is
         self.flying: tuple[tuple[int, tuple], ...] = ()  # who has issued a store, and the store
 
     def key(self) -> tuple:
@@ -107,10 +131,8 @@ class State:
                 continue
             if step[0] == "await" and self.staging.get((rank, *step[1:4]), -1) < step[4]:
                 continue
-            if (
-                step[0] == "end"
-                and self.kind
-                and any(issuer == rank and store[0] == rank and store[-1] is FREE for issuer, store in self.flying)
+            if (step[0] == "fence" or (step[0] == "end" and self.kind)) and any(
+                issuer == rank and store[0] == rank and store[-1] is FREE for issuer, store in self.flying
             ):
                 continue
             found.append(("step", rank))
@@ -144,12 +166,12 @@ class State:
 
 
 def start(
-    ranks: int, calls: int, *, two_shot: bool = False, phases: int = PHASES, signals: bool = True, lag: int = 1,
-    kind: bool = False,
+    ranks: int, kinds: Sequence[str], *, phases: int = PHASES, signals: bool = True, lag: int = 1, kind: bool = False,
+    fences: tuple[bool, bool] = (True, True),
 ) -> State:  # fmt: skip
-    """Return the state before the first call."""
+    """Return the state before the first of calls of ``kinds``."""
     programs = [
-        program(rank, ranks, calls, two_shot=two_shot, phases=phases, signals=signals, lag=lag) for rank in range(ranks)
+        program(rank, ranks, kinds, phases=phases, signals=signals, lag=lag, fences=fences) for rank in range(ranks)
     ]
     return State(programs, kind=kind)
 

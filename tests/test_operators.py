@@ -10,6 +10,7 @@ import types
 import warnings
 import weakref
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
@@ -96,6 +97,10 @@ def test_coalesced_calls_are_taken_as_a_whole_or_not_at_all():
         assert low.calls == 8
         reduced = TORCHS.all_reduce_coalesced([*small, torch.ones(10**5)], "sum", "0")
         assert [TORCHS.wait_tensor(one).unique().tolist() for one in reduced] == [[3.0], [3.0], [2.0]]
+        bounds = dict.fromkeys(limits.ASYNCHRONOUS, 16)  # bytes, which the larger of the two exceeds
+        with mock.patch.dict(limits.ASYNCHRONOUS, bounds):
+            for one in TORCHS.all_reduce_coalesced(small, "sum", "0"):
+                assert (TORCHS.wait_tensor(one) == 3).all()
         assert low.calls == 8
         assert _torch.unwaited() == 0
 

@@ -28,16 +28,19 @@ from safecomm.guards import PLAIN
 from safecomm.peers import bulk, list_exchange
 from safecomm.peers.host_word import LONG, REMEMBERED, HostWord
 from safecomm.peers.launched import LaunchedKernel
-from safecomm.peers.limits import DTYPES, EXACT, RING, TWO_SHOT, LowLatencyLimits
+from safecomm.peers.limits import ASYNCHRONOUS, DTYPES, EXACT, RING, TWO_SHOT, LowLatencyLimits
 from safecomm.peers.order import Order
 from safecomm.peers.room import THREADS, part, registers
-from safecomm.peers.staging import BESIDE, MOST, RING_PROGRAMS, SLOT, WIDTHS, Staging, StagingLayout, free
+from safecomm.peers.staging import BESIDE, MOST, RING_PROGRAMS, SLOT, Staging, StagingLayout
 
 PROGRAMS = 256
 """The largest grid. A program waits for the peers' program of its number, so all must fit on the device at once."""
 
 ROUNDS = 4
-"""How often the kernel that scatters a list goes through its staging, at most. Longer lists are for NCCL to send."""
+"""How many times the limit of ``scatter`` the kernel that scatters a list takes. Longer lists are for NCCL to send."""
+
+LIST_LARGEST = 4 << 20
+"""Bytes of the largest output of that kernel: more was not measured."""
 
 SWEEP = 1 << 11
 """The largest grid of a kernel that waits for nobody, of which not all programs need to fit at once."""
@@ -60,15 +63,19 @@ _EXCHANGE = "all_to_all_single"
 _KINDS = {REDUCE: 0, SCATTER: 1, GATHER: 2, EXCHANGE: 3}  # what the kernels know them by
 
 _Plan: TypeAlias = "tuple[()] | tuple[tuple[Callable[..., None], ...], int, bool]"
-"""What launches a call, unaligned and aligned, on how many elements, and whether it takes the device for itself.
+"""What launches a call, unaligned and aligned, on how many elements, and whether it must be synchronous.
 
 () if it is the backend's.
 """
 
 
 def programs(layout: StagingLayout) -> int:
-    """Return how many programs the largest kernel that waits for its peers has; those of the ring count for more."""
-    ring = RING_PROGRAMS * bulk.SHARE if layout.ring else 0
+    """Return how many programs the largest kernel that waits for its peers has.
+
+    Those of the ring are larger, and count as one each all the same: by its tickets it goes on wherever one of them has
+    room, and beside the programs of all other groups one always has, on devices of up to 160 multiprocessors.
+    """
+    ring = RING_PROGRAMS if layout.ring else 0
     return max(BESIDE + min(PROGRAMS, max(layout.chunks(False), layout.chunks(True), layout.exact_chunks)), ring)
 
 
@@ -108,7 +115,7 @@ class Engine:
         head = [_nanoseconds(timeout), self._word.address, 0, _nanoseconds(LONG), 0]
         self._first_phase = len(head)
         self._bases = (*staging.bases, *[0] * (MOST - self._world))
-        head += [0] * layout.all_chunks
+        head += [0] * layout.turns
         self._table = torch.tensor(head + bulk.table(staging.bases), dtype=torch.int64, device=device)
         self._table_pointer = self._table.data_ptr()
         self._launchers: dict[object, Callable[..., None]] = {}
@@ -120,12 +127,12 @@ class Engine:
         self._unused = (0,) * (MOST - self._world)
         self._exchanged: set[int] = set()  # the streams of sends and receives
         self._side: torch.cuda.Stream | None = None  # for asynchronous calls of list forms
+        self._channels: dict[str, object] = {"FLAGS": layout.flags, "FIRST_PHASE": self._first_phase}
         self._call = 0
         self.store = store
         self._check = check
-        # Bytes of the largest tensor of an operator's call that it looks at. The ring takes none.
-        small = [most for name, most in vars(limits).items() if not name.startswith(RING)]
-        self.most: int = sys.maxsize if check else self._world * max(small)
+        # Bytes of the largest tensor of an operator's call that it looks at.
+        self.most: int = sys.maxsize if check else self._world * limits.most_asynchronous
         self._compared = 0
         # What the end of the group calls: tells the peers, and returns what waits for them.
         self.leave: Callable[[timedelta], Callable[[], None]] = lambda _: lambda: None
@@ -140,8 +147,8 @@ class Engine:
         """Run a call of c10d's function ``name`` on ``group``, which is this one's, or return DECLINED.
 
         ``tensors``: what is given as the output, and as the input where that is another. ``unshared``: the current
-        stream waits for the call right away, and so may give it the whole device. Returns what c10d's function would:
-        None, or a Work for an asynchronous call.
+        stream waits for the call right away. Returns what c10d's function would: None, or a Work for an asynchronous
+        call.
         """
         if name in LISTS:
             return self._run_list(group, name, tensors, op, asynchronous)
@@ -231,7 +238,7 @@ class Engine:
         if index != HOST:
             stream = LEDGER.current(index)
             capture = LEDGER.streams.capture(stream) if stream else 0
-        small = scatter and tensor.nbytes <= ROUNDS * self.limits.scatter
+        small = scatter and tensor.nbytes <= min(ROUNDS * self.limits.scatter, LIST_LARGEST)
         if capture and capture not in captures.RECORDING:
             small = False  # as in run()
         if self._check:
@@ -303,14 +310,13 @@ class Engine:
         for address in addresses:
             together |= address
         aligned = count % 16 == 0 and not together & 15
-        chunks = self.layout.chunks(False)
-        sweep = grid or min(PROGRAMS, chunks, -(-count * dtype.itemsize // SLOT))
+        sweep = grid or min(PROGRAMS, self.layout.chunks(False), -(-count * dtype.itemsize // SLOT))
         key = (dtype, aligned, sweep, bool(grid))
         launcher = self._launchers.get(key)
         if launcher is None:
             constants = {**self._constants(dtype), "ALIGNED": aligned}
             if not grid:
-                constants |= {**self._places(dtype.itemsize, False), "CHUNKS": chunks}
+                constants |= {**self._channels, "CHANNELS": self.layout.channels}
             kernel = self._kernels.combine if grid else self._kernels.scatter_pieces
             launcher = self._launchers[key] = self._load(kernel, constants, sweep, waits=not grid)
         return launcher
@@ -374,7 +380,7 @@ class Engine:
         grid = min(PROGRAMS, -(-count // (block * self._world if two_shot else block)))
         aligned = (False, count % 16 == 0)
         launchers = tuple(self._launcher(collective, two_shot, dtype, one, grid) for one in aligned)
-        return launchers, count, False
+        return launchers, count, part.nbytes > ASYNCHRONOUS[collective]
 
     def _exact_launcher(self, collective: str, width: int, aligned: bool, grid: int) -> Callable[..., None]:
         key = (collective, width, aligned, grid)
@@ -389,7 +395,7 @@ class Engine:
                 "ALIGNED": aligned,
                 "AREA": layout.exact_area,
                 "FLAGS": layout.flags,
-                "FIRST_PHASE": self._first_phase + layout.all_chunks - layout.exact_chunks,
+                "FIRST_PHASE": self._first_phase + layout.channels,
                 "BLOCK": SLOT // width,
             }
             launcher = self._launchers[key] = self._load(self._kernels.exact, constants, grid)
@@ -403,7 +409,7 @@ class Engine:
         if launcher is None:
             constants = {
                 **self._constants(dtype),
-                **self._places(dtype.itemsize, two_shot),
+                **self._channels,
                 "KIND": _KINDS[collective],
                 "ALIGNED": aligned,
             }
@@ -416,19 +422,10 @@ class Engine:
         language = vars(self._kernels)["tl"]
         return {
             "DTYPE": getattr(language, str(dtype).removeprefix("torch.")),
-            "BITS": getattr(language, str(WIDTHS[dtype.itemsize]).removeprefix("torch.")),
+            "BITS": getattr(language, f"int{8 * dtype.itemsize}"),
             "WORLD": self._world,
             "ME": self._rank,
             "BLOCK": SLOT // dtype.itemsize,
-        }
-
-    def _places(self, width: int, two_shot: bool) -> dict[str, object]:
-        """Return what a kernel is told of the staging for elements of ``width`` bytes."""
-        return {
-            "FREE": free(width),
-            "FLAGS": self.layout.flags,
-            "AREA": self.layout.area(width, two_shot),
-            "FIRST_PHASE": self._first_phase + self.layout.chunks_before(width, two_shot),
         }
 
     def before_capture(self, index: int) -> None:

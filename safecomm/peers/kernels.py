@@ -1,13 +1,14 @@
 """The kernels, in Triton: each rank stores into its peers' staging, and polls its own until everything is there.
 
-The data is its own flag. Staging that is free holds the bits of negative zero, which no rank ever sends (it sends
-positive zero in its place), so an element that is anything else has arrived: no data waits for a barrier or for a flag
-beside it, and for no order between its stores. What is sent bit for bit has the number of the call in its place, in
-each 8 bytes. ``docs/low-latency.md`` has the proof.
+The data is its own flag. Staging that is free holds in each word of 4 bytes the bits of one NaN, which no rank ever
+sends (it sends another NaN in its place), so a word that is anything else has arrived: no data waits for a barrier or
+for a flag beside it, and for no order between its stores. What is sent bit for bit has the number of the call in its
+place, in each 8 bytes. ``docs/low-latency.md`` has the proof.
 
-A tensor is cut into *chunks*. One program works on a chunk at a time, and each chunk has three *phases*, each with
-staging of its own, which take turns: a call clears what it has read, and two calls later that is known to the peers.
-The phase of a chunk lies in device memory, where replays of a CUDA graph advance it too.
+A tensor is cut into *chunks*. One program works on a chunk at a time, and sends it through a *channel* of the staging.
+A channel has three *phases*, each with a slot for every peer, which take turns: a call clears what it has read, and two
+calls later that is known to the peers. The phase of a channel lies in device memory, where replays of a CUDA graph
+advance it too.
 
 Addresses come as numbers, because Triton's launcher asks the driver about each pointer that it is given. Imported when
 low_latency() is switched on, and not before: it imports Triton.
@@ -39,13 +40,14 @@ SUM, AVG, MAX, MIN = _constants(4)
 
 REDUCE, SCATTER, GATHER, EXCHANGE = _constants(4)
 
-# What the table of a group holds, in numbers of 8 bytes; behind it comes the phase of each chunk.
+# What the table of a group holds, in numbers of 8 bytes; behind it comes the phase of each channel.
 LIMIT, WORD, FAILED, LONG, TURN = _constants(5)
 
 *_, PHASES = _constants(4)
 SLOT, THREADS = (4096, 256) if INTERPRETED else (tl.constexpr(4096), tl.constexpr(256))
-*_, LOOKS = _constants(65)
+*_, LOOKS = _constants(strong.LOOKS + 1)
 *_, BESIDE = _constants(staging.BESIDE + 1)
+FREE, OTHER = (one if INTERPRETED else tl.constexpr(one) for one in (staging.FREE, staging.OTHER))
 
 if INTERPRETED:
 
@@ -88,13 +90,9 @@ def _elements(a, b, c, d, BITS: tl.constexpr):
 
 
 @triton.jit
-def _is_free(word, BITS: tl.constexpr):
-    """Return whether an element of a word has not arrived."""
-    if BITS.primitive_bitwidth == 16:
-        is_free = ((word << 16) == -2147483648) | ((word >> 16) == -32768)
-    else:
-        is_free = word == -2147483648
-    return is_free
+def _sent(word):
+    """Return a word as it is sent: that which means free as another NaN."""
+    return tl.where(word == FREE, OTHER, word)
 
 
 @triton.jit
@@ -125,15 +123,21 @@ def _pointer(address, BITS: tl.constexpr, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def _taken(source, at, count, FREE: tl.constexpr):
-    """Return the bits of elements of the caller's tensor, as they are sent: negative zero as positive zero."""
-    return _positive(tl.load(source + at, mask=at < count, other=0), FREE)
+def _as_sent(bits):
+    """Return elements as words of 4 bytes, as they are sent."""
+    a, b, c, d = _words(bits)
+    return _sent(a), _sent(b), _sent(c), _sent(d)
 
 
 @triton.jit
-def _positive(bits, FREE: tl.constexpr):
-    """Return ``bits`` with positive zero in place of negative zero."""
-    return tl.where(bits == FREE, 0, bits)
+def _as_arrived(bits):
+    """Return elements as they arrive at the peers.
+
+    What is reduced needs no such thing: GPUs make the same NaN of all, so it does not matter which of them goes in, and
+    what comes out is sent as it is.
+    """
+    a, b, c, d = _as_sent(bits)
+    return _elements(a, b, c, d, bits.dtype)
 
 
 @triton.jit
@@ -151,27 +155,33 @@ def _fail(table, timed_out, call):
 
 
 @triton.jit
-def _seen(addresses, wanted, epoch, BITS: tl.constexpr, EXACT: tl.constexpr):
+def _seen(addresses, wanted, epoch, EXACT: tl.constexpr):
     """Return what lies at each address, and for each thread whether something there has not arrived."""
-    if EXACT:
+    if addresses.shape[0] == 1:
+        # Each thread looks for itself until all is there. Of several peers that would be one load after the other.
+        if EXACT:
+            a, b, c, d, missing = strong.await_packets(addresses, epoch, wanted)
+        else:
+            a, b, c, d, missing = strong.await_words(addresses, wanted)
+    elif EXACT:
         a, b, one, two = strong.load_packets(addresses, wanted)
         c, d, three, four = strong.load_packets(addresses + SLOT, wanted)
         missing = ((one != epoch) | (two != epoch) | (three != epoch) | (four != epoch)) & wanted
     else:
         a, b, c, d = strong.load(addresses, wanted)
-        missing = _is_free(a, BITS) | _is_free(b, BITS) | _is_free(c, BITS) | _is_free(d, BITS)
+        missing = (a == FREE) | (b == FREE) | (c == FREE) | (d == FREE)
     return a, b, c, d, tl.max(missing.to(tl.int32), axis=0)
 
 
 @triton.jit
 def _arrived(
-    table, call, slots, left, wait_budget, timed_out, BITS: tl.constexpr, WORLD: tl.constexpr, ME: tl.constexpr,
-    STEP: tl.constexpr = 0, epoch=0, EXACT: tl.constexpr = False,
+    table, call, slots, left, wait_budget, timed_out, WORLD: tl.constexpr, ME: tl.constexpr, STEP: tl.constexpr = 0,
+    epoch=0, EXACT: tl.constexpr = False,
 ):  # fmt: skip
     """Return what the peers have sent to ``slots``, once it is all there; and 1 if it takes, or has taken, too long.
 
     ``left``: the bytes that the peers send; ``STEP``: how many less a peer sends than the one before. The clock is slow
-    to read, so it is left alone until a few looks were in vain. Each thread reads its own, so whether it took too long
+    to read, so it is left alone until some looks were in vain. Each thread reads its own, so whether it took too long
     is reduced like the elements: all threads must leave the loop, which has barriers, together.
     """
     peers = _peers(WORLD, ME)
@@ -179,15 +189,16 @@ def _arrived(
     numbers = peers - (peers > ME).to(tl.int32)  # as in _slot()
     addresses = slots + numbers * (2 * SLOT if EXACT else SLOT) + offsets
     wanted = (peers < WORLD) & (offsets < left - peers * STEP)
-    a, b, c, d, missing = _seen(addresses, wanted, epoch, BITS, EXACT)
+    a, b, c, d, missing = _seen(addresses, wanted, epoch, EXACT)
     waiting = tl.max(missing, axis=0)
     looks = 0
+    most: tl.constexpr = 1 if addresses.shape[0] == 1 else LOOKS  # for one peer, _seen() has looked as often
     began = tl.full([], 0, tl.int64)
     while waiting != 0:
-        a, b, c, d, missing = _seen(addresses, wanted, epoch, BITS, EXACT)
+        a, b, c, d, missing = _seen(addresses, wanted, epoch, EXACT)
         waiting = tl.max(missing, axis=0)
         looks += 1
-        if looks == LOOKS:
+        if looks == most:
             looks = 0
             now = _clock()
             began = tl.where(began == 0, now, began)
@@ -203,7 +214,7 @@ def _arrived(
 def _send(base, place, bits, left):
     """Store elements at ``place`` of the staging at ``base``: the first ``left`` bytes of them."""
     offsets = tl.arange(0, THREADS) * 16
-    strong.store(base + place + offsets, _words(bits), offsets < left)
+    strong.store(base + place + offsets, _as_sent(bits), offsets < left)
 
 
 @triton.jit
@@ -226,16 +237,21 @@ def _slot(sender: tl.constexpr, owner: tl.constexpr):
 
 
 @triton.jit
-def _clear(slots, BITS: tl.constexpr, WORLD: tl.constexpr, ME: tl.constexpr):
+def _slots(channel, phase, WORLD: tl.constexpr):
+    """Return where the slots of a phase of a channel are, in bytes from where the first channel begins."""
+    return ((channel * PHASES + phase) * (WORLD - 1)).to(tl.int64) * SLOT
+
+
+@triton.jit
+def _clear(slots, WORLD: tl.constexpr, ME: tl.constexpr):
     """Make the slots of a phase free.
 
     By weak stores: peers' stores to the same places, and this rank's loads, are ordered against them.
     """
-    word: tl.constexpr = -2147450880 if BITS.primitive_bitwidth == 16 else -2147483648
     pointers = _pointer(slots, tl.int32, True) + tl.arange(0, SLOT // 4)
     for rank in tl.static_range(WORLD):
         if rank != ME:
-            tl.store(pointers + _slot(rank, ME) * (SLOT // 4), tl.full([SLOT // 4], word, tl.int32))
+            tl.store(pointers + _slot(rank, ME) * (SLOT // 4), tl.full([SLOT // 4], FREE, tl.int32))
 
 
 @triton.jit
@@ -249,7 +265,7 @@ def _tell_begun(b0, b1, b2, b3, b4, b5, b6, b7, FLAGS: tl.constexpr, WORLD: tl.c
     bases = tl.full([THREADS], 0, tl.int64)
     for rank in tl.static_range(WORLD):
         bases = tl.where(peers == rank, _piece(rank, b0, b1, b2, b3, b4, b5, b6, b7), bases)
-    # The fence waits for what its thread has under way, so nothing is loaded before.
+    # It waits for what its thread has under way, so nothing is loaded before.
     strong.release(bases + (FLAGS + 16 * ME), peers < WORLD)
 
 
@@ -309,9 +325,9 @@ def _combine(total, value, op):
 
 
 @triton.jit
-def _unless(timed_out, bits, FREE: tl.constexpr, BITS: tl.constexpr):
-    """Return ``bits``, and NaN in their place if the peer has timed out."""
-    return tl.where(timed_out != 0, -1 - FREE, bits).to(BITS)
+def _unless(timed_out, bits, BITS: tl.constexpr):
+    """Return ``bits``, and all ones in their place if a peer has timed out: NaN to every type that has one."""
+    return tl.where(timed_out != 0, -1, bits).to(BITS)
 
 
 @triton.jit
@@ -369,8 +385,8 @@ def _multiple(count, ALIGNED: tl.constexpr):
 def one_shot(
     out: tl.int64, data: tl.int64, address: tl.int64, call: tl.int32, size: tl.int32, op: tl.int32,
     b0: tl.int64, b1: tl.int64, b2: tl.int64, b3: tl.int64, b4: tl.int64, b5: tl.int64, b6: tl.int64, b7: tl.int64,
-    KIND: tl.constexpr, DTYPE: tl.constexpr, BITS: tl.constexpr, FREE: tl.constexpr, WORLD: tl.constexpr,
-    ME: tl.constexpr, ALIGNED: tl.constexpr, AREA: tl.constexpr, FLAGS: tl.constexpr, FIRST_PHASE: tl.constexpr,
+    KIND: tl.constexpr, DTYPE: tl.constexpr, BITS: tl.constexpr, WORLD: tl.constexpr,
+    ME: tl.constexpr, ALIGNED: tl.constexpr, FLAGS: tl.constexpr, FIRST_PHASE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Exchange ``size`` elements with every rank, all in one go.
@@ -396,12 +412,14 @@ def one_shot(
         at = chunk * BLOCK + within
         left = (sendable - chunk * BLOCK) * width
         phase = tl.load(table + FIRST_PHASE + chunk).to(tl.int32)
-        place = AREA + ((chunk * PHASES + phase) * (WORLD - 1)).to(tl.int64) * SLOT
-        bits = _taken(source, at, count, FREE)
+        place = _slots(chunk, phase, WORLD)
+        bits = tl.load(source + at, mask=at < count, other=0)
+        if KIND == GATHER:
+            bits = _as_arrived(bits)  # the same on all ranks
         for step in tl.static_range(1, WORLD):
             peer = (ME + step) % WORLD
             if KIND == SCATTER:
-                bits = _taken(source + peer * count, at, count, FREE)
+                bits = tl.load(source + peer * count + at, mask=at < count, other=0)
             there = place + _slot(ME, (ME + step) % WORLD) * SLOT
             _send(_piece((ME + step) % WORLD, b0, b1, b2, b3, b4, b5, b6, b7), there, bits, left)
         if KIND == GATHER:  # before a peer's part is stored, which the input may overlap
@@ -409,13 +427,13 @@ def one_shot(
     for chunk in range(program, tl.cdiv(count, BLOCK), programs):
         at = chunk * BLOCK + within
         phase = tl.load(table + FIRST_PHASE + chunk).to(tl.int32)
-        used = base + AREA + ((chunk * PHASES + phase) * (WORLD - 1)).to(tl.int64) * SLOT
+        used = base + _slots(chunk, phase, WORLD)
         if KIND != GATHER:
-            own = _taken(source + (ME * count if KIND == SCATTER else 0), at, count, FREE)
+            own = tl.load(source + (ME * count if KIND == SCATTER else 0) + at, mask=at < count, other=0)
         a, b, c, d, timed_out = _arrived(
-            table, call, used, (padded - chunk * BLOCK) * width, wait_budget, timed_out, BITS, WORLD, ME
+            table, call, used, (padded - chunk * BLOCK) * width, wait_budget, timed_out, WORLD, ME
         )
-        _clear(used, BITS, WORLD, ME)
+        _clear(used, WORLD, ME)
         total = tl.zeros([BLOCK], tl.float32)
         for rank in tl.static_range(WORLD):
             if rank != ME:
@@ -426,7 +444,7 @@ def one_shot(
                 value = bits.to(DTYPE, bitcast=True).to(tl.float32)
                 total = value if rank == 0 else _combine(total, value, op)
             elif rank != ME:
-                tl.store(target + rank * count + at, _unless(timed_out, bits, FREE, BITS), mask=at < count)
+                tl.store(target + rank * count + at, _unless(timed_out, bits, BITS), mask=at < count)
         if KIND != GATHER:
             tl.store(target + at, _rounded(total, op, timed_out, DTYPE, BITS, WORLD), mask=at < count)
         tl.store(table + FIRST_PHASE + chunk, ((phase + 1) % PHASES).to(tl.int64))
@@ -437,14 +455,14 @@ def one_shot(
 def two_shot(
     out: tl.int64, data: tl.int64, address: tl.int64, call: tl.int32, size: tl.int32, op: tl.int32,
     b0: tl.int64, b1: tl.int64, b2: tl.int64, b3: tl.int64, b4: tl.int64, b5: tl.int64, b6: tl.int64, b7: tl.int64,
-    KIND: tl.constexpr, DTYPE: tl.constexpr, BITS: tl.constexpr, FREE: tl.constexpr, WORLD: tl.constexpr,
-    ME: tl.constexpr, ALIGNED: tl.constexpr, AREA: tl.constexpr, FLAGS: tl.constexpr, FIRST_PHASE: tl.constexpr,
+    KIND: tl.constexpr, DTYPE: tl.constexpr, BITS: tl.constexpr, WORLD: tl.constexpr,
+    ME: tl.constexpr, ALIGNED: tl.constexpr, FLAGS: tl.constexpr, FIRST_PHASE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Reduce as :func:`one_shot` does, with less to send: a rank reduces one piece of each chunk, for all of them.
 
-    A chunk has ``WORLD`` pieces of ``BLOCK`` elements, and a phase two parts of as many slots: for what the peers
-    send for the piece that is this rank's, and for the results of the pieces that are theirs.
+    A chunk has ``WORLD`` pieces of ``BLOCK`` elements, and two channels: the peers send through the first what they
+    have for the piece that is this rank's, and through the second the results of the pieces that are theirs.
     """
     table = _pointer(address, tl.int64, True)
     target = _pointer(out, BITS, ALIGNED)
@@ -461,50 +479,50 @@ def two_shot(
         return
     wait_budget, sendable, timed_out = _wait_budget(table, padded)
     for chunk in range(program, tl.cdiv(count, WORLD * BLOCK), programs):
-        phase = tl.load(table + FIRST_PHASE + chunk).to(tl.int32)
-        place = AREA + ((chunk * PHASES + phase) * 2 * (WORLD - 1)).to(tl.int64) * SLOT
+        phase = tl.load(table + FIRST_PHASE + 2 * chunk).to(tl.int32)
+        place = _slots(2 * chunk, phase, WORLD)
         for step in tl.static_range(1, WORLD):
             peer = (ME + step) % WORLD
             first = (chunk * WORLD + peer) * BLOCK
-            bits = _taken(source, first + within, count, FREE)
+            bits = tl.load(source + first + within, mask=first + within < count, other=0)
             there = place + _slot(ME, (ME + step) % WORLD) * SLOT
             _send(_piece((ME + step) % WORLD, b0, b1, b2, b3, b4, b5, b6, b7), there, bits, (sendable - first) * width)
     for chunk in range(program, tl.cdiv(count, WORLD * BLOCK), programs):
-        phase = tl.load(table + FIRST_PHASE + chunk).to(tl.int32)
-        begin = ((chunk * PHASES + phase) * 2 * (WORLD - 1)).to(tl.int64) * SLOT
+        phase = tl.load(table + FIRST_PHASE + 2 * chunk).to(tl.int32)
+        used = base + _slots(2 * chunk, phase, WORLD)
+        place = _slots(2 * chunk + 1, tl.load(table + FIRST_PHASE + 2 * chunk + 1).to(tl.int32), WORLD)
         first = (chunk * WORLD + ME) * BLOCK
         at = first + within
-        own = _taken(source, at, count, FREE)
-        a, b, c, d, timed_out = _arrived(
-            table, call, base + AREA + begin, (padded - first) * width, wait_budget, timed_out, BITS, WORLD, ME
-        )
-        _clear(base + AREA + begin, BITS, WORLD, ME)
+        own = tl.load(source + at, mask=at < count, other=0)
+        a, b, c, d, timed_out = _arrived(table, call, used, (padded - first) * width, wait_budget, timed_out, WORLD, ME)
+        _clear(used, WORLD, ME)
         total = tl.zeros([BLOCK], tl.float32)
         for rank in tl.static_range(WORLD):
             bits = own if rank == ME else _of(a, b, c, d, rank - (rank > ME), BITS)
             value = bits.to(DTYPE, bitcast=True).to(tl.float32)
             total = value if rank == 0 else _combine(total, value, op)
-        result = _positive(_rounded(total, op, timed_out, DTYPE, BITS, WORLD), FREE)
+        result = _rounded(total, op, timed_out, DTYPE, BITS, WORLD)
         for step in tl.static_range(1, WORLD):
-            there = AREA + begin + (WORLD - 1 + _slot(ME, (ME + step) % WORLD)) * SLOT
+            there = place + _slot(ME, (ME + step) % WORLD) * SLOT
             left = (sendable * (1 - timed_out) - first) * width
             _send(_piece((ME + step) % WORLD, b0, b1, b2, b3, b4, b5, b6, b7), there, result, left)
         tl.store(target + at, result, mask=at < count)
+        tl.store(table + FIRST_PHASE + 2 * chunk, ((phase + 1) % PHASES).to(tl.int64))
         _fail(table, timed_out, call)
     for chunk in range(program, tl.cdiv(count, WORLD * BLOCK), programs):
-        phase = tl.load(table + FIRST_PHASE + chunk).to(tl.int32)
-        used = base + AREA + (((chunk * PHASES + phase) * 2 + 1) * (WORLD - 1)).to(tl.int64) * SLOT
+        phase = tl.load(table + FIRST_PHASE + 2 * chunk + 1).to(tl.int32)
+        used = base + _slots(2 * chunk + 1, phase, WORLD)
         first = chunk * WORLD * BLOCK
         a, b, c, d, timed_out = _arrived(
-            table, call, used, (padded - first) * width, wait_budget, timed_out, BITS, WORLD, ME, SLOT
+            table, call, used, (padded - first) * width, wait_budget, timed_out, WORLD, ME, SLOT
         )
-        _clear(used, BITS, WORLD, ME)
+        _clear(used, WORLD, ME)
         for rank in tl.static_range(WORLD):
             if rank != ME:
                 at = first + rank * BLOCK + within
                 bits = _of(a, b, c, d, rank - (rank > ME), BITS)
-                tl.store(target + at, _unless(timed_out, bits, FREE, BITS), mask=at < count)
-        tl.store(table + FIRST_PHASE + chunk, ((phase + 1) % PHASES).to(tl.int64))
+                tl.store(target + at, _unless(timed_out, bits, BITS), mask=at < count)
+        tl.store(table + FIRST_PHASE + 2 * chunk + 1, ((phase + 1) % PHASES).to(tl.int64))
         _fail(table, timed_out, call)
 
 
@@ -513,14 +531,14 @@ def scatter_pieces(
     out: tl.int64, p0: tl.int64, p1: tl.int64, p2: tl.int64, p3: tl.int64, p4: tl.int64, p5: tl.int64, p6: tl.int64,
     p7: tl.int64, address: tl.int64, call: tl.int32, size: tl.int32, op: tl.int32,
     b0: tl.int64, b1: tl.int64, b2: tl.int64, b3: tl.int64, b4: tl.int64, b5: tl.int64, b6: tl.int64, b7: tl.int64,
-    DTYPE: tl.constexpr, BITS: tl.constexpr, FREE: tl.constexpr, WORLD: tl.constexpr, ME: tl.constexpr,
-    ALIGNED: tl.constexpr, AREA: tl.constexpr, FLAGS: tl.constexpr, FIRST_PHASE: tl.constexpr, BLOCK: tl.constexpr,
-    CHUNKS: tl.constexpr,
+    DTYPE: tl.constexpr, BITS: tl.constexpr, WORLD: tl.constexpr, ME: tl.constexpr,
+    ALIGNED: tl.constexpr, FLAGS: tl.constexpr, FIRST_PHASE: tl.constexpr, BLOCK: tl.constexpr,
+    CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """``SCATTER`` of :func:`one_shot`, with a piece for each rank at an address of its own, and of more elements.
 
-    What is more than ``CHUNKS`` blocks goes through the same chunks again, as in a next call: chunk by chunk that is
-    what it is, because chunks share nothing. Between calls :func:`_keep_pace` orders what is cleared. Here fences do,
+    What is more than ``CHANNELS`` blocks goes through the same chunks again, as in a next call: chunk by chunk that is
+    what it is, because channels share nothing. Between calls :func:`_keep_pace` orders what is cleared. Here fences do,
     before each block and after the last: what was cleared must be so before a peer, which what is sent next lets go on,
     can store there.
     """
@@ -537,26 +555,28 @@ def scatter_pieces(
         _work_beside(program, table, call, base, b0, b1, b2, b3, b4, b5, b6, b7, FLAGS, WORLD, ME)
         return
     wait_budget, sendable, timed_out = _wait_budget(table, padded)
-    several = tl.cdiv(count, BLOCK) > CHUNKS
-    for chunk in range(program, tl.minimum(tl.cdiv(count, BLOCK), CHUNKS), programs):
+    several = tl.cdiv(count, BLOCK) > CHANNELS
+    for chunk in range(program, tl.minimum(tl.cdiv(count, BLOCK), CHANNELS), programs):
         phase = tl.load(table + FIRST_PHASE + chunk).to(tl.int32)
-        for block in range(chunk, tl.cdiv(count, BLOCK), CHUNKS):
+        for block in range(chunk, tl.cdiv(count, BLOCK), CHANNELS):
             if several:
                 strong.fence(THREADS)
             at = block * BLOCK + within
             left = (sendable * (1 - timed_out) - block * BLOCK) * width
-            place = AREA + ((chunk * PHASES + phase) * (WORLD - 1)).to(tl.int64) * SLOT
+            place = _slots(chunk, phase, WORLD)
             for step in tl.static_range(1, WORLD):
                 source = _piece((ME + step) % WORLD, p0, p1, p2, p3, p4, p5, p6, p7)
-                bits = _taken(_pointer(source, BITS, ALIGNED), at, count, FREE)
+                bits = tl.load(_pointer(source, BITS, ALIGNED) + at, mask=at < count, other=0)
                 there = place + _slot(ME, (ME + step) % WORLD) * SLOT
                 _send(_piece((ME + step) % WORLD, b0, b1, b2, b3, b4, b5, b6, b7), there, bits, left)
-            used = base + AREA + ((chunk * PHASES + phase) * (WORLD - 1)).to(tl.int64) * SLOT
-            own = _taken(_pointer(_piece(ME, p0, p1, p2, p3, p4, p5, p6, p7), BITS, ALIGNED), at, count, FREE)
-            a, b, c, d, timed_out = _arrived(
-                table, call, used, (padded - block * BLOCK) * width, wait_budget, timed_out, BITS, WORLD, ME
+            used = base + place
+            own = tl.load(
+                _pointer(_piece(ME, p0, p1, p2, p3, p4, p5, p6, p7), BITS, ALIGNED) + at, mask=at < count, other=0
             )
-            _clear(used, BITS, WORLD, ME)
+            a, b, c, d, timed_out = _arrived(
+                table, call, used, (padded - block * BLOCK) * width, wait_budget, timed_out, WORLD, ME
+            )
+            _clear(used, WORLD, ME)
             total = tl.zeros([BLOCK], tl.float32)
             for rank in tl.static_range(WORLD):
                 bits = own if rank == ME else _of(a, b, c, d, rank - (rank > ME), BITS)
@@ -600,7 +620,7 @@ def exact(
         left = (sendable - chunk * BLOCK) * width
         turn = tl.load(table + FIRST_PHASE + chunk)
         phase, epoch = (turn % PHASES).to(tl.int32), turn.to(tl.int32) + 1
-        place = AREA + ((chunk * PHASES + phase) * (WORLD - 1)).to(tl.int64) * (2 * SLOT)
+        place = AREA + 2 * _slots(chunk, phase, WORLD)
         own = tl.load(source + (ME * count if KIND == EXCHANGE else 0) + at, mask=at < count, other=0)
         bits = own
         for step in tl.static_range(1, WORLD):
@@ -614,16 +634,14 @@ def exact(
         at = chunk * BLOCK + within
         turn = tl.load(table + FIRST_PHASE + chunk)
         phase, epoch = (turn % PHASES).to(tl.int32), turn.to(tl.int32) + 1
-        used = base + AREA + ((chunk * PHASES + phase) * (WORLD - 1)).to(tl.int64) * (2 * SLOT)
+        used = base + AREA + 2 * _slots(chunk, phase, WORLD)
         a, b, c, d, timed_out = _arrived(
-            table, call, used, (count - chunk * BLOCK) * width, wait_budget, timed_out, BITS, WORLD, ME, 0, epoch, True
+            table, call, used, (count - chunk * BLOCK) * width, wait_budget, timed_out, WORLD, ME, 0, epoch, True
         )
         for rank in tl.static_range(WORLD):
             if rank != ME:
                 bits = _of(a, b, c, d, rank - (rank > ME), BITS)
-                # Of ones: NaN to every type that has one.
-                bits = tl.where(timed_out != 0, -1, bits).to(BITS)
-                tl.store(target + rank * count + at, bits, mask=at < count)
+                tl.store(target + rank * count + at, _unless(timed_out, bits, BITS), mask=at < count)
         tl.store(table + FIRST_PHASE + chunk, turn + 1)
         _fail(table, timed_out, call)
 

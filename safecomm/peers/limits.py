@@ -23,12 +23,19 @@ LARGEST = 64 * MiB
 """Bytes of the largest limit of a kernel whose staging grows with it; and of the others, whose counts have 32 bits."""
 RING_LARGEST = 1 << 30
 
+ASYNCHRONOUS = {REDUCE: 4 * MiB, SCATTER: MiB, GATHER: MiB}
+"""Bytes of the largest asynchronous call that is taken, as the limits count them; any that is exact is.
+
+Calls run on the current stream, so what shall run beside one begins after it. A larger call's time would be missed.
+"""
+
 
 @dataclass(frozen=True)
 class LowLatencyLimits:
     """Up to how many bytes a call is taken: of the tensor of ``all_reduce``, else of one rank's part of the larger one.
 
-    0: never. What is larger goes to NCCL.
+    0: never. What is larger goes to NCCL. So does an asynchronous or functional call above 4 MiB of ``all_reduce``, or
+    above 1 MiB of ``scatter`` and ``gather``, whatever these limits are.
     """
 
     one_shot: int
@@ -44,11 +51,11 @@ class LowLatencyLimits:
     exchange: int = 0
     """``all_to_all_single`` of equal parts, bit for bit, in any type."""
     ring: int = 0
-    """Synchronous ``all_reduce`` above ``one_shot`` and ``two_shot`` by the ring."""
+    """``all_reduce`` above ``one_shot`` and ``two_shot`` by the ring, if it is synchronous."""
     ring_scatter: int = 0
-    """Synchronous ``reduce_scatter_tensor`` above ``scatter`` by the ring."""
+    """``reduce_scatter_tensor`` above ``scatter`` by the ring, if it is synchronous."""
     ring_gather: int = 0
-    """Synchronous ``all_gather_into_tensor`` above ``gather`` by the ring."""
+    """``all_gather_into_tensor`` above ``gather`` by the ring, if it is synchronous."""
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -62,12 +69,18 @@ class LowLatencyLimits:
         ring = max(self.ring, self.ring_scatter, self.ring_gather) > 0
         return StagingLayout(world, one_shot, self.two_shot, max(self.exact, self.exchange), ring)
 
+    @property
+    def most_asynchronous(self) -> int:
+        """Bytes of the largest call of an operator that is taken, of those that may be asynchronous."""
+        largest = {REDUCE: max(self.one_shot, self.two_shot), SCATTER: self.scatter, GATHER: self.gather}
+        return max(self.exact, *(min(most, ASYNCHRONOUS[collective]) for collective, most in largest.items()))
+
     def nbytes(self, world: int) -> int:
         """Return the bytes of staging that each of ``world`` ranks needs.
 
         Examples
         --------
-        >>> LowLatencyLimits(one_shot=65536, two_shot=0, scatter=0, gather=0).nbytes(2) == 2 * 3 * 65536 + 4096
+        >>> LowLatencyLimits(one_shot=65536, two_shot=0, scatter=0, gather=0).nbytes(2) == 3 * 65536 + 4096
         True
         """
         return self.layout(world).nbytes
@@ -96,7 +109,7 @@ class LowLatencyLimits:
 
 DEFAULTS = {
     2: LowLatencyLimits(
-        one_shot=MiB, two_shot=4 * MiB, scatter=MiB, gather=MiB, exact=32 * KiB, exchange=256 * KiB,
+        one_shot=MiB, two_shot=8 * MiB, scatter=4 * MiB, gather=4 * MiB, exact=32 * KiB, exchange=256 * KiB,
         ring=128 * MiB, ring_scatter=32 * MiB, ring_gather=32 * MiB,
     ),
     4: LowLatencyLimits(

@@ -54,16 +54,16 @@ class low_latency:  # noqa: N801
     (bf16, fp16, fp32) on GPUs of one host, up to a size above which NCCL is faster, eager and in CUDA graphs. The list
     forms ``all_gather`` and ``reduce_scatter``, of any size, send from tensor to tensor, without c10d's flat buffer and
     its copies. Everything else goes where it went before. The result is bit for bit the same on every rank and in every
-    run. It is not NCCL's: sums are taken in fp32 in the order of the ranks, and kernels make positive zero of negative
-    zero. See ``docs/low-latency.md``, also for when not to use it.
+    run. It is not NCCL's: sums are taken in fp32 in the order of the ranks. See ``docs/low-latency.md``, also for when
+    not to use it.
 
     A context manager, and the same by :meth:`enable` and :meth:`disable`. Entering and leaving are collective: every
     rank of the group does the same. Leaving waits for all calls, and up to 30 s for the other ranks; by an exception it
     does not wait for them. What a rank that did not come may still store into is kept to the end of the process.
 
-    Calls run on the current stream, asynchronous ones too; calls on several streams run one after the other (S1). The
-    ring, for large calls, takes synchronous ones only: it fills the device. In a graph, every rank has to replay the
-    same calls in the same order as the others, as with NCCL.
+    Calls run on the current stream, asynchronous ones too; calls on several streams run one after the other (S1). Of
+    large calls, above 4 MiB or a part of 1 MiB, only synchronous ones are taken. In a graph, every rank has to replay
+    the same calls in the same order as the others, as with NCCL.
 
     Parameters
     ----------

@@ -13,7 +13,7 @@ import torch
 from safecomm.core.streams import HOST
 
 THREADS = 256
-"""Of a program."""
+"""Of a program of the small kernels, which is what is counted."""
 
 _REGISTERS = 1 << 16  # of a multiprocessor, of every GPU since 2012
 

@@ -1,14 +1,14 @@
 """Staging: the memory of a group that its ranks store into, at the same places on all of them.
 
-One block a rank, made and exchanged once, before anything is captured, and never grown. It begins free: full of the
-bits of negative zero, which the kernels know as "nothing has arrived" (``kernels.py``), but for what the ring uses,
-which has flags (``ring.py``).
+One block a rank, made and exchanged once, before anything is captured, and never grown. It begins free: full of words
+that the kernels know as "nothing has arrived" (``kernels.py``), but for what is sent bit for bit and by the ring, which
+has numbers of its own (``ring.py``).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch.distributed import ProcessGroup
@@ -34,26 +34,24 @@ BESIDE = 2
 """Programs of a kernel that touch no data: one tells the peers that a call has begun, one sees that theirs have."""
 
 PHASES = 3
-"""Phases of a chunk: each call uses the staging of one of them, in turn."""
+"""Phases of a channel: each call uses the slots of one of them, in turn."""
 
-WIDTHS = {2: torch.int16, 4: torch.int32}
-"""Bytes of an element, and the integers of that width. Each has staging of its own: their negative zeros differ."""
+FREE = 0xFFE55A5A - (1 << 32)
+"""The word of 4 bytes that stands where nothing has arrived, as a signed integer.
 
+It is a quiet NaN in fp32, and its upper half is one in bf16 and in fp16, with a payload that no operation makes.
+"""
 
-def free(width: int) -> int:
-    """Return the bits of negative zero of floating-point numbers of ``width`` bytes, as a signed integer."""
-    return int(torch.iinfo(WIDTHS[width]).min)
-
-
-class _Area(NamedTuple):
-    begin: int  # bytes from the beginning of the block
-    end: int
-    chunks_before: int  # the number of chunks of the areas before
+OTHER = FREE ^ (1 << 16)
+"""What is sent in its place: another NaN, of another payload. So nothing but the payload of a NaN is ever changed."""
 
 
 @dataclass(frozen=True)
 class StagingLayout:
-    """What lies where in a block: for each width, an area of the one-shot kernel and one of the two-shot kernel.
+    """What lies where in a block: channels, which serve all small calls; packets; and the places of the ring.
+
+    A channel has a slot for every peer in each of its phases. The one-shot kernel sends a slot through each, and the
+    two-shot kernel through two of them a slot for every rank.
 
     ``one_shot``: the largest number of bytes that a rank sends to a peer in one call. ``two_shot``: the largest tensor
     of the two-shot kernel, in bytes. ``exact``: the largest number of bytes that a rank sends to a peer bit for bit.
@@ -86,35 +84,19 @@ class StagingLayout:
         return self.ring_area + self._ring_places * self.ring_piece
 
     def chunks(self, two_shot: bool) -> int:
-        """Return the number of chunks of an area."""
+        """Return the number of chunks of the largest call of one of the kernels."""
         if two_shot:
             return -(-self.two_shot // (SLOT * self.world))
         return -(-self.one_shot // SLOT)
 
-    def _areas(self) -> dict[tuple[int, bool], _Area]:
-        """Return the areas, by the width and whether it is the two-shot kernel's, in their order."""
-        areas = {}
-        begin = chunks_before = 0
-        for width in WIDTHS:
-            for two_shot in (False, True):
-                chunks = self.chunks(two_shot)
-                nbytes = chunks * PHASES * (self.world - 1) * SLOT * (2 if two_shot else 1)
-                areas[width, two_shot] = _Area(begin, begin + nbytes, chunks_before)
-                begin += nbytes
-                chunks_before += chunks
-        return areas
-
-    def area(self, width: int, two_shot: bool) -> int:
-        """Return where an area begins, in bytes from the beginning of the block."""
-        return self._areas()[width, two_shot].begin
-
-    def chunks_before(self, width: int, two_shot: bool) -> int:
-        """Return the number of chunks of the areas before this one."""
-        return self._areas()[width, two_shot].chunks_before
+    @property
+    def channels(self) -> int:
+        """The number of channels, which lie at the beginning of the block."""
+        return max(self.chunks(False), 2 * self.chunks(True))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a rank's block: ``2 x 3 x (world - 1) x (one_shot + 2 x two_shot / world)``.
+        """Bytes of a rank's block: ``3 x (world - 1) x max(one_shot, 2 x two_shot / world)``.
 
         For bit for bit copies ``6 x (world - 1) x exact`` more, and a slot.
 
@@ -131,7 +113,7 @@ class StagingLayout:
     @property
     def exact_area(self) -> int:
         """Where packets begin, in bytes from the beginning of the block. They are twice as long as what they carry."""
-        return max(area.end for area in self._areas().values())
+        return self.channels * PHASES * (self.world - 1) * SLOT
 
     @property
     def flags(self) -> int:
@@ -139,14 +121,13 @@ class StagingLayout:
         return self.exact_area + self.exact_chunks * PHASES * (self.world - 1) * 2 * SLOT
 
     @property
-    def all_chunks(self) -> int:
-        """The number of chunks of all areas."""
-        return len(WIDTHS) * (self.chunks(False) + self.chunks(True)) + self.exact_chunks
+    def turns(self) -> int:
+        """The number of what takes turns: channels, and chunks of what is sent bit for bit."""
+        return self.channels + self.exact_chunks
 
     def clear(self, block: torch.Tensor) -> None:
         """Make all of ``block`` free, and all flags those of no iteration."""
-        for (width, _), area in self._areas().items():
-            block[area.begin : area.end].view(WIDTHS[width]).fill_(free(width))
+        block[: self.exact_area].view(torch.int32).fill_(FREE)
         block[self.exact_area :].zero_()  # no call has the number 0
 
 

@@ -11,6 +11,11 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from safecomm.peers.staging import FREE, SLOT
+
+LOOKS = 64
+"""How often a thread looks for something by itself before all threads look whether everything is there."""
+
 INTERPRETED: bool = triton.runtime.jit.knobs.runtime.interpret if hasattr(triton, "knobs") else False
 """Whether the kernels run in Triton's interpreter, on the CPU, as some tests have them do."""
 
@@ -31,6 +36,11 @@ if INTERPRETED:
         """Load four words of 4 bytes at each address."""
         return [tl.load(_at(addresses, 4 * number, tl.int32), mask=wanted, other=0) for number in range(4)]
 
+    def await_words(addresses: Any, wanted: Any) -> Any:
+        """Load four words of 4 bytes at each address, once, and whether one is missing."""
+        a, b, c, d = load(addresses, wanted)
+        return a, b, c, d, ((a == FREE) | (b == FREE) | (c == FREE) | (d == FREE)) & wanted
+
     def store_packets(addresses: Any, first: Any, second: Any, epoch: Any, wanted: Any) -> None:
         """Store two packets at each address."""
         for number, word in enumerate((first, second)):
@@ -41,6 +51,12 @@ if INTERPRETED:
         """Load two packets at each address: both words, and both epochs."""
         packets = [tl.load(_at(addresses, 8 * number, tl.int64), mask=wanted, other=0) for number in range(2)]
         return [packet.to(tl.int32) for packet in packets] + [(packet >> 32).to(tl.int32) for packet in packets]
+
+    def await_packets(addresses: Any, epoch: Any, wanted: Any) -> Any:
+        """Load two packets at each address, and two a slot behind, once: their words, and whether one is missing."""
+        a, b, one, two = load_packets(addresses, wanted)
+        c, d, three, four = load_packets(addresses + SLOT, wanted)
+        return a, b, c, d, ((one != epoch) | (two != epoch) | (three != epoch) | (four != epoch)) & wanted
 
     def release(addresses: Any, wanted: Any) -> None:
         """Add 1 at each address, where nobody else stores."""
@@ -72,6 +88,63 @@ else:
         @wanted ld.relaxed.sys.global.v4.b32 {$0, $1, $2, $3}, [$4];
     }
     """)
+    # A loop of each thread, which is through as soon as nothing is missing.
+    _AWAIT_WORDS = tl.constexpr(f"""
+    {{
+        .reg .pred again;
+        .reg .b32 looks;
+        mov.b32 $0, 0;
+        mov.b32 $1, 0;
+        mov.b32 $2, 0;
+        mov.b32 $3, 0;
+        mov.b32 $4, 0;
+        mov.b32 looks, {LOOKS};
+        setp.eq.b32 again, $6, 0;
+        @again bra THROUGH;
+    LOOK:
+        ld.relaxed.sys.global.v4.b32 {{$0, $1, $2, $3}}, [$5];
+        setp.eq.b32 again, $0, {FREE};
+        setp.eq.or.b32 again, $1, {FREE}, again;
+        setp.eq.or.b32 again, $2, {FREE}, again;
+        setp.eq.or.b32 again, $3, {FREE}, again;
+        selp.b32 $4, 1, 0, again;
+        sub.u32 looks, looks, 1;
+        setp.ne.and.b32 again, looks, 0, again;
+        @again bra LOOK;
+    THROUGH:
+    }}
+    """)
+    _AWAIT_PACKETS = tl.constexpr(f"""
+    {{
+        .reg .pred again;
+        .reg .b32 looks, one, two, three, four;
+        .reg .b64 first, second, third, fourth;
+        mov.b32 $0, 0;
+        mov.b32 $1, 0;
+        mov.b32 $2, 0;
+        mov.b32 $3, 0;
+        mov.b32 $4, 0;
+        mov.b32 looks, {LOOKS};
+        setp.eq.b32 again, $7, 0;
+        @again bra THROUGH;
+    LOOK:
+        ld.relaxed.sys.global.v2.b64 {{first, second}}, [$5];
+        ld.relaxed.sys.global.v2.b64 {{third, fourth}}, [$5 + {SLOT}];
+        mov.b64 {{$0, one}}, first;
+        mov.b64 {{$1, two}}, second;
+        mov.b64 {{$2, three}}, third;
+        mov.b64 {{$3, four}}, fourth;
+        setp.ne.b32 again, one, $6;
+        setp.ne.or.b32 again, two, $6, again;
+        setp.ne.or.b32 again, three, $6, again;
+        setp.ne.or.b32 again, four, $6, again;
+        selp.b32 $4, 1, 0, again;
+        sub.u32 looks, looks, 1;
+        setp.ne.and.b32 again, looks, 0, again;
+        @again bra LOOK;
+    THROUGH:
+    }}
+    """)
     _STORE_PACKETS = tl.constexpr("""
     {
         .reg .pred wanted;
@@ -100,8 +173,7 @@ else:
         .reg .pred wanted;
         setp.ne.b32 wanted, $2, 0;
         mov.b32 $0, 0;
-        @wanted fence.acq_rel.sys;
-        @wanted red.relaxed.sys.global.add.u32 [$1], 1;
+        @wanted red.release.sys.global.add.u32 [$1], 1;
     }
     """)
     _ACQUIRE = tl.constexpr("""
@@ -139,6 +211,17 @@ else:
         )  # fmt: skip
 
     @triton.jit
+    def await_words(addresses, wanted):
+        """Load the 16 bytes at each address as :func:`load` does, and again while one of the words is free.
+
+        Each thread does so for itself, some times. Returns the words, and whether one is still free.
+        """
+        return tl.inline_asm_elementwise(
+            _AWAIT_WORDS, "=&r,=&r,=&r,=&r,=&r,l,r,~{memory}", [addresses, wanted.to(tl.int32)],
+            (tl.int32, tl.int32, tl.int32, tl.int32, tl.int32), False, 1,
+        )  # fmt: skip
+
+    @triton.jit
     def store_packets(addresses, first, second, epoch, wanted):
         """Store 16 bytes at each address: two packets of 8 bytes, each of a word of data and the epoch."""
         tl.inline_asm_elementwise(
@@ -152,6 +235,17 @@ else:
         return tl.inline_asm_elementwise(
             _LOAD_PACKETS, "=r,=r,=r,=r,l,r,~{memory}", [addresses, wanted.to(tl.int32)],
             (tl.int32, tl.int32, tl.int32, tl.int32), False, 1,
+        )  # fmt: skip
+
+    @triton.jit
+    def await_packets(addresses, epoch, wanted):
+        """Load two packets at each address, and two a slot behind, and do so again while one is of another ``epoch``.
+
+        Each thread does so for itself, some times. Returns the words, and whether one is still of another epoch.
+        """
+        return tl.inline_asm_elementwise(
+            _AWAIT_PACKETS, "=&r,=&r,=&r,=&r,=&r,l,r,r,~{memory}", [addresses, epoch, wanted.to(tl.int32)],
+            (tl.int32, tl.int32, tl.int32, tl.int32, tl.int32), False, 1,
         )  # fmt: skip
 
     @triton.jit

@@ -1,6 +1,7 @@
 """low_latency(): results, order, graphs, and a peer that does not come, on real GPUs."""
 
 import contextlib
+import itertools
 import random
 import time
 from datetime import timedelta
@@ -11,6 +12,7 @@ from harness import LIBRARIES, MIB, case, held, rank, require, settle, slow
 
 import safecomm
 from safecomm.peers import low_latency as module
+from safecomm.peers import staging
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 OPS = (stock.ReduceOp.SUM, stock.ReduceOp.AVG, stock.ReduceOp.MAX, stock.ReduceOp.MIN)
@@ -161,8 +163,28 @@ def low_latency_error_and_bits():
             stock.all_gather(others, found["safecomm"])
             differing += sum(not torch.equal(other, found["safecomm"]) for other in others)
             require(worst[f"safecomm, {count}"] <= worst[f"stock, {count}"] * 1.0001, worst)
+        differing += any_bits()
     require(differing == 0, differing)
     return {"mean error": worst, "differing": differing}
+
+
+def any_bits():
+    """Return how many words ranks have otherwise than others, of results of words of any bits: all sorts of NaN."""
+    differing = 0
+    generator = torch.Generator("cuda").manual_seed(50 + rank())
+    for words, dtype, op in itertools.product((1, 900, 70_000), DTYPES, OPS):
+        bits = torch.randint(-(1 << 31), 1 << 31, (words,), dtype=torch.int64, generator=generator, device="cuda").int()
+        chosen = torch.randint(0, 4, (words,), generator=generator, device="cuda")
+        bits = torch.where(chosen == 0, staging.FREE, torch.where(chosen == 1, staging.OTHER, bits)).int()
+        tensor = bits.view(dtype)
+        safecomm.all_reduce(tensor, op=op)
+        whole = torch.empty(stock.get_world_size() * words, dtype=torch.int32, device="cuda").view(dtype)
+        safecomm.all_gather_into_tensor(whole, bits.view(dtype))
+        for found in (tensor, whole):
+            everyones = [torch.empty_like(found.view(torch.int32)) for _ in range(stock.get_world_size())]
+            stock.all_gather(everyones, found.view(torch.int32))
+            differing += sum(int((one != everyones[0]).sum()) for one in everyones)
+    return differing
 
 
 @case(120, ranks=2)
