@@ -2,9 +2,10 @@
 
     python benchmarks/low_latency_parent.py --parent FOLDER --out FILE
 
-FOLDER is another checkout. Each tree has two processes of its own, and while those of one replay their graphs the
-others wait. 20 calls in a graph, which is replayed twice, and the second replay is timed; in each of 30 turns the
-median of three, of the slowest rank.
+FOLDER is another checkout, and has its commit's name. A third side is the parent again, whose kernels have two programs
+more, which do nothing: what as many cost as those that tell and keep pace here. Each side has two processes of its own,
+and while those of one replay their graphs the others wait. 20 calls in a graph, which is replayed twice, and the second
+replay is timed; in each of 30 turns the median of three, of the slowest rank.
 """
 
 import argparse
@@ -26,11 +27,11 @@ SIZES = {
     "reduce_scatter": [8 << 10, 64 << 10, 1 << 20],
 }
 TURNS = 30
-THIS, PARENT = "this", "parent"
+THIS, PARENT, IDLE = SIDES = ("this", "parent", "parent with two idle programs")
 
 
 class Turns:
-    """What the two trees take turns by: a store of their own. ``side``: 0 or 1."""
+    """What the sides take turns by: a store of their own. ``side``: the number of one."""
 
     def __init__(self, stock, path, side, world):
         self.store = stock.FileStore(path, -1)
@@ -45,7 +46,7 @@ class Turns:
     def __exit__(self, *_):
         if self.store.add(f"done{self.turn}", 1) == self.world:
             self.store.set(f"go{self.turn + 1}", "")
-        self.turn += 2
+        self.turn += len(SIDES)
 
 
 def one_side(side, turns_path, out):
@@ -60,6 +61,11 @@ def one_side(side, turns_path, out):
     torch.cuda.set_device(device)
     stock.init_process_group("nccl", device_id=device)
     turns = Turns(stock, turns_path, side, stock.get_world_size())
+    if SIDES[side] == IDLE:
+        from safecomm.peers import kernels
+
+        launcher = kernels.launcher
+        kernels.launcher = lambda kernel, constants, grid, *rest: launcher(kernel, constants, grid + 2, *rest)
     on = safecomm.low_latency().enable()
     if on.reason:
         raise SystemExit(on.reason)
@@ -97,8 +103,9 @@ def main():
     if arguments.side is not None:
         one_side(arguments.side, arguments.turns, arguments.out)
     with tempfile.TemporaryDirectory() as folder:
-        trees = (HERE.parent.parent, Path(arguments.parent).resolve())
-        outs = [f"{folder}/{side}.json" for side in range(2)]
+        parent = Path(arguments.parent).resolve()
+        trees = (HERE.parent.parent, parent, parent)
+        outs = [f"{folder}/{side}.json" for side in range(len(SIDES))]
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(HERE)]
         running = [
             subprocess.Popen(
@@ -109,25 +116,23 @@ def main():
         ]
         statuses = [one.wait() for one in running]
         if any(statuses):
-            raise SystemExit("one of the trees has failed")
-        Path(arguments.out).write_text(json.dumps(compared(*outs), indent=1) + "\n", encoding="utf-8")
+            raise SystemExit("one of the sides has failed")
+        Path(arguments.out).write_text(json.dumps(compared(parent.name, outs), indent=1) + "\n", encoding="utf-8")
 
 
-def compared(this, parent):
-    """Return the results of both files side by side."""
-    mine, theirs = (json.loads(Path(path).read_text(encoding="utf-8")) for path in (this, parent))
-    times = {THIS: mine.pop("times"), PARENT: theirs["times"]}
+def compared(parent, paths):
+    """Return the results of the files of all sides side by side."""
+    found = [json.loads(Path(path).read_text(encoding="utf-8")) for path in paths]
+    times = {side: one.pop("times") for side, one in zip(SIDES, found, strict=True)}
     rows = {}
-    for name, taken in times[THIS].items():
-        ratios = sorted(a / b for a, b in zip(taken, times[PARENT][name], strict=True))
-        tenth = len(ratios) // 10
-        rows[name] = {
-            THIS: round(statistics.median(taken), 2),
-            PARENT: round(statistics.median(times[PARENT][name]), 2),
-        }
-        rows[name] |= {"ratio": round(statistics.median(ratios), 3)}
-        rows[name] |= {"from": round(ratios[tenth], 3), "to": round(ratios[-1 - tenth], 3)}
-    return mine | {"us": rows}
+    for name, parents in times[PARENT].items():
+        rows[name] = {side: round(statistics.median(times[side][name]), 2) for side in SIDES}
+        for side, prefix in ((THIS, ""), (IDLE, "idle ")):
+            ratios = sorted(a / b for a, b in zip(times[side][name], parents, strict=True))
+            tenth = len(ratios) // 10
+            rows[name] |= {f"{prefix}ratio": round(statistics.median(ratios), 3)}
+            rows[name] |= {f"{prefix}from": round(ratios[tenth], 3), f"{prefix}to": round(ratios[-1 - tenth], 3)}
+    return found[0] | {"parent": parent, "us": rows}
 
 
 if __name__ == "__main__":

@@ -432,11 +432,12 @@ def low_latency(results):
 def low_latency_parent(results, soak, megatron):
     """How the kernels compare with those before; what a soak has found; a step of Megatron."""
     rows = [
-        (name, row["parent"], row["this"], row["ratio"], f"{row['from']} to {row['to']}")
+        (name, row["parent"], row["this"], row["ratio"], f"{row['from']} to {row['to']}", row["idle ratio"])
         for name, row in results["us"].items()
     ]
     head = (
         "us of a call in a CUDA graph, bytes", f"at {results['parent']}", "now", "median ratio", "eight of ten turns",
+        "with two idle programs",
     )  # fmt: skip
     ms, (least, most) = megatron["ms a step"], megatron["ratios"]
     told = (
