@@ -824,7 +824,7 @@ def test_channels_and_packets_lie_behind_each_other_and_hold_the_largest_call(wo
     # Three phases, in each of which every peer has packets that are twice what they carry.
     assert layout.flags == end + layout.exact_chunks * 3 * (world - 1) * 2 * SLOT
     assert 16 * world <= layout.nbytes - layout.flags == SLOT
-    assert layout.turns == layout.channels + layout.exact_chunks
+    assert layout.counters == layout.channels + layout.exact_chunks
     ring = StagingLayout(world, one_shot, two_shot, exact, ring=True)
     places = 256 * 2 * 2 * (world - 1)
     assert (ring.ring_area, ring.ring_flags) == (layout.nbytes, layout.nbytes + places * ring.ring_piece)

@@ -115,7 +115,7 @@ class Engine:
         head = [_nanoseconds(timeout), self._word.address, 0, _nanoseconds(LONG), 0]
         self._first_phase = len(head)
         self._bases = (*staging.bases, *[0] * (MOST - self._world))
-        head += [0] * layout.turns
+        head += [0] * layout.counters
         self._table = torch.tensor(head + bulk.table(staging.bases), dtype=torch.int64, device=device)
         self._table_pointer = self._table.data_ptr()
         self._launchers: dict[object, Callable[..., None]] = {}

@@ -121,8 +121,8 @@ class StagingLayout:
         return self.exact_area + self.exact_chunks * PHASES * (self.world - 1) * 2 * SLOT
 
     @property
-    def turns(self) -> int:
-        """The number of what takes turns: channels, and chunks of what is sent bit for bit."""
+    def counters(self) -> int:
+        """The number of what counts its calls: channels, and chunks of what is sent bit for bit."""
         return self.channels + self.exact_chunks
 
     def clear(self, block: torch.Tensor) -> None:
