@@ -1392,7 +1392,7 @@ def a_thread_looks_until_all_is_there(loop, *, packets):
                 operation, _, rest = step.partition(" ")
                 given = [one.strip("{} ") for one in rest.split(",")]
                 if operation.startswith("ld."):
-                    second = "+4096" in rest.replace(" ", "") or "+ 4096" in rest
+                    second = "4096" in rest
                     known["look"] += not second
                     names = given[: 2 if packets else 4]
                     for number, name in enumerate(names):

@@ -164,12 +164,9 @@ def _seen(addresses, wanted, epoch, EXACT: tl.constexpr):
         else:
             a, b, c, d, missing = strong.await_words(addresses, wanted)
     elif EXACT:
-        a, b, one, two = strong.load_packets(addresses, wanted)
-        c, d, three, four = strong.load_packets(addresses + SLOT, wanted)
-        missing = ((one != epoch) | (two != epoch) | (three != epoch) | (four != epoch)) & wanted
+        a, b, c, d, missing = strong.look_at_packets(addresses, epoch, wanted)
     else:
-        a, b, c, d = strong.load(addresses, wanted)
-        missing = (a == FREE) | (b == FREE) | (c == FREE) | (d == FREE)
+        a, b, c, d, missing = strong.look_at_words(addresses, wanted)
     return a, b, c, d, tl.max(missing.to(tl.int32), axis=0)
 
 
@@ -385,9 +382,8 @@ def _multiple(count, ALIGNED: tl.constexpr):
 def one_shot(
     out: tl.int64, data: tl.int64, address: tl.int64, call: tl.int32, size: tl.int32, op: tl.int32,
     b0: tl.int64, b1: tl.int64, b2: tl.int64, b3: tl.int64, b4: tl.int64, b5: tl.int64, b6: tl.int64, b7: tl.int64,
-    KIND: tl.constexpr, DTYPE: tl.constexpr, BITS: tl.constexpr, WORLD: tl.constexpr,
-    ME: tl.constexpr, ALIGNED: tl.constexpr, FLAGS: tl.constexpr, FIRST_PHASE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    KIND: tl.constexpr, DTYPE: tl.constexpr, BITS: tl.constexpr, WORLD: tl.constexpr, ME: tl.constexpr,
+    ALIGNED: tl.constexpr, FLAGS: tl.constexpr, FIRST_PHASE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Exchange ``size`` elements with every rank, all in one go.
 
@@ -455,9 +451,8 @@ def one_shot(
 def two_shot(
     out: tl.int64, data: tl.int64, address: tl.int64, call: tl.int32, size: tl.int32, op: tl.int32,
     b0: tl.int64, b1: tl.int64, b2: tl.int64, b3: tl.int64, b4: tl.int64, b5: tl.int64, b6: tl.int64, b7: tl.int64,
-    KIND: tl.constexpr, DTYPE: tl.constexpr, BITS: tl.constexpr, WORLD: tl.constexpr,
-    ME: tl.constexpr, ALIGNED: tl.constexpr, FLAGS: tl.constexpr, FIRST_PHASE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    KIND: tl.constexpr, DTYPE: tl.constexpr, BITS: tl.constexpr, WORLD: tl.constexpr, ME: tl.constexpr,
+    ALIGNED: tl.constexpr, FLAGS: tl.constexpr, FIRST_PHASE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Reduce as :func:`one_shot` does, with less to send: a rank reduces one piece of each chunk, for all of them.
 
@@ -531,14 +526,13 @@ def scatter_pieces(
     out: tl.int64, p0: tl.int64, p1: tl.int64, p2: tl.int64, p3: tl.int64, p4: tl.int64, p5: tl.int64, p6: tl.int64,
     p7: tl.int64, address: tl.int64, call: tl.int32, size: tl.int32, op: tl.int32,
     b0: tl.int64, b1: tl.int64, b2: tl.int64, b3: tl.int64, b4: tl.int64, b5: tl.int64, b6: tl.int64, b7: tl.int64,
-    DTYPE: tl.constexpr, BITS: tl.constexpr, WORLD: tl.constexpr, ME: tl.constexpr,
-    ALIGNED: tl.constexpr, FLAGS: tl.constexpr, FIRST_PHASE: tl.constexpr, BLOCK: tl.constexpr,
-    CHANNELS: tl.constexpr,
+    DTYPE: tl.constexpr, BITS: tl.constexpr, WORLD: tl.constexpr, ME: tl.constexpr, ALIGNED: tl.constexpr,
+    FLAGS: tl.constexpr, FIRST_PHASE: tl.constexpr, BLOCK: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """``SCATTER`` of :func:`one_shot`, with a piece for each rank at an address of its own, and of more elements.
 
-    What is more than ``CHANNELS`` blocks goes through the same chunks again, as in a next call: chunk by chunk that is
-    what it is, because channels share nothing. Between calls :func:`_keep_pace` orders what is cleared. Here fences do,
+    What is more than ``CHANNELS`` blocks goes through the same channels again, as in a next call: for each of them that
+    is what it is, because they share nothing. Between calls :func:`_keep_pace` orders what is cleared. Here fences do,
     before each block and after the last: what was cleared must be so before a peer, which what is sent next lets go on,
     can store there.
     """

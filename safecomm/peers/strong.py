@@ -11,13 +11,15 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from safecomm.peers.staging import FREE, SLOT
+from safecomm.peers import staging
 
 LOOKS = 64
 """How often a thread looks for something by itself before all threads look whether everything is there."""
 
 INTERPRETED: bool = triton.runtime.jit.knobs.runtime.interpret if hasattr(triton, "knobs") else False
 """Whether the kernels run in Triton's interpreter, on the CPU, as some tests have them do."""
+
+FREE, SLOT = (one if INTERPRETED else tl.constexpr(one) for one in (staging.FREE, staging.SLOT))
 
 if INTERPRETED:
 
@@ -36,11 +38,6 @@ if INTERPRETED:
         """Load four words of 4 bytes at each address."""
         return [tl.load(_at(addresses, 4 * number, tl.int32), mask=wanted, other=0) for number in range(4)]
 
-    def await_words(addresses: Any, wanted: Any) -> Any:
-        """Load four words of 4 bytes at each address, once, and whether one is missing."""
-        a, b, c, d = load(addresses, wanted)
-        return a, b, c, d, ((a == FREE) | (b == FREE) | (c == FREE) | (d == FREE)) & wanted
-
     def store_packets(addresses: Any, first: Any, second: Any, epoch: Any, wanted: Any) -> None:
         """Store two packets at each address."""
         for number, word in enumerate((first, second)):
@@ -51,12 +48,6 @@ if INTERPRETED:
         """Load two packets at each address: both words, and both epochs."""
         packets = [tl.load(_at(addresses, 8 * number, tl.int64), mask=wanted, other=0) for number in range(2)]
         return [packet.to(tl.int32) for packet in packets] + [(packet >> 32).to(tl.int32) for packet in packets]
-
-    def await_packets(addresses: Any, epoch: Any, wanted: Any) -> Any:
-        """Load two packets at each address, and two a slot behind, once: their words, and whether one is missing."""
-        a, b, one, two = load_packets(addresses, wanted)
-        c, d, three, four = load_packets(addresses + SLOT, wanted)
-        return a, b, c, d, ((one != epoch) | (two != epoch) | (three != epoch) | (four != epoch)) & wanted
 
     def release(addresses: Any, wanted: Any) -> None:
         """Add 1 at each address, where nobody else stores."""
@@ -88,25 +79,24 @@ else:
         @wanted ld.relaxed.sys.global.v4.b32 {$0, $1, $2, $3}, [$4];
     }
     """)
-    # A loop of each thread, which is through as soon as nothing is missing.
-    _AWAIT_WORDS = tl.constexpr(f"""
+
+    def _awaiting(wanted: str, registers: str, look: str) -> Any:
+        """Return a loop of each thread, which is through when ``look`` says that it needs not look ``again``."""
+        return tl.constexpr(f"""
     {{
         .reg .pred again;
         .reg .b32 looks;
+        {registers}
         mov.b32 $0, 0;
         mov.b32 $1, 0;
         mov.b32 $2, 0;
         mov.b32 $3, 0;
         mov.b32 $4, 0;
         mov.b32 looks, {LOOKS};
-        setp.eq.b32 again, $6, 0;
+        setp.eq.b32 again, {wanted}, 0;
         @again bra THROUGH;
     LOOK:
-        ld.relaxed.sys.global.v4.b32 {{$0, $1, $2, $3}}, [$5];
-        setp.eq.b32 again, $0, {FREE};
-        setp.eq.or.b32 again, $1, {FREE}, again;
-        setp.eq.or.b32 again, $2, {FREE}, again;
-        setp.eq.or.b32 again, $3, {FREE}, again;
+        {look}
         selp.b32 $4, 1, 0, again;
         sub.u32 looks, looks, 1;
         setp.ne.and.b32 again, looks, 0, again;
@@ -114,22 +104,24 @@ else:
     THROUGH:
     }}
     """)
-    _AWAIT_PACKETS = tl.constexpr(f"""
-    {{
-        .reg .pred again;
-        .reg .b32 looks, one, two, three, four;
-        .reg .b64 first, second, third, fourth;
-        mov.b32 $0, 0;
-        mov.b32 $1, 0;
-        mov.b32 $2, 0;
-        mov.b32 $3, 0;
-        mov.b32 $4, 0;
-        mov.b32 looks, {LOOKS};
-        setp.eq.b32 again, $7, 0;
-        @again bra THROUGH;
-    LOOK:
+
+    _AWAIT_WORDS = _awaiting(
+        "$6",
+        "",
+        f"""
+        ld.relaxed.sys.global.v4.b32 {{$0, $1, $2, $3}}, [$5];
+        setp.eq.b32 again, $0, {staging.FREE};
+        setp.eq.or.b32 again, $1, {staging.FREE}, again;
+        setp.eq.or.b32 again, $2, {staging.FREE}, again;
+        setp.eq.or.b32 again, $3, {staging.FREE}, again;
+        """,
+    )
+    _AWAIT_PACKETS = _awaiting(
+        "$7",
+        ".reg .b32 one, two, three, four; .reg .b64 first, second, third, fourth;",
+        f"""
         ld.relaxed.sys.global.v2.b64 {{first, second}}, [$5];
-        ld.relaxed.sys.global.v2.b64 {{third, fourth}}, [$5 + {SLOT}];
+        ld.relaxed.sys.global.v2.b64 {{third, fourth}}, [$5 + {staging.SLOT}];
         mov.b64 {{$0, one}}, first;
         mov.b64 {{$1, two}}, second;
         mov.b64 {{$2, three}}, third;
@@ -138,13 +130,8 @@ else:
         setp.ne.or.b32 again, two, $6, again;
         setp.ne.or.b32 again, three, $6, again;
         setp.ne.or.b32 again, four, $6, again;
-        selp.b32 $4, 1, 0, again;
-        sub.u32 looks, looks, 1;
-        setp.ne.and.b32 again, looks, 0, again;
-        @again bra LOOK;
-    THROUGH:
-    }}
-    """)
+        """,
+    )
     _STORE_PACKETS = tl.constexpr("""
     {
         .reg .pred wanted;
@@ -212,9 +199,9 @@ else:
 
     @triton.jit
     def await_words(addresses, wanted):
-        """Load the 16 bytes at each address as :func:`load` does, and again while one of the words is free.
+        """Return what :func:`look_at_words` does, after each thread has looked for itself until no word is free.
 
-        Each thread does so for itself, some times. Returns the words, and whether one is still free.
+        Or until it has looked some times in vain.
         """
         return tl.inline_asm_elementwise(
             _AWAIT_WORDS, "=&r,=&r,=&r,=&r,=&r,l,r,~{memory}", [addresses, wanted.to(tl.int32)],
@@ -239,9 +226,9 @@ else:
 
     @triton.jit
     def await_packets(addresses, epoch, wanted):
-        """Load two packets at each address, and two a slot behind, and do so again while one is of another ``epoch``.
+        """Return what :func:`look_at_packets` does, after each thread has looked for itself until all are of ``epoch``.
 
-        Each thread does so for itself, some times. Returns the words, and whether one is still of another epoch.
+        Or until it has looked some times in vain.
         """
         return tl.inline_asm_elementwise(
             _AWAIT_PACKETS, "=&r,=&r,=&r,=&r,=&r,l,r,r,~{memory}", [addresses, epoch, wanted.to(tl.int32)],
@@ -261,3 +248,22 @@ else:
         return tl.inline_asm_elementwise(
             _ACQUIRE, "=r,l,r,~{memory}", [addresses, wanted.to(tl.int32)], tl.int32, False, 1
         )
+
+
+@triton.jit
+def look_at_words(addresses, wanted):
+    """Load the 16 bytes at each address as four words; return them, and whether one of them is free."""
+    a, b, c, d = load(addresses, wanted)
+    return a, b, c, d, (a == FREE) | (b == FREE) | (c == FREE) | (d == FREE)
+
+
+@triton.jit
+def look_at_packets(addresses, epoch, wanted):
+    """Load two packets at each address, and two a slot behind; return them, and whether one is of another epoch."""
+    a, b, one, two = load_packets(addresses, wanted)
+    c, d, three, four = load_packets(addresses + SLOT, wanted)
+    return a, b, c, d, ((one != epoch) | (two != epoch) | (three != epoch) | (four != epoch)) & wanted
+
+
+if INTERPRETED:
+    await_words, await_packets = look_at_words, look_at_packets  # there are no threads
