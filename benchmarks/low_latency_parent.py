@@ -26,7 +26,7 @@ SIZES = {
     "all_gather": [8 << 10, 64 << 10, 1 << 20],
     "reduce_scatter": [8 << 10, 64 << 10, 1 << 20],
 }
-TURNS = 30
+CALLS, LEAD, TURNS = 20, 3, 30
 THIS, PARENT, IDLE = SIDES = ("this", "parent", "parent with two idle programs")
 
 
@@ -49,13 +49,35 @@ class Turns:
         self.turn += len(SIDES)
 
 
+def prepare(call, torch):
+    """Return what replays a graph of ``call``, and tells the us of each: on all sides alike, whatever a tree does."""
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(CALLS):
+            call()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def run(_call=call):  # the tensors of the call live as long as its graph
+        for _ in range(LEAD):
+            graph.replay()
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) * 1e3 / CALLS
+
+    return run
+
+
 def one_side(side, turns_path, out):
     """Run on each rank of a tree; rank 0 writes the times, by collective and bytes."""
     import torch
     import torch.distributed as stock
 
     import safecomm
-    from safecomm.tools.tune_low_latency import calls, prepare
+    from safecomm.tools.tune_low_latency import calls
 
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
@@ -71,7 +93,7 @@ def one_side(side, turns_path, out):
         raise SystemExit(on.reason)
     with turns:
         runs = {
-            f"{name}, {size}": prepare(calls(name, size, torch.bfloat16, device)[1], device)
+            f"{name}, {size}": prepare(calls(name, size, torch.bfloat16, device)[1], torch)
             for name, sizes in SIZES.items()
             for size in sizes
         }
