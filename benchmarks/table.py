@@ -398,9 +398,8 @@ def low_latency(results):
             best = min((us[name] for name in ("torch one-shot", "torch two-shot") if name in us), default="-")
             rows.append((f"{collective}, {bytes_of(size)}", us["NCCL"], best, us["safecomm"], us["ratio"]))
     itself = [us["NCCL to itself"] for us in results["us in graphs"]["all_reduce"].values() if "NCCL to itself" in us]
-    bytewise = {"SUM, int8", "SUM, uint8"}  # which have been NCCL's since
-    measured = results["ratio by operation and type"]
-    kinds = {kind: sizes for kind, sizes in measured.items() if kind not in bytewise}
+    kinds = results["ratio by operation and type"]
+    theirs = results.get("NCCL to itself by operation and type", {})
     worst = max((ratio, kind, size) for kind, sizes in kinds.items() for size, ratio in sizes.items())
     eager = results["host us, 8 KiB"]
     beside = {name: found for name, found in results.items() if "beside" in name}  # of runs that have a ring
@@ -414,8 +413,9 @@ def low_latency(results):
     if itself:
         whose = "Of large calls" if beside else "From 8 MiB on the call is NCCL's own; there"
         text += f"{whose}, NCCL took {min(itself)} to {max(itself)} of itself.\n"
-    if slow := [f"{max(measured[kind].values())} ({kind})" for kind in sorted(bytewise & set(measured))]:
-        text += f"By the ring, types of one byte took up to {' and '.join(slow)}; since then their sums are NCCL's.\n"
+    if theirs:
+        most = max(ratio for sizes in theirs.values() for ratio in sizes.values())
+        text += f"Of types whose calls are NCCL's own but for those of the ring, NCCL took up to {most} of itself.\n"
     for name, rows_beside in beside.items():
         told = [
             f"{many}: {row['GEMM, alone']} alone, {row['GEMM, NCCL']} without, {row['GEMM, safecomm']} with it"

@@ -4,9 +4,10 @@ Two channels of one word stand for all, because a call shares no others. It may 
 the first or through both, or one of the two-shot kernel, whose results go through the second, or a list that goes
 through the first several times, with fences between. A store, to a peer or to clear, is issued and arrives at any time
 after that. The end of a kernel waits for nothing: that a clear arrives before a peer's later store to the same place is
-what the ranks' *signals* are for. A signal arrives after all that its rank has cleared in earlier calls, and the end of
-a call waits for the signals of all peers in the call before. (Where CUDA is ``kind``, the end of a kernel waits for its
-clears, as GPUs do although no rule of PTX says so; then nothing is lost without signals either.)
+what the ranks' *signals* are for. A signal is stored in a rank's own staging, where peers look; it arrives there after
+all that the rank has cleared in earlier calls, and the end of a call waits for the signals of all peers in the call
+before. (Where CUDA is ``kind``, the end of a kernel waits for its clears, as GPUs do although no rule of PTX says so;
+then nothing is lost without signals either.)
 
 A call clears what it has read. An ``exact`` call clears nothing: it waits for what has its number, in one of
 ``sections``.
@@ -59,7 +60,7 @@ def program(
         sends = (0,) if kind == TWO else channels
         phase = [turn % phases for turn in turns]
         if signals:
-            steps.append(("store", [(peer, SIGNAL, 0, rank, call) for peer in peers]))
+            steps.append(("store", [(rank, SIGNAL, 0, rank, call)]))
         for number in range(ROUNDS if kind == LIST else 0):
             steps += [("fence",)] * fences[number > 0]
             phase[0] = turns[0] % phases
@@ -77,7 +78,7 @@ def program(
                 steps.append(("store", [(peer, phase[1], 1, rank, (call, rank, 1)) for peer in peers]))
             turns[one] += 1
         if signals and call >= lag:
-            steps += [("await", SIGNAL, 0, peer, call - lag) for peer in peers]
+            steps += [("await", peer, SIGNAL, 0, peer, call - lag) for peer in peers]
         steps.append(("end",))
     return steps
 
@@ -129,7 +130,7 @@ class State:
                 continue
             if step[0] == "expect" and self.staging.get((rank, *step[1:4])) != step[4]:
                 continue
-            if step[0] == "await" and self.staging.get((rank, *step[1:4]), -1) < step[4]:
+            if step[0] == "await" and self.staging.get(step[1:5], -1) < step[5]:
                 continue
             if (step[0] == "fence" or (step[0] == "end" and self.kind)) and any(
                 issuer == rank and store[0] == rank and store[-1] is FREE for issuer, store in self.flying

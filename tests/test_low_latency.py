@@ -822,8 +822,8 @@ def test_channels_and_packets_lie_behind_each_other_and_hold_the_largest_call(wo
     assert layout.exact_area == end
     assert layout.exact_chunks * SLOT >= exact
     # Three phases, in each of which every peer has packets that are twice what they carry.
-    assert layout.flags == end + layout.exact_chunks * 3 * (world - 1) * 2 * SLOT
-    assert 16 * world <= layout.nbytes - layout.flags == SLOT
+    assert layout.begun == end + layout.exact_chunks * 3 * (world - 1) * 2 * SLOT
+    assert layout.nbytes - layout.begun == SLOT
     assert layout.counters == layout.channels + layout.exact_chunks
     ring = StagingLayout(world, one_shot, two_shot, exact, ring=True)
     places = 256 * 2 * 2 * (world - 1)
@@ -1354,7 +1354,7 @@ for kernel, kind, dtype, bits, world in (
     width = bits.primitive_bitwidth // 8
     constants = dict(
         KIND=kind, DTYPE=dtype, BITS=bits, WORLD=world, ME=1, ALIGNED=True, AREA=0,
-        FLAGS=1 << 20, FIRST_PHASE=16, BLOCK=SLOT // width, CHANNELS=256,
+        BEGUN=1 << 20, FIRST_PHASE=16, BLOCK=SLOT // width, CHANNELS=256,
     )
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     parameters = kernel.signature.parameters

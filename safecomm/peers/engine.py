@@ -127,7 +127,7 @@ class Engine:
         self._unused = (0,) * (MOST - self._world)
         self._exchanged: set[int] = set()  # the streams of sends and receives
         self._side: torch.cuda.Stream | None = None  # for asynchronous calls of list forms
-        self._channels: dict[str, object] = {"FLAGS": layout.flags, "FIRST_PHASE": self._first_phase}
+        self._channels: dict[str, object] = {"BEGUN": layout.begun, "FIRST_PHASE": self._first_phase}
         self._call = 0
         self.store = store
         self._check = check
@@ -394,7 +394,7 @@ class Engine:
                 "ME": self._rank,
                 "ALIGNED": aligned,
                 "AREA": layout.exact_area,
-                "FLAGS": layout.flags,
+                "BEGUN": layout.begun,
                 "FIRST_PHASE": self._first_phase + layout.channels,
                 "BLOCK": SLOT // width,
             }

@@ -252,22 +252,21 @@ def _clear(slots, WORLD: tl.constexpr, ME: tl.constexpr):
 
 
 @triton.jit
-def _tell_begun(b0, b1, b2, b3, b4, b5, b6, b7, FLAGS: tl.constexpr, WORLD: tl.constexpr, ME: tl.constexpr):
-    """Tell every peer that a call has begun here, and so that all before it are over, with what they have cleared.
+def _tell_begun(base, BEGUN: tl.constexpr):
+    """Tell the peers that a call has begun here, and so that all before it are over, with what they have cleared.
 
-    A program of its own does this beside the others, and waits for nobody.
+    A program of its own does this beside the others, and waits for nobody. It counts in this rank's own staging, where
+    the peers look: a kernel is over when its stores are there, and a release to a peer's memory takes 0.1 us longer.
     """
     offsets = tl.arange(0, THREADS)
-    peers = offsets + (offsets >= ME).to(tl.int32)
-    bases = tl.full([THREADS], 0, tl.int64)
-    for rank in tl.static_range(WORLD):
-        bases = tl.where(peers == rank, _piece(rank, b0, b1, b2, b3, b4, b5, b6, b7), bases)
     # It waits for what its thread has under way, so nothing is loaded before.
-    strong.release(bases + (FLAGS + 16 * ME), peers < WORLD)
+    strong.release(base + BEGUN + 4 * offsets, offsets == 0)
 
 
 @triton.jit
-def _keep_pace(table, call, base, FLAGS: tl.constexpr, WORLD: tl.constexpr, ME: tl.constexpr):
+def _keep_pace(
+    table, call, b0, b1, b2, b3, b4, b5, b6, b7, BEGUN: tl.constexpr, WORLD: tl.constexpr, ME: tl.constexpr
+):  # fmt: skip
     """See that every peer has begun the call before this one.
 
     Another program of its own does this, for the next kernel, which begins when all of this one is over. It hardly ever
@@ -277,6 +276,9 @@ def _keep_pace(table, call, base, FLAGS: tl.constexpr, WORLD: tl.constexpr, ME: 
     offsets = tl.arange(0, THREADS)
     peers = offsets + (offsets >= ME).to(tl.int32)
     wanted = peers < WORLD
+    bases = tl.full([THREADS], 0, tl.int64)
+    for rank in tl.static_range(WORLD):
+        bases = tl.where(peers == rank, _piece(rank, b0, b1, b2, b3, b4, b5, b6, b7), bases)
     over = tl.load(table + TURN).to(tl.int32)
     wait_budget, _, timed_out = _wait_budget(table, 0)
     waiting = 1
@@ -284,7 +286,7 @@ def _keep_pace(table, call, base, FLAGS: tl.constexpr, WORLD: tl.constexpr, ME: 
     began = tl.full([], 0, tl.int64)
     while waiting != 0:
         # By difference, because the count begins again; and a peer may be a call ahead.
-        missing = ((strong.acquire(base + FLAGS + 16 * peers, wanted) - over < 0) & wanted).to(tl.int32)
+        missing = ((strong.acquire(bases + BEGUN, wanted) - over < 0) & wanted).to(tl.int32)
         waiting = tl.max(missing, axis=0)
         looks += 1
         if looks == LOOKS:
@@ -300,14 +302,14 @@ def _keep_pace(table, call, base, FLAGS: tl.constexpr, WORLD: tl.constexpr, ME: 
 
 @triton.jit
 def _work_beside(
-    program, table, call, base, b0, b1, b2, b3, b4, b5, b6, b7, FLAGS: tl.constexpr, WORLD: tl.constexpr,
+    program, table, call, base, b0, b1, b2, b3, b4, b5, b6, b7, BEGUN: tl.constexpr, WORLD: tl.constexpr,
     ME: tl.constexpr,
 ):  # fmt: skip
     """Do what one of the programs does that touch no data, whose numbers are below 0."""
     if program == -BESIDE:
-        _tell_begun(b0, b1, b2, b3, b4, b5, b6, b7, FLAGS, WORLD, ME)
+        _tell_begun(base, BEGUN)
     else:
-        _keep_pace(table, call, base, FLAGS, WORLD, ME)
+        _keep_pace(table, call, b0, b1, b2, b3, b4, b5, b6, b7, BEGUN, WORLD, ME)
 
 
 @triton.jit
@@ -383,7 +385,7 @@ def one_shot(
     out: tl.int64, data: tl.int64, address: tl.int64, call: tl.int32, size: tl.int32, op: tl.int32,
     b0: tl.int64, b1: tl.int64, b2: tl.int64, b3: tl.int64, b4: tl.int64, b5: tl.int64, b6: tl.int64, b7: tl.int64,
     KIND: tl.constexpr, DTYPE: tl.constexpr, BITS: tl.constexpr, WORLD: tl.constexpr, ME: tl.constexpr,
-    ALIGNED: tl.constexpr, FLAGS: tl.constexpr, FIRST_PHASE: tl.constexpr, BLOCK: tl.constexpr,
+    ALIGNED: tl.constexpr, BEGUN: tl.constexpr, FIRST_PHASE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Exchange ``size`` elements with every rank, all in one go.
 
@@ -401,7 +403,7 @@ def one_shot(
     programs = tl.num_programs(0) - BESIDE
     program = tl.program_id(0) - BESIDE
     if program < 0:
-        _work_beside(program, table, call, base, b0, b1, b2, b3, b4, b5, b6, b7, FLAGS, WORLD, ME)
+        _work_beside(program, table, call, base, b0, b1, b2, b3, b4, b5, b6, b7, BEGUN, WORLD, ME)
         return
     wait_budget, sendable, timed_out = _wait_budget(table, padded)
     for chunk in range(program, tl.cdiv(count, BLOCK), programs):
@@ -452,7 +454,7 @@ def two_shot(
     out: tl.int64, data: tl.int64, address: tl.int64, call: tl.int32, size: tl.int32, op: tl.int32,
     b0: tl.int64, b1: tl.int64, b2: tl.int64, b3: tl.int64, b4: tl.int64, b5: tl.int64, b6: tl.int64, b7: tl.int64,
     KIND: tl.constexpr, DTYPE: tl.constexpr, BITS: tl.constexpr, WORLD: tl.constexpr, ME: tl.constexpr,
-    ALIGNED: tl.constexpr, FLAGS: tl.constexpr, FIRST_PHASE: tl.constexpr, BLOCK: tl.constexpr,
+    ALIGNED: tl.constexpr, BEGUN: tl.constexpr, FIRST_PHASE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Reduce as :func:`one_shot` does, with less to send: a rank reduces one piece of each chunk, for all of them.
 
@@ -470,7 +472,7 @@ def two_shot(
     programs = tl.num_programs(0) - BESIDE
     program = tl.program_id(0) - BESIDE
     if program < 0:
-        _work_beside(program, table, call, base, b0, b1, b2, b3, b4, b5, b6, b7, FLAGS, WORLD, ME)
+        _work_beside(program, table, call, base, b0, b1, b2, b3, b4, b5, b6, b7, BEGUN, WORLD, ME)
         return
     wait_budget, sendable, timed_out = _wait_budget(table, padded)
     for chunk in range(program, tl.cdiv(count, WORLD * BLOCK), programs):
@@ -527,7 +529,7 @@ def scatter_pieces(
     p7: tl.int64, address: tl.int64, call: tl.int32, size: tl.int32, op: tl.int32,
     b0: tl.int64, b1: tl.int64, b2: tl.int64, b3: tl.int64, b4: tl.int64, b5: tl.int64, b6: tl.int64, b7: tl.int64,
     DTYPE: tl.constexpr, BITS: tl.constexpr, WORLD: tl.constexpr, ME: tl.constexpr, ALIGNED: tl.constexpr,
-    FLAGS: tl.constexpr, FIRST_PHASE: tl.constexpr, BLOCK: tl.constexpr, CHANNELS: tl.constexpr,
+    BEGUN: tl.constexpr, FIRST_PHASE: tl.constexpr, BLOCK: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """``SCATTER`` of :func:`one_shot`, with a piece for each rank at an address of its own, and of more elements.
 
@@ -546,7 +548,7 @@ def scatter_pieces(
     programs = tl.num_programs(0) - BESIDE
     program = tl.program_id(0) - BESIDE
     if program < 0:
-        _work_beside(program, table, call, base, b0, b1, b2, b3, b4, b5, b6, b7, FLAGS, WORLD, ME)
+        _work_beside(program, table, call, base, b0, b1, b2, b3, b4, b5, b6, b7, BEGUN, WORLD, ME)
         return
     wait_budget, sendable, timed_out = _wait_budget(table, padded)
     several = tl.cdiv(count, BLOCK) > CHANNELS
@@ -584,12 +586,28 @@ def scatter_pieces(
         _fail(table, timed_out, call)
 
 
+@triton.jit
+def _phase_and_epoch(counter):
+    """Return the phase, and the number, of a call that sends bit for bit: both halves of a counter of its channel.
+
+    The phase is not the remainder of the number: to divide 8 bytes takes as long as to send some.
+    """
+    halves = tl.load(counter)
+    return (halves >> 32).to(tl.int32), halves.to(tl.int32) + 1
+
+
+@triton.jit
+def _count_exact(counter, phase, epoch):
+    """Store what the next call finds there."""
+    tl.store(counter, (((phase + 1) % PHASES).to(tl.int64) << 32) | (epoch.to(tl.int64) & 0xFFFFFFFF))
+
+
 @triton.jit(do_not_specialize=["out", "data", "address", "call", "size", "op", *BASES])
 def exact(
     out: tl.int64, data: tl.int64, address: tl.int64, call: tl.int32, size: tl.int32, op: tl.int32,
     b0: tl.int64, b1: tl.int64, b2: tl.int64, b3: tl.int64, b4: tl.int64, b5: tl.int64, b6: tl.int64, b7: tl.int64,
     KIND: tl.constexpr, BITS: tl.constexpr, WORLD: tl.constexpr, ME: tl.constexpr, ALIGNED: tl.constexpr,
-    AREA: tl.constexpr, FLAGS: tl.constexpr, FIRST_PHASE: tl.constexpr, BLOCK: tl.constexpr,
+    AREA: tl.constexpr, BEGUN: tl.constexpr, FIRST_PHASE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Exchange ``size`` elements with every rank bit for bit, in packets of 4 bytes and the number of the call.
 
@@ -606,14 +624,13 @@ def exact(
     programs = tl.num_programs(0) - BESIDE
     program = tl.program_id(0) - BESIDE
     if program < 0:
-        _work_beside(program, table, call, base, b0, b1, b2, b3, b4, b5, b6, b7, FLAGS, WORLD, ME)
+        _work_beside(program, table, call, base, b0, b1, b2, b3, b4, b5, b6, b7, BEGUN, WORLD, ME)
         return
     wait_budget, sendable, timed_out = _wait_budget(table, count)
     for chunk in range(program, tl.cdiv(count, BLOCK), programs):
         at = chunk * BLOCK + within
         left = (sendable - chunk * BLOCK) * width
-        turn = tl.load(table + FIRST_PHASE + chunk)
-        phase, epoch = (turn % PHASES).to(tl.int32), turn.to(tl.int32) + 1
+        phase, epoch = _phase_and_epoch(table + FIRST_PHASE + chunk)
         place = AREA + 2 * _slots(chunk, phase, WORLD)
         own = tl.load(source + (ME * count if KIND == EXCHANGE else 0) + at, mask=at < count, other=0)
         bits = own
@@ -626,8 +643,7 @@ def exact(
         tl.store(target + ME * count + at, own, mask=at < count)
     for chunk in range(program, tl.cdiv(count, BLOCK), programs):
         at = chunk * BLOCK + within
-        turn = tl.load(table + FIRST_PHASE + chunk)
-        phase, epoch = (turn % PHASES).to(tl.int32), turn.to(tl.int32) + 1
+        phase, epoch = _phase_and_epoch(table + FIRST_PHASE + chunk)
         used = base + AREA + 2 * _slots(chunk, phase, WORLD)
         a, b, c, d, timed_out = _arrived(
             table, call, used, (count - chunk * BLOCK) * width, wait_budget, timed_out, WORLD, ME, 0, epoch, True
@@ -636,7 +652,7 @@ def exact(
             if rank != ME:
                 bits = _of(a, b, c, d, rank - (rank > ME), BITS)
                 tl.store(target + rank * count + at, _unless(timed_out, bits, BITS), mask=at < count)
-        tl.store(table + FIRST_PHASE + chunk, turn + 1)
+        _count_exact(table + FIRST_PHASE + chunk, phase, epoch)
         _fail(table, timed_out, call)
 
 

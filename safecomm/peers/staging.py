@@ -76,7 +76,7 @@ class StagingLayout:
     @property
     def ring_area(self) -> int:
         """Where the places of the ring begin, in bytes from the beginning of the block."""
-        return self.flags + SLOT
+        return self.begun + SLOT
 
     @property
     def ring_flags(self) -> int:
@@ -116,8 +116,8 @@ class StagingLayout:
         return self.channels * PHASES * (self.world - 1) * SLOT
 
     @property
-    def flags(self) -> int:
-        """Where the flags lie, in bytes from the beginning of the block: one of 16 bytes for each rank."""
+    def begun(self) -> int:
+        """Where the number of calls lies that the rank has begun, in bytes from the beginning of the block."""
         return self.exact_area + self.exact_chunks * PHASES * (self.world - 1) * 2 * SLOT
 
     @property
