@@ -45,12 +45,13 @@ def exact(rank: int, ranks: int, calls: int, *, sections: int) -> list[tuple]:
 
 
 def program(
-    rank: int, ranks: int, kinds: Sequence[str], *, phases: int, signals: bool, lag: int, fences: tuple[bool, bool]
+    rank: int, ranks: int, kinds: Sequence[str], *, phases: int, signals: bool, lag: int, seen: int | None,
+    fences: tuple[bool, bool],
 ) -> list[tuple]:  # fmt: skip
     """Return what a rank does in calls of ``kinds``, a list of steps.
 
-    ``lag``: of how many calls before are the signals that it waits for. ``fences``: before the first round of a list,
-    and before the others.
+    ``lag``: of how many calls before are the signals that it waits for. ``seen``: of how many peers. ``fences``: before
+    the first round of a list, and before the others.
     """
     peers = [peer for peer in range(ranks) if peer != rank]
     turns = [0, 0]  # of each channel
@@ -78,7 +79,7 @@ def program(
                 steps.append(("store", [(peer, phase[1], 1, rank, (call, rank, 1)) for peer in peers]))
             turns[one] += 1
         if signals and call >= lag:
-            steps += [("await", peer, SIGNAL, 0, peer, call - lag) for peer in peers]
+            steps += [("await", peer, SIGNAL, 0, peer, call - lag) for peer in peers[:seen]]
         steps.append(("end",))
     return steps
 
@@ -168,11 +169,12 @@ class State:
 
 def start(
     ranks: int, kinds: Sequence[str], *, phases: int = PHASES, signals: bool = True, lag: int = 1, kind: bool = False,
-    fences: tuple[bool, bool] = (True, True),
+    seen: int | None = None, fences: tuple[bool, bool] = (True, True),
 ) -> State:  # fmt: skip
     """Return the state before the first of calls of ``kinds``."""
     programs = [
-        program(rank, ranks, kinds, phases=phases, signals=signals, lag=lag, fences=fences) for rank in range(ranks)
+        program(rank, ranks, kinds, phases=phases, signals=signals, lag=lag, seen=seen, fences=fences)
+        for rank in range(ranks)
     ]
     return State(programs, kind=kind)
 

@@ -1447,6 +1447,7 @@ def test_the_kernels_compile_for_hopper_with_strong_words_in_pieces_of_16_bytes(
         assert accesses.count("fence.acq_rel.sys") == 2 * (name == "scatter_pieces"), name
         for access in ("red.release.sys.global.add.u32", "ld.acquire.sys.global.b32"):
             assert accesses.count(access) == waits, name
+        assert len(re.findall(r"red\.release\.sys\.global\.add\.u32 \[%rd\d+\], 1;", ptx)) == waits, name
         assert not any(".local" in access for access in accesses), "registers are spilt"
         for access in accesses:
             assert re.fullmatch(

@@ -54,6 +54,10 @@ def test_a_clear_that_comes_late_loses_data_then(fault, kinds):
     assert found_wrong(2, kinds, **FAULTS[fault])
 
 
+def test_the_signal_of_one_peer_is_not_enough():
+    assert found_wrong(3, [ONE] * 8, seen=1)
+
+
 @pytest.mark.parametrize("fences", [(False, True), (True, False)], ids=["not the first", "only the first"])
 def test_a_list_needs_a_fence_before_each_round(fences):
     """What is behind the last is for what a rank has received, which the model has no need of."""

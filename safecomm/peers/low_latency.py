@@ -44,7 +44,7 @@ FIRST_PATIENCE = timedelta(seconds=30)
 """How long the first calls, which try the kernels, wait for their peers."""
 
 _KEPT: list[Engine] = []
-"""Engines into whose memory a peer may still store."""
+"""Engines whose memory a peer may still use."""
 
 
 class low_latency:  # noqa: N801
@@ -59,7 +59,7 @@ class low_latency:  # noqa: N801
 
     A context manager, and the same by :meth:`enable` and :meth:`disable`. Entering and leaving are collective: every
     rank of the group does the same. Leaving waits for all calls, and up to 30 s for the other ranks; by an exception it
-    does not wait for them. What a rank that did not come may still store into is kept to the end of the process.
+    does not wait for them. What a rank that did not come may still use is kept to the end of the process.
 
     Calls run on the current stream, asynchronous ones too; calls on several streams run one after the other (S1). Of
     large calls, above 4 MiB or a part of 1 MiB, only synchronous ones are taken. In a graph, every rank has to replay

@@ -128,7 +128,7 @@ class StagingLayout:
     def clear(self, block: torch.Tensor) -> None:
         """Make all of ``block`` free, and all flags those of no iteration."""
         block[: self.exact_area].view(torch.int32).fill_(FREE)
-        block[self.exact_area :].zero_()  # no call has the number 0
+        block[self.exact_area :].zero_()  # no call that is exact has the number 0
 
 
 class Staging(Protocol):
