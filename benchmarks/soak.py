@@ -277,10 +277,11 @@ def main():
             print(run, flush=True)
 
     try:
-        # A tenth of the time for the eager calls, so that each run has some of both.
+        # A fifth of the time for the eager calls, so that a run has some of both, or all of it.
+        share = 0.2 if arguments.replayed > before["replayed"] else 1.0
         left = arguments.eager - before["eager"]
         if left > 0:
-            for made in call_eagerly(groups, dice, own, left, start + arguments.seconds * 0.2):
+            for made in call_eagerly(groups, dice, own, left, start + arguments.seconds * share):
                 count("eager", made)
         left = arguments.replayed - before["replayed"]
         if left > 0:

@@ -440,6 +440,7 @@ def low_latency_parent(results, soak, megatron):
         "with two idle programs",
     )  # fmt: skip
     ms, (least, most) = megatron["ms a step"], megatron["ratios"]
+    earlier = soak["before signals lay in a rank's own staging"]
     told = (
         "\nThe kernels beside those of the commit before they had strong stores and signals, by `{command}`\n"
         "({world} x {device}, torch {torch}, {date}):\n\n"
@@ -448,12 +449,15 @@ def low_latency_parent(results, soak, megatron):
         "\nA soak by `{command}` on {world} x {device} made {replayed} replayed calls and\n{eager} eager ones: {wrong} "
         "elements were wrong, and {stuck} calls stuck.\n"
     )
+    before = (
+        "Before signals lay in a rank's own staging, it made {replayed} and {eager}: {wrong} wrong, {stuck} stuck.\n"
+    )
     step = (
         f"\nA training step of Megatron, TP 2, hidden size 4096, sequences of 2048: {ms['NCCL']} ms on NCCL, "
         f"{ms['low_latency()']} ms with\n`low_latency()`, which takes {megatron['calls of a step that it takes']} "
         f"calls of it; {megatron['ratio']} of the time ({least} to {most}), by `{megatron['command']}`.\n"
     )
-    return told.format(**results) + table(head, rows) + soaked.format(**soak) + step
+    return told.format(**results) + table(head, rows) + soaked.format(**soak) + before.format(**earlier) + step
 
 
 def push_copy(results):
