@@ -1338,6 +1338,7 @@ from safecomm.peers.engine import WARPS
 from safecomm.peers.room import registers
 from safecomm.peers.staging import SLOT
 
+assert kernels.THREADS == 32 * WARPS  # one lane a thread: what one of them adds is added once
 found = []
 for kernel, kind, dtype, bits, world in (
     (kernels.one_shot, 0, tl.bfloat16, tl.int16, 2),
