@@ -34,9 +34,7 @@ WHOLE = "all tests"
 TESTED = (
     Tested("2.4.1", ("3.10", "3.12"), COMPAT),
     Tested("2.8.0", ("3.10", "3.13"), COMPAT),
-    Tested(
-        "2.11.0", ("3.10", "3.13"), COMPAT, "GPU tests and benchmarks: 2 H100, 2 and 4 H200, CUDA 13.0, NCCL 2.28.9"
-    ),
+    Tested("2.11.0", ("3.10", "3.13"), COMPAT, "GPU tests, benchmarks: 2 H100; 2, 4 H200; CUDA 13.0, NCCL 2.28.9"),
     Tested("2.13.0", ("3.11",), f"{WHOLE}, at each push"),
     Tested("2.14.1", ("3.10", "3.13"), COMPAT),
     Tested("2.15.0", ("3.11", "3.13"), f"{COMPAT}, {WHOLE}", "GPU tests of one rank: 1 H200, CUDA 13.2, NCCL 2.30.7"),
