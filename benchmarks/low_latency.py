@@ -81,7 +81,7 @@ def in_graphs(device, rounds):
             if AGAIN in us:
                 rows[size]["NCCL to itself"] = round(us[AGAIN] / us[NCCL], 3)
             del runs, theirs, ours
-    return table
+    return {"us in graphs": table}
 
 
 def every_kind(device, rounds):
@@ -106,7 +106,7 @@ def every_kind(device, rounds):
             if AGAIN in us:
                 itself.setdefault(f"{op}, {name}", {})[size] = round(us[AGAIN] / us[NCCL], 3)
             del runs
-    return table, itself
+    return {"ratio by operation and type": table, "NCCL to itself by operation and type": itself}
 
 
 def host_time(device, rounds):
@@ -124,7 +124,8 @@ def host_time(device, rounds):
             times[name].append((time.perf_counter() - start) / 50 * 1e6)
             torch.cuda.synchronize()
     ratio = statistics.median(a / b for a, b in zip(times["safecomm"], times["stock"], strict=True))
-    return {name: round(statistics.median(taken), 2) for name, taken in times.items()} | {"ratio": round(ratio, 3)}
+    us = {name: round(statistics.median(taken), 2) for name, taken in times.items()}
+    return {"host us, 8 KiB": us | {"ratio": round(ratio, 3)}}
 
 
 class Decode:
@@ -198,7 +199,7 @@ def decode(device, rounds):
         us = slowest(runs, rounds, device)
         table[batch] = {name: round(took, 1) for name, took in us.items()} | {"ratio": round(us[OURS] / us[NCCL], 3)}
         del runs, run, replay, graph
-    return table
+    return {"decode step us": table}
 
 
 def beside(device, rounds):
@@ -228,7 +229,7 @@ def beside(device, rounds):
         us = slowest(runs, max(rounds, 20), device)
         table[many] = {f"GEMM, {name}": round(took, 1) for name, took in us.items()}
         table[many] |= {f"both, {name}": round(statistics.median(took), 1) for name, took in all_of_it.items()}
-    return table
+    return {f"us of a GEMM of {MATRIX}^3 beside asynchronous all_reduces of {BESIDE >> 20} MiB": table}
 
 
 def main():
@@ -244,19 +245,12 @@ def main():
         if on.reason:
             raise SystemExit(on.reason)
         results["bytes of staging"] = on.nbytes
-        beside_gemm = f"us of a GEMM of {MATRIX}^3 beside asynchronous all_reduces of {BESIDE >> 20} MiB"
-        for names, part in (
-            (("us in graphs",), in_graphs),
-            (("ratio by operation and type", "NCCL to itself by operation and type"), every_kind),
-            (("host us, 8 KiB",), host_time),
-            (("decode step us",), decode),
-            ((beside_gemm,), beside),
-        ):
+        for part in (in_graphs, every_kind, host_time, decode, beside):
             found = part(device, arguments.rounds)
-            results |= zip(names, found if isinstance(found, tuple) else (found,), strict=True)
+            results |= found
             write(arguments.out, results)
             if stock.get_rank() == 0:
-                print(*((name, results[name]) for name in names), flush=True)
+                print(found, flush=True)
     safecomm.destroy_process_group()
 
 

@@ -18,7 +18,7 @@ import tempfile
 from datetime import timedelta
 from pathlib import Path
 
-from measured import setting, write
+from measured import captured, setting, write
 
 HERE = Path(__file__).resolve()
 SIZES = {
@@ -49,28 +49,6 @@ class Turns:
         self.turn += len(SIDES)
 
 
-def prepare(call, torch):
-    """Return what replays a graph of ``call``, and tells the us of each: on all sides alike, whatever a tree does."""
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(CALLS):
-            call()
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-
-    def run(_call=call):  # the tensors of the call live as long as its graph
-        for _ in range(LEAD):
-            graph.replay()
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end) * 1e3 / CALLS
-
-    return run
-
-
 def one_side(side, turns_path, out):
     """Run on each rank of a tree; rank 0 writes the times, by collective and bytes."""
     import torch
@@ -93,7 +71,7 @@ def one_side(side, turns_path, out):
         raise SystemExit(on.reason)
     with turns:
         runs = {
-            f"{name}, {size}": prepare(calls(name, size, torch.bfloat16, device)[1], torch)
+            f"{name}, {size}": captured(calls(name, size, torch.bfloat16, device)[1], CALLS, LEAD)
             for name, sizes in SIZES.items()
             for size in sizes
         }

@@ -1,4 +1,4 @@
-"""What the benchmarks that run under torchrun share: their start, the ratio of two libraries' times, and their file."""
+"""What the benchmarks that run under torchrun share: their start, graphs that are timed, ratios, and their file."""
 
 import datetime
 import json
@@ -29,6 +29,28 @@ def setting(command):
         "world": stock.get_world_size(),
         "date": datetime.date.today().isoformat(),
     }
+
+
+def captured(call, calls, lead):
+    """Return what runs a graph of ``calls`` calls, and tells the us of one; ``lead``: replays before the timed one."""
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            call()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def replay(_call=call):  # the tensors of the call live as long as its graph
+        for _ in range(lead):
+            graph.replay()
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) * 1e3 / calls
+
+    return replay
 
 
 def row(times, digits):

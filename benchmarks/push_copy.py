@@ -18,7 +18,7 @@ import torch
 import torch.distributed as stock
 import triton
 import triton.language as tl
-from measured import begin, setting, write
+from measured import begin, captured, setting, write
 
 from safecomm import _torch
 
@@ -71,28 +71,17 @@ def moves(data, staging, peers, nbytes, ME: tl.constexpr, TILE: tl.constexpr, PH
         turn = tl.where(turn == PHASES - 1, 0, turn + 1)
 
 
-def captured(call, calls):
-    """Return what runs a graph of ``calls`` calls, and tells the us of one."""
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            call()
+def begun_together(call, calls):
+    """Return what runs a graph of ``calls`` calls, which the ranks begin together, and tells the us of one."""
+    replay = captured(call, calls, lead=1)
     together = torch.zeros(1, device="cuda")
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
-    def replay(_=call):
+    def run():
         stock.all_reduce(together)
         torch.cuda._sleep(500_000)  # the ranks go on together, and until then all that follows is launched
-        graph.replay()
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) * 1e3 / calls
+        return replay()
 
-    return replay
+    return run
 
 
 def slowest(runs, rounds):
@@ -151,7 +140,7 @@ def calls_for(nbytes):
 
 
 def timed(calls, nbytes, rounds=5):
-    return slowest({name: captured(call, calls_for(nbytes)) for name, call in calls.items()}, rounds)
+    return slowest({name: begun_together(call, calls_for(nbytes)) for name, call in calls.items()}, rounds)
 
 
 def right(peers):
