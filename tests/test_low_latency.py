@@ -179,6 +179,33 @@ def test_in_place_gather_and_scatter_and_odd_addresses():
         assert ours.calls == 8
 
 
+@on(2, 3, interpreted=True)
+def test_a_program_takes_many_chunks_in_turn_and_each_arrives_s8():
+    """Of every kernel, in place, with chunks that not all programs have the same number of, until phases come again."""
+    rank, world = stock.get_rank(), stock.get_world_size()
+    limits = LowLatencyLimits(
+        one_shot=32 * KIB, two_shot=96 * KIB, scatter=32 * KIB, gather=32 * KIB, exact=8 * KIB, exchange=32 * KIB
+    )
+    with mock.patch.object(engine_module, "PROGRAMS", 3), switched_on(limits=limits) as ours:
+        for number, count in enumerate((8192, 7000, 24000, 3100, 8192, 7000, 24000, 8192, 7000, 24000)):  # of fp32
+            sent = [of_rank(peer, count, torch.float32) + number for peer in range(world)]
+            tensor = sent[rank].clone()
+            safecomm.all_reduce(tensor)
+            assert torch.equal(tensor, sum(sent)), number
+            count = min(count, 8192)
+            whole = torch.zeros(count * world)
+            mine = whole[rank * count : (rank + 1) * count]
+            mine.copy_(sent[rank][:count])
+            getattr(safecomm, GATHER)(whole, mine)
+            assert torch.equal(whole, torch.cat([tensor[:count] for tensor in sent])), number
+            exchanged = torch.empty_like(whole)
+            safecomm.all_to_all_single(exchanged, whole)
+            assert torch.equal(exchanged, sent[rank][:count].repeat(world)), number
+            getattr(safecomm, SCATTER)(mine, whole)
+            assert torch.equal(mine, world * sent[rank][:count]), number
+        assert ours.calls == 40
+
+
 def words_of(*words, dtype):
     """Return a tensor that has these words of 4 bytes."""
     return torch.tensor(

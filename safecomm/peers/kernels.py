@@ -406,47 +406,52 @@ def one_shot(
         _work_beside(program, table, call, base, b0, b1, b2, b3, b4, b5, b6, b7, BEGUN, WORLD, ME)
         return
     wait_budget, sendable, timed_out = _wait_budget(table, padded)
-    for chunk in range(program, tl.cdiv(count, BLOCK), programs):
-        at = chunk * BLOCK + within
-        left = (sendable - chunk * BLOCK) * width
-        phase = tl.load(table + FIRST_PHASE + chunk).to(tl.int32)
-        place = _slots(chunk, phase, WORLD)
-        bits = tl.load(source + at, mask=at < count, other=0)
-        if KIND == GATHER:
-            bits = _as_arrived(bits)  # the same on all ranks
-        for step in tl.static_range(1, WORLD):
-            peer = (ME + step) % WORLD
-            if KIND == SCATTER:
-                bits = tl.load(source + peer * count + at, mask=at < count, other=0)
-            there = place + _slot(ME, (ME + step) % WORLD) * SLOT
-            _send(_piece((ME + step) % WORLD, b0, b1, b2, b3, b4, b5, b6, b7), there, bits, left)
-        if KIND == GATHER:  # before a peer's part is stored, which the input may overlap
-            tl.store(target + ME * count + at, bits, mask=at < count)
-    for chunk in range(program, tl.cdiv(count, BLOCK), programs):
-        at = chunk * BLOCK + within
-        phase = tl.load(table + FIRST_PHASE + chunk).to(tl.int32)
-        used = base + _slots(chunk, phase, WORLD)
-        if KIND != GATHER:
-            own = tl.load(source + (ME * count if KIND == SCATTER else 0) + at, mask=at < count, other=0)
-        a, b, c, d, timed_out = _arrived(
-            table, call, used, (padded - chunk * BLOCK) * width, wait_budget, timed_out, WORLD, ME
-        )
-        _clear(used, WORLD, ME)
-        total = tl.zeros([BLOCK], tl.float32)
-        for rank in tl.static_range(WORLD):
-            if rank != ME:
-                bits = _of(a, b, c, d, rank - (rank > ME), BITS)
-            elif KIND != GATHER:
-                bits = own
+    chunks = tl.cdiv(count, BLOCK)
+    for ahead in range(program, chunks + programs, programs):
+        if ahead < chunks:
+            chunk = ahead
+            at = chunk * BLOCK + within
+            left = (sendable - chunk * BLOCK) * width
+            phase = tl.load(table + FIRST_PHASE + chunk).to(tl.int32)
+            place = _slots(chunk, phase, WORLD)
+            bits = tl.load(source + at, mask=at < count, other=0)
+            if KIND == GATHER:
+                bits = _as_arrived(bits)  # the same on all ranks
+            for step in tl.static_range(1, WORLD):
+                peer = (ME + step) % WORLD
+                if KIND == SCATTER:
+                    bits = tl.load(source + peer * count + at, mask=at < count, other=0)
+                there = place + _slot(ME, (ME + step) % WORLD) * SLOT
+                _send(_piece((ME + step) % WORLD, b0, b1, b2, b3, b4, b5, b6, b7), there, bits, left)
+            if KIND == GATHER:  # before a peer's part is stored, which the input may overlap
+                tl.store(target + ME * count + at, bits, mask=at < count)
+        # One chunk behind what is sent, so that the link is kept busy meanwhile, and one is left to the end.
+        if ahead >= programs:
+            chunk = ahead - programs
+            at = chunk * BLOCK + within
+            phase = tl.load(table + FIRST_PHASE + chunk).to(tl.int32)
+            used = base + _slots(chunk, phase, WORLD)
             if KIND != GATHER:
-                value = bits.to(DTYPE, bitcast=True).to(tl.float32)
-                total = value if rank == 0 else _combine(total, value, op)
-            elif rank != ME:
-                tl.store(target + rank * count + at, _unless(timed_out, bits, BITS), mask=at < count)
-        if KIND != GATHER:
-            tl.store(target + at, _rounded(total, op, timed_out, DTYPE, BITS, WORLD), mask=at < count)
-        tl.store(table + FIRST_PHASE + chunk, ((phase + 1) % PHASES).to(tl.int64))
-        _fail(table, timed_out, call)
+                own = tl.load(source + (ME * count if KIND == SCATTER else 0) + at, mask=at < count, other=0)
+            a, b, c, d, timed_out = _arrived(
+                table, call, used, (padded - chunk * BLOCK) * width, wait_budget, timed_out, WORLD, ME
+            )
+            _clear(used, WORLD, ME)
+            total = tl.zeros([BLOCK], tl.float32)
+            for rank in tl.static_range(WORLD):
+                if rank != ME:
+                    bits = _of(a, b, c, d, rank - (rank > ME), BITS)
+                elif KIND != GATHER:
+                    bits = own
+                if KIND != GATHER:
+                    value = bits.to(DTYPE, bitcast=True).to(tl.float32)
+                    total = value if rank == 0 else _combine(total, value, op)
+                elif rank != ME:
+                    tl.store(target + rank * count + at, _unless(timed_out, bits, BITS), mask=at < count)
+            if KIND != GATHER:
+                tl.store(target + at, _rounded(total, op, timed_out, DTYPE, BITS, WORLD), mask=at < count)
+            tl.store(table + FIRST_PHASE + chunk, ((phase + 1) % PHASES).to(tl.int64))
+            _fail(table, timed_out, call)
 
 
 @triton.jit(do_not_specialize=["out", "data", "address", "call", "size", "op", *BASES])
@@ -475,7 +480,8 @@ def two_shot(
         _work_beside(program, table, call, base, b0, b1, b2, b3, b4, b5, b6, b7, BEGUN, WORLD, ME)
         return
     wait_budget, sendable, timed_out = _wait_budget(table, padded)
-    for chunk in range(program, tl.cdiv(count, WORLD * BLOCK), programs):
+    chunks = tl.cdiv(count, WORLD * BLOCK)
+    for chunk in range(program, chunks, programs):
         phase = tl.load(table + FIRST_PHASE + 2 * chunk).to(tl.int32)
         place = _slots(2 * chunk, phase, WORLD)
         for step in tl.static_range(1, WORLD):
@@ -484,43 +490,49 @@ def two_shot(
             bits = tl.load(source + first + within, mask=first + within < count, other=0)
             there = place + _slot(ME, (ME + step) % WORLD) * SLOT
             _send(_piece((ME + step) % WORLD, b0, b1, b2, b3, b4, b5, b6, b7), there, bits, (sendable - first) * width)
-    for chunk in range(program, tl.cdiv(count, WORLD * BLOCK), programs):
-        phase = tl.load(table + FIRST_PHASE + 2 * chunk).to(tl.int32)
-        used = base + _slots(2 * chunk, phase, WORLD)
-        place = _slots(2 * chunk + 1, tl.load(table + FIRST_PHASE + 2 * chunk + 1).to(tl.int32), WORLD)
-        first = (chunk * WORLD + ME) * BLOCK
-        at = first + within
-        own = tl.load(source + at, mask=at < count, other=0)
-        a, b, c, d, timed_out = _arrived(table, call, used, (padded - first) * width, wait_budget, timed_out, WORLD, ME)
-        _clear(used, WORLD, ME)
-        total = tl.zeros([BLOCK], tl.float32)
-        for rank in tl.static_range(WORLD):
-            bits = own if rank == ME else _of(a, b, c, d, rank - (rank > ME), BITS)
-            value = bits.to(DTYPE, bitcast=True).to(tl.float32)
-            total = value if rank == 0 else _combine(total, value, op)
-        result = _rounded(total, op, timed_out, DTYPE, BITS, WORLD)
-        for step in tl.static_range(1, WORLD):
-            there = place + _slot(ME, (ME + step) % WORLD) * SLOT
-            left = (sendable * (1 - timed_out) - first) * width
-            _send(_piece((ME + step) % WORLD, b0, b1, b2, b3, b4, b5, b6, b7), there, result, left)
-        tl.store(target + at, result, mask=at < count)
-        tl.store(table + FIRST_PHASE + 2 * chunk, ((phase + 1) % PHASES).to(tl.int64))
-        _fail(table, timed_out, call)
-    for chunk in range(program, tl.cdiv(count, WORLD * BLOCK), programs):
-        phase = tl.load(table + FIRST_PHASE + 2 * chunk + 1).to(tl.int32)
-        used = base + _slots(2 * chunk + 1, phase, WORLD)
-        first = chunk * WORLD * BLOCK
-        a, b, c, d, timed_out = _arrived(
-            table, call, used, (padded - first) * width, wait_budget, timed_out, WORLD, ME, SLOT
-        )
-        _clear(used, WORLD, ME)
-        for rank in tl.static_range(WORLD):
-            if rank != ME:
-                at = first + rank * BLOCK + within
-                bits = _of(a, b, c, d, rank - (rank > ME), BITS)
-                tl.store(target + at, _unless(timed_out, bits, BITS), mask=at < count)
-        tl.store(table + FIRST_PHASE + 2 * chunk + 1, ((phase + 1) % PHASES).to(tl.int64))
-        _fail(table, timed_out, call)
+    for ahead in range(program, chunks + programs, programs):
+        if ahead < chunks:
+            chunk = ahead
+            phase = tl.load(table + FIRST_PHASE + 2 * chunk).to(tl.int32)
+            used = base + _slots(2 * chunk, phase, WORLD)
+            place = _slots(2 * chunk + 1, tl.load(table + FIRST_PHASE + 2 * chunk + 1).to(tl.int32), WORLD)
+            first = (chunk * WORLD + ME) * BLOCK
+            at = first + within
+            own = tl.load(source + at, mask=at < count, other=0)
+            a, b, c, d, timed_out = _arrived(
+                table, call, used, (padded - first) * width, wait_budget, timed_out, WORLD, ME
+            )
+            _clear(used, WORLD, ME)
+            total = tl.zeros([BLOCK], tl.float32)
+            for rank in tl.static_range(WORLD):
+                bits = own if rank == ME else _of(a, b, c, d, rank - (rank > ME), BITS)
+                value = bits.to(DTYPE, bitcast=True).to(tl.float32)
+                total = value if rank == 0 else _combine(total, value, op)
+            result = _rounded(total, op, timed_out, DTYPE, BITS, WORLD)
+            for step in tl.static_range(1, WORLD):
+                there = place + _slot(ME, (ME + step) % WORLD) * SLOT
+                left = (sendable * (1 - timed_out) - first) * width
+                _send(_piece((ME + step) % WORLD, b0, b1, b2, b3, b4, b5, b6, b7), there, result, left)
+            tl.store(target + at, result, mask=at < count)
+            tl.store(table + FIRST_PHASE + 2 * chunk, ((phase + 1) % PHASES).to(tl.int64))
+            _fail(table, timed_out, call)
+        # One chunk behind, as in one_shot().
+        if ahead >= programs:
+            chunk = ahead - programs
+            phase = tl.load(table + FIRST_PHASE + 2 * chunk + 1).to(tl.int32)
+            used = base + _slots(2 * chunk + 1, phase, WORLD)
+            first = chunk * WORLD * BLOCK
+            a, b, c, d, timed_out = _arrived(
+                table, call, used, (padded - first) * width, wait_budget, timed_out, WORLD, ME, SLOT
+            )
+            _clear(used, WORLD, ME)
+            for rank in tl.static_range(WORLD):
+                if rank != ME:
+                    at = first + rank * BLOCK + within
+                    bits = _of(a, b, c, d, rank - (rank > ME), BITS)
+                    tl.store(target + at, _unless(timed_out, bits, BITS), mask=at < count)
+            tl.store(table + FIRST_PHASE + 2 * chunk + 1, ((phase + 1) % PHASES).to(tl.int64))
+            _fail(table, timed_out, call)
 
 
 @triton.jit(do_not_specialize=["out", *PIECES, "address", "call", "size", "op", *BASES])
