@@ -3,9 +3,10 @@
     python benchmarks/low_latency_parent.py --parent FOLDER --out FILE
 
 FOLDER is another checkout, and has its commit's name. A third side is the parent again, whose kernels have two programs
-more, which do nothing: what as many cost as those that tell and keep pace here. Each side has two processes of its own,
-and while those of one replay their graphs the others wait. 20 calls in a graph, which is replayed twice, and the second
-replay is timed; in each of 30 turns the median of three, of the slowest rank.
+more, which do nothing: what as many cost as those that tell and keep pace here. A fourth is this one, with the loops
+over chunks that its kernels have where a program has several. Each side has two processes of its own, and while those
+of one replay their graphs the others wait. 20 calls in a graph, which is replayed four times, and the last replay is
+timed; in each of 30 turns the median of three, of the slowest rank.
 """
 
 import argparse
@@ -27,7 +28,7 @@ SIZES = {
     "reduce_scatter": [8 << 10, 64 << 10, 1 << 20],
 }
 CALLS, LEAD, TURNS = 20, 3, 30
-THIS, PARENT, IDLE = SIDES = ("this", "parent", "parent with two idle programs")
+THIS, PARENT, IDLE, LOOPS = SIDES = ("this", "parent", "parent with two idle programs", "this with loops over chunks")
 
 
 class Turns:
@@ -66,6 +67,10 @@ def one_side(side, turns_path, out):
 
         launcher = kernels.launcher
         kernels.launcher = lambda kernel, constants, grid, *rest: launcher(kernel, constants, grid + 2, *rest)
+    if SIDES[side] == LOOPS:
+        from safecomm.peers import engine
+
+        engine._dealt = lambda chunks: (min(engine.PROGRAMS, chunks), False)
     on = safecomm.low_latency().enable()
     if on.reason:
         raise SystemExit(on.reason)
@@ -104,7 +109,7 @@ def main():
         one_side(arguments.side, arguments.turns, arguments.out)
     with tempfile.TemporaryDirectory() as folder:
         parent = Path(arguments.parent).resolve()
-        trees = (HERE.parent.parent, parent, parent)
+        trees = (HERE.parent.parent, parent, parent, HERE.parent.parent)
         outs = [f"{folder}/{side}.json" for side in range(len(SIDES))]
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(HERE)]
         running = [
@@ -127,7 +132,7 @@ def compared(parent, paths):
     rows = {}
     for name, parents in times[PARENT].items():
         rows[name] = {side: round(statistics.median(times[side][name]), 2) for side in SIDES}
-        for side, prefix in ((THIS, ""), (IDLE, "idle ")):
+        for side, prefix in ((THIS, ""), (IDLE, "idle "), (LOOPS, "loops ")):
             ratios = sorted(a / b for a, b in zip(times[side][name], parents, strict=True))
             tenth = len(ratios) // 10
             rows[name] |= {f"{prefix}ratio": round(statistics.median(ratios), 3)}

@@ -431,16 +431,15 @@ def low_latency(results):
 
 def low_latency_parent(results, soak, megatron):
     """How the kernels compare with those before; what a soak has found; a step of Megatron."""
-    rows = [
-        (name, row["parent"], row["this"], row["ratio"], f"{row['from']} to {row['to']}", row["idle ratio"])
-        for name, row in results["us"].items()
-    ]
+    rows = []
+    for name, row in results["us"].items():
+        spread, ratios = f"{row['from']} to {row['to']}", (row["loops ratio"], row["idle ratio"])
+        rows.append((name, row["parent"], row["this"], row["ratio"], spread, *ratios))
     head = (
         "us of a call in a CUDA graph, bytes", f"at {results['parent']}", "now", "median ratio", "eight of ten turns",
-        "with two idle programs",
+        "now, with loops over chunks", "then, with two idle programs",
     )  # fmt: skip
     ms, (least, most) = megatron["ms a step"], megatron["ratios"]
-    earlier = soak["before signals lay in a rank's own staging"]
     told = (
         "\nThe kernels beside those of the commit before they had strong stores and signals, by `{command}`\n"
         "({world} x {device}, torch {torch}, {date}):\n\n"
@@ -449,15 +448,16 @@ def low_latency_parent(results, soak, megatron):
         "\nA soak by `{command}` on {world} x {device} made {replayed} replayed calls and\n{eager} eager ones: {wrong} "
         "elements were wrong, and {stuck} calls stuck.\n"
     )
-    before = (
-        "Before signals lay in a rank's own staging, it made {replayed} and {eager}: {wrong} wrong, {stuck} stuck.\n"
-    )
+    for name, found in soak.items():
+        if name.startswith("before "):
+            soaked += f"B{name[1:]}, it made {found['replayed']} and {found['eager']}: {found['wrong']} wrong, "
+            soaked += f"{found['stuck']} stuck.\n"
     step = (
         f"\nA training step of Megatron, TP 2, hidden size 4096, sequences of 2048: {ms['NCCL']} ms on NCCL, "
         f"{ms['low_latency()']} ms with\n`low_latency()`, which takes {megatron['calls of a step that it takes']} "
         f"calls of it; {megatron['ratio']} of the time ({least} to {most}), by `{megatron['command']}`.\n"
     )
-    return told.format(**results) + table(head, rows) + soaked.format(**soak) + before.format(**earlier) + step
+    return told.format(**results) + table(head, rows) + soaked.format(**soak) + step
 
 
 def push_copy(results):

@@ -17,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 import warnings
 from datetime import timedelta
 from unittest import mock
@@ -29,7 +28,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ranks import launch, on, signal_to_peers, wait_for_signal
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from watching import Log, Sees
+from watching import Log, Sees, slowed
 
 import safecomm
 from safecomm._torch import links
@@ -179,33 +178,6 @@ def test_in_place_gather_and_scatter_and_odd_addresses():
         assert ours.calls == 8
 
 
-@on(2, 3, interpreted=True)
-def test_a_program_takes_many_chunks_in_turn_and_each_arrives_s8():
-    """Of every kernel, in place, with chunks that not all programs have the same number of, until phases come again."""
-    rank, world = stock.get_rank(), stock.get_world_size()
-    limits = LowLatencyLimits(
-        one_shot=32 * KIB, two_shot=96 * KIB, scatter=32 * KIB, gather=32 * KIB, exact=8 * KIB, exchange=32 * KIB
-    )
-    with mock.patch.object(engine_module, "PROGRAMS", 3), switched_on(limits=limits) as ours:
-        for number, count in enumerate((8192, 7000, 24000, 3100, 8192, 7000, 24000, 8192, 7000, 24000)):  # of fp32
-            sent = [of_rank(peer, count, torch.float32) + number for peer in range(world)]
-            tensor = sent[rank].clone()
-            safecomm.all_reduce(tensor)
-            assert torch.equal(tensor, sum(sent)), number
-            count = min(count, 8192)
-            whole = torch.zeros(count * world)
-            mine = whole[rank * count : (rank + 1) * count]
-            mine.copy_(sent[rank][:count])
-            getattr(safecomm, GATHER)(whole, mine)
-            assert torch.equal(whole, torch.cat([tensor[:count] for tensor in sent])), number
-            exchanged = torch.empty_like(whole)
-            safecomm.all_to_all_single(exchanged, whole)
-            assert torch.equal(exchanged, sent[rank][:count].repeat(world)), number
-            getattr(safecomm, SCATTER)(mine, whole)
-            assert torch.equal(mine, world * sent[rank][:count]), number
-        assert ours.calls == 40
-
-
 def words_of(*words, dtype):
     """Return a tensor that has these words of 4 bytes."""
     return torch.tensor(
@@ -313,36 +285,6 @@ def test_a_call_takes_the_next_phase_of_the_channels_that_it_uses():
         assert phases() == [2, 1, 2, 1, 1, 1]
         safecomm.reduce_scatter(torch.empty(5 * 1024), [torch.ones(5 * 1024) for _ in range(2)])
         assert phases() == [0, 2, 0, 2, 2, 1]
-
-
-class Slow:
-    """Stands in for a function of the kernels, which is late at random, on this rank."""
-
-    def __init__(self, function, dice, chance):
-        self.function, self.dice, self.chance = function, dice, chance
-
-    def __call__(self, *arguments, **more):
-        if self.dice.random() < self.chance:
-            time.sleep(self.dice.random() * 0.03)
-        return self.function(*arguments, **more)
-
-    def __getattr__(self, name):
-        return getattr(self.function, name)
-
-
-@contextlib.contextmanager
-def slowed(**chances):
-    from safecomm.peers import kernels
-
-    dice = random.Random(100 + stock.get_rank())
-    before = {name: getattr(kernels, name) for name in chances}
-    for name, chance in chances.items():
-        setattr(kernels, name, Slow(before[name], dice, chance))
-    try:
-        yield
-    finally:
-        for name, function in before.items():
-            setattr(kernels, name, function)
 
 
 @on(2, 3, interpreted=True)
@@ -1379,20 +1321,22 @@ for kernel, kind, dtype, bits, world in (
     (kernels.exact, 3, None, tl.int32, 8),
     (kernels.combine, None, tl.bfloat16, tl.int16, 4),
 ):
-    width = bits.primitive_bitwidth // 8
-    constants = dict(
-        KIND=kind, DTYPE=dtype, BITS=bits, WORLD=world, ME=1, ALIGNED=True, AREA=0,
-        BEGUN=1 << 20, FIRST_PHASE=16, BLOCK=SLOT // width, CHANNELS=256,
-    )
-    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
-    parameters = kernel.signature.parameters
-    signature = {name: f"i{str(parameters[name].annotation)[-2:]}" for name in kernel.arg_names}
-    signature |= dict.fromkeys(constants, "constexpr")
-    source = ASTSource(kernel, signature, {(kernel.arg_names.index(name),): value for name, value in constants.items()})
-    options = {"num_warps": WARPS, "maxnreg": registers(world)}
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    ptx = compiled.asm["ptx"]
-    found.append([world, kernel.__name__, re.findall(r"\\s((?:ld|st|red|fence)[.][\\w.:]+)", ptx), ptx])
+    for once in (True, False) if "ONCE" in kernel.arg_names else (None,):
+        width = bits.primitive_bitwidth // 8
+        constants = dict(
+            KIND=kind, DTYPE=dtype, BITS=bits, WORLD=world, ME=1, ALIGNED=True, AREA=0,
+            BEGUN=1 << 20, FIRST_PHASE=16, BLOCK=SLOT // width, CHANNELS=256, ONCE=once,
+        )
+        constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+        parameters = kernel.signature.parameters
+        signature = {name: f"i{str(parameters[name].annotation)[-2:]}" for name in kernel.arg_names}
+        signature |= dict.fromkeys(constants, "constexpr")
+        given = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+        source = ASTSource(kernel, signature, given)
+        options = {"num_warps": WARPS, "maxnreg": registers(world)}
+        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        ptx = compiled.asm["ptx"]
+        found.append([world, kernel.__name__, once, re.findall(r"\\s((?:ld|st|red|fence)[.][\\w.:]+)", ptx), ptx])
 print(json.dumps(found))
 """
 
@@ -1458,8 +1402,14 @@ def test_the_kernels_compile_for_hopper_with_strong_words_in_pieces_of_16_bytes(
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    for world, name, accesses, ptx in json.loads(done.stdout):
+    backwards = {}
+    for world, name, once, accesses, ptx in json.loads(done.stdout):
         waits = name != "combine"
+        labels = {
+            label: found.start() for found in re.finditer(r"^(\$\w+):", ptx, re.MULTILINE) for label in found.groups()
+        }
+        branches = re.finditer(r"bra(?:\.uni)?\s+(\$\w+);", ptx)
+        backwards.setdefault((name, once), sum(labels[branch[1]] < branch.start() for branch in branches))
         loops = re.findall(r"LOOK:(.*?)THROUGH:", ptx, re.DOTALL)
         assert len(loops) == (2 if world == 2 else 0), name
         for loop in loops:
@@ -1482,6 +1432,8 @@ def test_the_kernels_compile_for_hopper_with_strong_words_in_pieces_of_16_bytes(
                 r"ld\.param\..*|(ld|st)(\.\w+\.sys)?\.global\.(v4\.b32|v2\.b64|b64|b32)|(ld|st)\.shared.*|red.*|fence.*",
                 access,
             ), (name, access)
+    for name in ("one_shot", "two_shot", "exact"):
+        assert backwards[name, True] < backwards[name, False], "no loop over chunks where each program has one"
 
 
 @on(2, interpreted=True)

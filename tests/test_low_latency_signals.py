@@ -4,7 +4,6 @@ The processes of one machine see each other's stores in order, so nothing that t
 signals, as GPUs may: what is tested is that each kernel counts, and waits for every peer's count.
 """
 
-import contextlib
 from datetime import timedelta
 
 import pytest
@@ -12,6 +11,7 @@ import torch
 import torch.distributed as stock
 from ranks import on
 from test_low_latency import EXACT, GATHER, switched_on
+from watching import around
 
 import safecomm
 from safecomm.peers import low_latency
@@ -27,41 +27,24 @@ def signed(number):
     return (number + (1 << 31)) % (1 << 32) - (1 << 31)
 
 
-@contextlib.contextmanager
-def seeing_whether_pace_was_kept(engine):
-    """Yield a list: of each kernel, whether a call has given up when its program that keeps pace is through."""
-    from safecomm.peers import kernels
-
-    keep_pace, failed = kernels._keep_pace, []
-
-    class Seen:
-        def __call__(self, *arguments, **more):
-            keep_pace(*arguments, **more)
-            failed.append(bool(engine._table[kernels.FAILED]))
-
-        def __getattr__(self, name):
-            return getattr(keep_pace, name)
-
-    kernels._keep_pace = Seen()
-    try:
-        yield failed
-    finally:
-        kernels._keep_pace = keep_pace
-
-
 @pytest.mark.parametrize("behind", [1, 2])
 @on(2, 3, interpreted=True)
 def test_a_call_waits_until_every_peer_has_begun_the_one_before_s1(behind):
     """A rank that has not begun it may not have cleared what the next call's stores would come before."""
+    from safecomm.peers.kernels import FAILED
+
     rank, world = stock.get_rank(), stock.get_world_size()
     for late in range(world):
+        failed = []  # by the time that the program that keeps pace is through
         with switched_on(limits=EXACT, timeout=timedelta(milliseconds=400)) as ours:
             engine = ours._engine
             stock.barrier()
             if rank == late:
                 begun(engine).sub_(behind)  # the next call adds 1
             stock.barrier()
-            with seeing_whether_pace_was_kept(engine) as failed:
+            with around(
+                after={"_keep_pace": lambda engine=engine, failed=failed: failed.append(bool(engine._table[FAILED]))}
+            ):
                 safecomm.all_reduce(torch.ones(5))
             stock.barrier()
             assert failed == [behind == 2 and rank != late], late

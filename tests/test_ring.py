@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.distributed as stock
 from ranks import on, signal_to_peers, wait_for_signal
-from test_low_latency import GATHER, KIB, OPS, SCATTER, Slow, of_rank, reduced, same, switched_on
+from test_low_latency import GATHER, KIB, OPS, SCATTER, of_rank, reduced, same, switched_on
+from watching import slowed
 
 import safecomm
 from safecomm.collectives.takers import DECLINED, ENGINES
@@ -182,28 +183,13 @@ def test_kernels_are_given_all_their_constants():
         assert [name for name in kernel.arg_names if name not in constants] == arguments
 
 
-@contextlib.contextmanager
-def slowed(**chances):
-    from safecomm.peers import ring
-
-    dice = random.Random(100 + stock.get_rank())
-    before = {name: getattr(ring, name) for name in chances}
-    for name, chance in chances.items():
-        setattr(ring, name, Slow(before[name], dice, chance))
-    try:
-        yield
-    finally:
-        for name, function in before.items():
-            setattr(ring, name, function)
-
-
 @on(2, 3, interpreted=True)
 def test_calls_of_all_kinds_with_ranks_that_are_late_at_any_point_s8():
     """They use the same staging, by turns that go on. Asynchronous ones are the backend's."""
     rank, world = stock.get_rank(), stock.get_world_size()
     dice = random.Random(4)  # the same on every rank
     taken = 0
-    with small_ring(4) as ours, slowed(_seen=0.05, _release=0.1, _arrived=0.05, _number=0.3, _poisoned=0.05):
+    with small_ring(4) as ours, slowed("ring", _seen=0.05, _release=0.1, _arrived=0.05, _number=0.3, _poisoned=0.05):
         for number in range(25):
             kind, count = dice.choice(("reduce", "reduce", "gather", "scatter")), dice.choice((65, 2000, 7000))
             dtype, asynchronous = dice.choice((torch.int32, torch.float32)), dice.random() < 0.5

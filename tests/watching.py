@@ -1,9 +1,15 @@
 """What tests watch safecomm with: its log, notes of calls, and a mode that sees operations and changes nothing."""
 
+import contextlib
+import functools
+import importlib
 import inspect
 import logging
+import random
+import time
 
 import torch
+import torch.distributed as stock
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -47,3 +53,45 @@ class Sees(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         return function(*args, **(kwargs or {}))
+
+
+class StandIn:
+    """Stands in for a function of the kernels, and does something before and after each call of it, on this rank."""
+
+    def __init__(self, function, before, after):
+        self.function, self.before, self.after = function, before, after
+
+    def __call__(self, *arguments, **more):
+        self.before()
+        result = self.function(*arguments, **more)
+        self.after()
+        return result
+
+    def __getattr__(self, name):
+        return getattr(self.function, name)
+
+
+@contextlib.contextmanager
+def around(before=(), after=(), *, module="kernels"):
+    """Call these beside functions of a module of kernels, by the names of those, before and after them, meanwhile."""
+    kernels = importlib.import_module(f"safecomm.peers.{module}")
+    before, after = dict(before), dict(after)
+    functions = {name: getattr(kernels, name) for name in before | after}
+    for name, function in functions.items():
+        setattr(kernels, name, StandIn(function, before.get(name, int), after.get(name, int)))
+    try:
+        yield
+    finally:
+        for name, function in functions.items():
+            setattr(kernels, name, function)
+
+
+def slowed(module="kernels", **chances):
+    """Let functions of a module of kernels be late at random, on this rank."""
+    dice = random.Random(100 + stock.get_rank())
+
+    def wait(chance):
+        if dice.random() < chance:
+            time.sleep(dice.random() * 0.03)
+
+    return around({name: functools.partial(wait, chance) for name, chance in chances.items()}, module=module)

@@ -365,8 +365,8 @@ class Engine:
                 return ()
             width = min(dtype.itemsize, 4)
             count *= dtype.itemsize // width
-            grid = min(PROGRAMS, -(-count * width // SLOT))
-            launchers = tuple(self._exact_launcher(collective, width, one, grid) for one in (False, count % 16 == 0))
+            chunks = -(-count * width // SLOT)
+            launchers = tuple(self._exact_launcher(collective, width, one, chunks) for one in (False, count % 16 == 0))
             return launchers, count, False
         if number == _UNKNOWN and collective != GATHER:
             return ()
@@ -377,13 +377,14 @@ class Engine:
             return ()
         two_shot = kernel == TWO_SHOT
         block = SLOT // dtype.itemsize
-        grid = min(PROGRAMS, -(-count // (block * self._world if two_shot else block)))
+        chunks = -(-count // (block * self._world if two_shot else block))
         aligned = (False, count % 16 == 0)
-        launchers = tuple(self._launcher(collective, two_shot, dtype, one, grid) for one in aligned)
+        launchers = tuple(self._launcher(collective, two_shot, dtype, one, chunks) for one in aligned)
         return launchers, count, part.nbytes > ASYNCHRONOUS[collective]
 
-    def _exact_launcher(self, collective: str, width: int, aligned: bool, grid: int) -> Callable[..., None]:
-        key = (collective, width, aligned, grid)
+    def _exact_launcher(self, collective: str, width: int, aligned: bool, chunks: int) -> Callable[..., None]:
+        grid, once = _dealt(chunks)
+        key = (collective, width, aligned, grid, once)
         launcher = self._launchers.get(key)
         if launcher is None:
             layout = self.layout
@@ -397,14 +398,16 @@ class Engine:
                 "BEGUN": layout.begun,
                 "FIRST_PHASE": self._first_phase + layout.channels,
                 "BLOCK": SLOT // width,
+                "ONCE": once,
             }
             launcher = self._launchers[key] = self._load(self._kernels.exact, constants, grid)
         return launcher
 
     def _launcher(
-        self, collective: str, two_shot: bool, dtype: torch.dtype, aligned: bool, grid: int
+        self, collective: str, two_shot: bool, dtype: torch.dtype, aligned: bool, chunks: int
     ) -> Callable[..., None]:
-        key = (collective, two_shot, dtype, aligned, grid)
+        grid, once = _dealt(chunks)
+        key = (collective, two_shot, dtype, aligned, grid, once)
         launcher = self._launchers.get(key)
         if launcher is None:
             constants = {
@@ -412,6 +415,7 @@ class Engine:
                 **self._channels,
                 "KIND": _KINDS[collective],
                 "ALIGNED": aligned,
+                "ONCE": once,
             }
             kernel = self._kernels.two_shot if two_shot else self._kernels.one_shot
             launcher = self._launchers[key] = self._load(kernel, constants, grid)
@@ -487,6 +491,11 @@ class Engine:
             raise LowLatencyError(
                 f"low_latency(check=True): the ranks differ in call number {number}: {shown}. Nothing was launched."
             )
+
+
+def _dealt(chunks: int) -> tuple[int, bool]:
+    """Return how many programs so many chunks are dealt out to, and whether each has only one."""
+    return min(PROGRAMS, chunks), chunks <= PROGRAMS
 
 
 def _nanoseconds(time: timedelta) -> int:

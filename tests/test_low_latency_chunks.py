@@ -1,0 +1,119 @@
+"""Programs of the kernels that have several chunks: how they send and poll, and what they do when a peer is late.
+
+One program in place of 256 has them here, as each has of a tensor of several MiB.
+"""
+
+import itertools
+from datetime import timedelta
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as stock
+from ranks import on, signal_to_peers, wait_for_signal
+from test_low_latency import GATHER, KIB, SCATTER, of_rank, switched_on
+from watching import around
+
+import safecomm
+from safecomm.peers import engine as engine_module
+from safecomm.peers import low_latency
+from safecomm.peers.limits import LowLatencyLimits
+
+CHUNKS = 6
+LIMITS = LowLatencyLimits(one_shot=CHUNKS * 4 * KIB, two_shot=CHUNKS * 8 * KIB, scatter=0, gather=0)  # for two ranks
+KERNELS = {"one-shot": 1024, "two-shot": 2048}  # and the elements of fp32 of a chunk
+
+
+@on(2, 3, interpreted=True)
+def test_a_program_takes_many_chunks_in_turn_and_each_arrives_s8():
+    """Of every kernel, in place, with chunks that not all programs have the same number of, until phases come again."""
+    rank, world = stock.get_rank(), stock.get_world_size()
+    limits = LowLatencyLimits(
+        one_shot=32 * KIB, two_shot=96 * KIB, scatter=32 * KIB, gather=32 * KIB, exact=8 * KIB, exchange=32 * KIB
+    )
+    with mock.patch.object(engine_module, "PROGRAMS", 3), switched_on(limits=limits) as ours:
+        for number, count in enumerate((8192, 7000, 24000, 3100, 8192, 7000, 24000, 8192, 7000, 24000)):  # of fp32
+            sent = [of_rank(peer, count, torch.float32) + number for peer in range(world)]
+            tensor = sent[rank].clone()
+            safecomm.all_reduce(tensor)
+            assert torch.equal(tensor, sum(sent)), number
+            count = min(count, 8192)
+            whole = torch.zeros(count * world)
+            mine = whole[rank * count : (rank + 1) * count]
+            mine.copy_(sent[rank][:count])
+            getattr(safecomm, GATHER)(whole, mine)
+            assert torch.equal(whole, torch.cat([tensor[:count] for tensor in sent])), number
+            exchanged = torch.empty_like(whole)
+            safecomm.all_to_all_single(exchanged, whole)
+            assert torch.equal(exchanged, sent[rank][:count].repeat(world)), number
+            getattr(safecomm, SCATTER)(mine, whole)
+            assert torch.equal(mine, world * sent[rank][:count]), number
+        assert ours.calls == 40
+
+
+@on(2, 3, interpreted=True)
+def test_a_program_sends_one_chunk_ahead_of_what_it_polls_for():
+    world = stock.get_world_size()
+    limits = LowLatencyLimits(
+        one_shot=12 * KIB, two_shot=12 * KIB * world, scatter=12 * KIB, gather=12 * KIB, exchange=12 * KIB
+    )
+    done = []
+    notes = {name: lambda what=what: done.append(what) for name, what in {"_send": "s", "_send_packets": "s"}.items()}
+    looks = {"_arrived": lambda: done.append("p")}
+    small, large = torch.ones(3 * 1024), torch.ones(3 * 1024 * world)
+    calls = {
+        "SSpSpp": [
+            lambda: safecomm.all_reduce(small),
+            lambda: getattr(safecomm, GATHER)(large, small),
+            lambda: getattr(safecomm, SCATTER)(small, large),
+            lambda: safecomm.all_to_all_single(torch.empty_like(large), large),
+        ],
+        "SSS" + "pS" + "pSp" + "pSp" + "p": [lambda: safecomm.all_reduce(large)],
+    }
+    with mock.patch.object(engine_module, "PROGRAMS", 1), switched_on(limits=limits), around(notes, looks):
+        for order, made in calls.items():
+            for call in made:
+                done.clear()
+                call()
+                assert "".join(done).replace("s" * (world - 1), "S") == order
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@on(2, interpreted=True)
+def test_what_comes_after_a_program_has_given_up_is_no_result_and_a_slow_peer_has_all_of_its_own(kernel):
+    """Rank 1 stops before it sends what its third chunk has, until rank 0 has given up. That waits for all then."""
+    from safecomm.peers.kernels import FAILED
+
+    rank = stock.get_rank()
+    sends = CHUNKS if kernel == "one-shot" else 2 * CHUNKS
+    begun, done, told = itertools.count(1), itertools.count(1), []
+
+    def stop():
+        if rank == 1 and next(begun) == sends - CHUNKS + 3:
+            wait_for_signal(f"given up a chunk, {kernel}")
+
+    def tell_sent():
+        if rank == 1 and next(done) == sends:
+            signal_to_peers(f"sent all, {kernel}")
+
+    with mock.patch.object(engine_module, "PROGRAMS", 1), switched_on(limits=LIMITS) as ours:
+        table = ours._engine._table
+
+        def tell_given_up():
+            if rank == 0 and table[FAILED] and not told:
+                told.append(signal_to_peers(f"given up a chunk, {kernel}"))
+                wait_for_signal(f"sent all, {kernel}")
+
+        stock.barrier()
+        ours._engine.set_patience(timedelta(seconds=0.5 if rank == 0 else 20))
+        tensor = torch.arange(CHUNKS * KERNELS[kernel], dtype=torch.float32) + rank
+        right = 2 * tensor + (1 - 2 * rank)
+        with around({"_send": stop}, {"_send": tell_sent, "_fail": tell_given_up}):
+            safecomm.all_reduce(tensor)
+        nan = [bool(chunk.isnan().any()) for chunk in tensor.split(KERNELS[kernel])]
+        assert nan == ([False] * 2 + [True] * 4 if rank == 0 else [False] * 6)
+        assert torch.equal(tensor[~tensor.isnan()], right[~tensor.isnan()])
+        assert bool(table[FAILED]) == (rank == 0)
+        ours._leave(timedelta())()
+        stock.barrier()
+    low_latency._KEPT.clear()
