@@ -3,9 +3,10 @@
     torchrun --nproc-per-node 2 benchmarks/soak.py --out FILE --seconds 120
 
 It goes on until FILE has counted enough calls or the time is over; started again, it goes on where it was, with
-another seed. Each of several groups has a stream of its own, so that their kernels run at once. A replayed graph has
-some thousand calls, of random sizes up to 1 MiB, types and collectives, by both kernels of all_reduce; on each rank
-other delays between them. Every few seconds other graphs are captured.
+another seed. ``--programs 24`` gives a kernel so few programs that each has several chunks, as of larger tensors. Each
+of several groups has a stream of its own, so that their kernels run at once. A replayed graph has some thousand calls,
+of random sizes up to 1 MiB, types and collectives, by both kernels of all_reduce; on each rank other delays between
+them. Every few seconds other graphs are captured.
 
 Calls are in chains: each works on what the one before has made, and a sum over a power of two of ranks doubles all
 numbers exactly. So every call sends something else than any other that used its staging, whatever goes wrong stays
@@ -25,6 +26,7 @@ import torch.distributed as stock
 from measured import begin, setting, write
 
 import safecomm
+from safecomm.peers import engine
 
 # What torch 2.13 calls them, because their older names warn there.
 GATHER = getattr(safecomm, "all_gather_single", None) or safecomm.all_gather_into_tensor
@@ -244,6 +246,7 @@ def main():
     parser.add_argument("--replayed", type=float, default=1e8)
     parser.add_argument("--eager", type=float, default=1e6)
     parser.add_argument("--groups", type=int, default=GROUPS)
+    parser.add_argument("--programs", type=int, default=engine.PROGRAMS)
     arguments = parser.parse_args()
     start = time.monotonic()
     device = begin()
@@ -258,7 +261,9 @@ def main():
     stock.broadcast_object_list(found, src=0)  # the ranks may see different files
     results = found[0]
     seed = len(results["runs"])
-    run = {"seed": seed, "groups": arguments.groups, "replayed": 0, "eager": 0, "wrong": 0, "seconds": 0.0}
+    engine.PROGRAMS = arguments.programs
+    run = {"seed": seed, "groups": arguments.groups, "programs": engine.PROGRAMS}
+    run |= {"replayed": 0, "eager": 0, "wrong": 0, "seconds": 0.0}
     results["runs"].append(run)
     dice, own = random.Random(seed), random.Random(1000 * seed + stock.get_rank() + 1)
     before = dict(results)

@@ -20,8 +20,26 @@ from safecomm.peers import low_latency
 from safecomm.peers.limits import LowLatencyLimits
 
 CHUNKS = 6
-LIMITS = LowLatencyLimits(one_shot=CHUNKS * 4 * KIB, two_shot=CHUNKS * 8 * KIB, scatter=0, gather=0)  # for two ranks
-KERNELS = {"one-shot": 1024, "two-shot": 2048}  # and the elements of fp32 of a chunk
+LIMITS = LowLatencyLimits(
+    one_shot=CHUNKS * 4 * KIB, two_shot=CHUNKS * 8 * KIB, scatter=CHUNKS * 4 * KIB, gather=2 * CHUNKS * 4 * KIB,
+    exact=CHUNKS * 4 * KIB, exchange=CHUNKS * 4 * KIB,
+)  # fmt: skip  # for two ranks
+KERNELS = {"one-shot": 1024, "two-shot": 2048, "exact": 1024}
+"""And of how many words of 4 bytes a chunk is."""
+
+
+def called(kernel, chunks):
+    """Make a call of so many chunks; return what has come, what is right, and which of it says that it has not come."""
+    rank = stock.get_rank()
+    numbers = torch.arange(chunks * KERNELS[kernel], dtype=torch.int32)
+    if kernel == "exact":
+        whole = torch.full((2 * len(numbers),), -7, dtype=torch.int32)
+        getattr(safecomm, GATHER)(whole, numbers + rank)
+        come = whole[(1 - rank) * len(numbers) :][: len(numbers)]
+        return come, numbers + 1 - rank, come == -1
+    tensor = numbers.float() + rank
+    safecomm.all_reduce(tensor)
+    return tensor, 2 * numbers.float() + 1, tensor.isnan()
 
 
 @on(2, 3, interpreted=True)
@@ -78,6 +96,38 @@ def test_a_program_sends_one_chunk_ahead_of_what_it_polls_for():
                 assert "".join(done).replace("s" * (world - 1), "S") == order
 
 
+@on(2, interpreted=True)
+def test_what_is_compiled_and_tried_at_first_has_one_chunk_a_program_and_several_s1():
+    """Of each kernel and collective: nobody compiles one while peers wait in theirs, or finds then that it can't be."""
+    from safecomm.peers import kernels
+
+    limits = LowLatencyLimits(
+        one_shot=28 * KIB, two_shot=52 * KIB, scatter=28 * KIB, gather=32 * KIB, exact=28 * KIB, exchange=28 * KIB
+    )
+    with (
+        mock.patch.object(engine_module, "PROGRAMS", 6),
+        mock.patch.object(kernels, "launcher", wraps=kernels.launcher) as launcher,
+        switched_on(limits=limits),
+    ):
+        compiled = [(call.args[0].__name__, call.args[1]) for call in launcher.call_args_list]
+    found = {(name, constants["KIND"], constants["ONCE"]) for name, constants in compiled if "ONCE" in constants}
+    kinds = [("one_shot", 0), ("one_shot", 1), ("one_shot", 2), ("two_shot", 0), ("exact", 2), ("exact", 3)]
+    gathers_small = ("one_shot", 2, True)  # which are exact
+    assert found == {(*kind, once) for kind in kinds for once in (False, True)} - {gathers_small}
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@on(2, interpreted=True)
+def test_as_many_chunks_as_programs_and_then_more_and_again_s8(kernel):
+    with mock.patch.object(engine_module, "PROGRAMS", 2), switched_on(limits=LIMITS) as ours:
+        ours._engine._launchers.clear()
+        for chunks in (2, 4, 2):
+            if kernel == "two-shot":
+                chunks += 2  # less goes by the other kernel
+            come, right, _ = called(kernel, chunks)
+            assert torch.equal(come, right), chunks
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 @on(2, interpreted=True)
 def test_what_comes_after_a_program_has_given_up_is_no_result_and_a_slow_peer_has_all_of_its_own(kernel):
@@ -85,7 +135,8 @@ def test_what_comes_after_a_program_has_given_up_is_no_result_and_a_slow_peer_ha
     from safecomm.peers.kernels import FAILED
 
     rank = stock.get_rank()
-    sends = CHUNKS if kernel == "one-shot" else 2 * CHUNKS
+    send = "_send_packets" if kernel == "exact" else "_send"
+    sends = 2 * CHUNKS if kernel == "two-shot" else CHUNKS
     begun, done, told = itertools.count(1), itertools.count(1), []
 
     def stop():
@@ -106,13 +157,11 @@ def test_what_comes_after_a_program_has_given_up_is_no_result_and_a_slow_peer_ha
 
         stock.barrier()
         ours._engine.set_patience(timedelta(seconds=0.5 if rank == 0 else 20))
-        tensor = torch.arange(CHUNKS * KERNELS[kernel], dtype=torch.float32) + rank
-        right = 2 * tensor + (1 - 2 * rank)
-        with around({"_send": stop}, {"_send": tell_sent, "_fail": tell_given_up}):
-            safecomm.all_reduce(tensor)
-        nan = [bool(chunk.isnan().any()) for chunk in tensor.split(KERNELS[kernel])]
-        assert nan == ([False] * 2 + [True] * 4 if rank == 0 else [False] * 6)
-        assert torch.equal(tensor[~tensor.isnan()], right[~tensor.isnan()])
+        with around({send: stop}, {send: tell_sent, "_fail": tell_given_up}):
+            come, right, missing = called(kernel, CHUNKS)
+        by_chunk = [bool(chunk.any()) for chunk in missing.split(KERNELS[kernel])]
+        assert by_chunk == ([False] * 2 + [True] * 4 if rank == 0 else [False] * 6)
+        assert torch.equal(come[~missing], right[~missing])
         assert bool(table[FAILED]) == (rank == 0)
         ours._leave(timedelta())()
         stock.barrier()

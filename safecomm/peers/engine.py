@@ -493,6 +493,11 @@ class Engine:
             )
 
 
+def least_of_several(ranks: int) -> int:
+    """Return the bytes of the smallest call of fp32 of which a program has several chunks, of so many slots each."""
+    return PROGRAMS * SLOT * ranks + 4
+
+
 def _dealt(chunks: int) -> tuple[int, bool]:
     """Return how many programs so many chunks are dealt out to, and whether each has only one."""
     return min(PROGRAMS, chunks), chunks <= PROGRAMS

@@ -27,7 +27,7 @@ from safecomm.core.streams import HOST
 from safecomm.errors import LowLatencyError, SafecommError
 from safecomm.peers import operators
 from safecomm.peers.bulk import around
-from safecomm.peers.engine import Engine, programs
+from safecomm.peers.engine import Engine, least_of_several, programs
 from safecomm.peers.limits import LARGEST, RING, LowLatencyLimits, defaults, read
 from safecomm.peers.room import part
 from safecomm.peers.staging import MOST, Staging, StagingLayout, SymmetricStaging
@@ -406,12 +406,18 @@ def _first_calls(engine: Engine) -> Iterator[tuple[str, list[Any], torch.Tensor]
     """Yield a call for each kernel: its name, its tensors, and the result."""
     limits, world, rank = engine.limits, engine.group.size(), engine.group.rank()
     device = "cpu" if engine.index == HOST else f"cuda:{engine.index}"
-    sizes = [(REDUCE, limits.one_shot), (SCATTER, limits.scatter), (GATHER, limits.exact), (EXCHANGE, limits.exchange)]
-    counts = [(collective, min(largest // 4, 4100)) for collective, largest in sizes]
-    if limits.gather > limits.exact:
-        counts.append((GATHER, limits.exact // 4 + min((limits.gather - limits.exact) // 4, 4100)))
-    if limits.two_shot > limits.one_shot:
-        counts.append((REDUCE, limits.one_shot // 4 + 1))
+    small = (
+        (REDUCE, 0, limits.one_shot, 1), (REDUCE, limits.one_shot, limits.two_shot, world),
+        (SCATTER, 0, limits.scatter, 1), (GATHER, 0, limits.exact, 1), (GATHER, limits.exact, limits.gather, 1),
+        (EXCHANGE, 0, limits.exchange, 1),
+    )  # fmt: skip
+    counts = []
+    for collective, beyond, most, slots in small:
+        if most > beyond:
+            counts.append((collective, beyond // 4 + min((most - beyond) // 4, 4100)))
+        # The kernels differ where a program has several chunks.
+        if beyond < least_of_several(slots) <= most:
+            counts.append((collective, least_of_several(slots) // 4))
     rings = (limits.ring, limits.ring_scatter, limits.ring_gather)
     for collective, largest in zip((REDUCE, SCATTER, GATHER), rings, strict=True):
         if limits.kernel(collective, largest) == RING:
