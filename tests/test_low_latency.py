@@ -738,8 +738,8 @@ def test_only_synchronous_calls_are_taken_beyond_what_is_for_asynchronous_ones()
                 for more, taken in ((0, 2), (1, 1)):
                     part = of_rank(rank, counts[collective] + more, torch.float32)
                     calls = ours.calls
-                    call(part, torch.empty(2 * len(part)))
-                    call(part, torch.empty(2 * len(part)), async_op=True).wait()
+                    call(part, torch.zeros(2 * len(part)))
+                    call(part, torch.zeros(2 * len(part)), async_op=True).wait()
                     assert ours.calls == calls + taken, collective
     finally:
         bounds.update(before)
