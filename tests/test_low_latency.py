@@ -1405,9 +1405,7 @@ def test_the_kernels_compile_for_hopper_with_strong_words_in_pieces_of_16_bytes(
     backwards = {}
     for world, name, once, accesses, ptx in json.loads(done.stdout):
         waits = name != "combine"
-        labels = {
-            label: found.start() for found in re.finditer(r"^(\$\w+):", ptx, re.MULTILINE) for label in found.groups()
-        }
+        labels = {found[1]: found.start() for found in re.finditer(r"^(\$\w+):", ptx, re.MULTILINE)}
         branches = re.finditer(r"bra(?:\.uni)?\s+(\$\w+);", ptx)
         backwards.setdefault((name, once), sum(labels[branch[1]] < branch.start() for branch in branches))
         loops = re.findall(r"LOOK:(.*?)THROUGH:", ptx, re.DOTALL)

@@ -76,8 +76,7 @@ def test_a_program_sends_one_chunk_ahead_of_what_it_polls_for():
         one_shot=12 * KIB, two_shot=12 * KIB * world, scatter=12 * KIB, gather=12 * KIB, exchange=12 * KIB
     )
     done = []
-    notes = {name: lambda what=what: done.append(what) for name, what in {"_send": "s", "_send_packets": "s"}.items()}
-    looks = {"_arrived": lambda: done.append("p")}
+    notes = dict.fromkeys(("_send", "_send_packets"), lambda: done.append("s")) | {"_arrived": lambda: done.append("p")}
     small, large = torch.ones(3 * 1024), torch.ones(3 * 1024 * world)
     calls = {
         "SSpSpp": [
@@ -88,7 +87,7 @@ def test_a_program_sends_one_chunk_ahead_of_what_it_polls_for():
         ],
         "SSS" + "pS" + "pSp" + "pSp" + "p": [lambda: safecomm.all_reduce(large)],
     }
-    with mock.patch.object(engine_module, "PROGRAMS", 1), switched_on(limits=limits), around(notes, looks):
+    with mock.patch.object(engine_module, "PROGRAMS", 1), switched_on(limits=limits), around(notes):
         for order, made in calls.items():
             for call in made:
                 done.clear()
@@ -97,7 +96,7 @@ def test_a_program_sends_one_chunk_ahead_of_what_it_polls_for():
 
 
 @on(2, interpreted=True)
-def test_what_is_compiled_and_tried_at_first_has_one_chunk_a_program_and_several_s1():
+def test_what_is_compiled_and_tried_at_first_has_one_chunk_a_program_and_several():
     """Of each kernel and collective: nobody compiles one while peers wait in theirs, or finds then that it can't be."""
     from safecomm.peers import kernels
 
