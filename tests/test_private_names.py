@@ -317,6 +317,13 @@ def test_without_the_use_count_nobody_is_known_to_be_the_only_holder(monkeypatch
     assert not a_fresh_copy().only_holder(storage)
 
 
+def test_the_trial_of_the_use_count_reads_no_storage_that_has_died(monkeypatch):
+    count, seen = torch._C._storage_Use_Count, []
+    monkeypatch.setattr(torch._C, "_storage_Use_Count", lambda cdata: [seen.append(count(cdata)), count(cdata)][1])
+    assert a_fresh_copy().USE_COUNT
+    assert seen == [1]  # of a dead one it is 0, or whatever lies there now
+
+
 @on(1)
 def test_each_group_is_told_of_now_or_when_it_is_made_and_without_the_names_those_that_are_there():
     def told_of(module):

@@ -21,15 +21,18 @@ def _small_storage() -> torch.UntypedStorage:
         return torch.empty(4, dtype=torch.uint8, device="cpu").untyped_storage()
 
 
+def _counts(count: Callable[[int], int]) -> bool:
+    # The storage has a name, because torch reads what is at the address, and must not read what has been freed.
+    storage = _small_storage()
+    return type(count(cdata_of(storage))) is int
+
+
 cdata_of: Callable[[torch.UntypedStorage], int] = operator.attrgetter("_cdata")
 """The address of the C++ side of a storage, which all Python objects of one storage share."""
 
 if look_up("torch.UntypedStorage._cdata", None, _WITHOUT_COUNTS, lambda _: type(cdata_of(_small_storage())) is int):
     _storage_use_count: Callable[[int], int] | None = look_up(
-        "torch._C._storage_Use_Count",
-        None,
-        _WITHOUT_COUNTS,
-        lambda found: type(found(cdata_of(_small_storage()))) is int,
+        "torch._C._storage_Use_Count", None, _WITHOUT_COUNTS, _counts
     )
 else:
     cdata_of, _storage_use_count = id, None
