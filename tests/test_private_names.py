@@ -319,7 +319,12 @@ def test_without_the_use_count_nobody_is_known_to_be_the_only_holder(monkeypatch
 
 def test_the_trial_of_the_use_count_reads_no_storage_that_has_died(monkeypatch):
     count, seen = torch._C._storage_Use_Count, []
-    monkeypatch.setattr(torch._C, "_storage_Use_Count", lambda cdata: [seen.append(count(cdata)), count(cdata)][1])
+
+    def noted(cdata):
+        seen.append(count(cdata))
+        return seen[-1]
+
+    monkeypatch.setattr(torch._C, "_storage_Use_Count", noted)
     assert a_fresh_copy().USE_COUNT
     assert seen == [1]  # of a dead one it is 0, or whatever lies there now
 

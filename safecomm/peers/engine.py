@@ -493,9 +493,9 @@ class Engine:
             )
 
 
-def least_of_several(ranks: int) -> int:
-    """Return the bytes of the smallest call of fp32 of which a program has several chunks, of so many slots each."""
-    return PROGRAMS * SLOT * ranks + 4
+def least_of_several(slots: int) -> int:
+    """Return the bytes of the smallest call of fp32 of which a program has several chunks of ``slots`` slots each."""
+    return PROGRAMS * SLOT * slots + 4
 
 
 def _dealt(chunks: int) -> tuple[int, bool]:
