@@ -449,9 +449,9 @@ def low_latency_parent(results, soak, megatron):
         "elements were wrong, and {stuck} calls stuck.\n"
     )
     for name, found in soak.items():
-        if name.startswith("before "):
-            soaked += f"B{name[1:]}, it made {found['replayed']} and {found['eager']}: {found['wrong']} wrong, "
-            soaked += f"{found['stuck']} stuck.\n"
+        if name.startswith(("before ", "with ")):
+            soaked += f"{name[0].upper()}{name[1:]}, it made {found['replayed']} and {found['eager']}: "
+            soaked += f"{found['wrong']} wrong, {found['stuck']} stuck.\n"
     step = (
         f"\nA training step of Megatron, TP 2, hidden size 4096, sequences of 2048: {ms['NCCL']} ms on NCCL, "
         f"{ms['low_latency()']} ms with\n`low_latency()`, which takes {megatron['calls of a step that it takes']} "

@@ -79,7 +79,7 @@ def streams():
 def s2_forum_program_on_a_side_stream():
     """Plain import: sync, async + wait, ordered by wait_stream, events and a third stream: the peak, and the time."""
     streams()
-    result = {}
+    result, before = {}, set(replaced())  # what another case left by an exception stays
     settle()
     without = max(forum(safecomm, "none", "")[0] for _ in range(3))
     for by, how in itertools.product(("wait_stream", "events", "a third stream"), ("sync", "async")):
@@ -104,7 +104,7 @@ def s2_forum_program_on_a_side_stream():
         above = (peak - without) / BUFFER
         result[f"record_stream avoided, {by}"] = {"buffers above no communication": above}
         require(above <= 2, by, result)
-    require(replaced() == METHODS, replaced())
+    require(set(replaced()) == before | set(METHODS), replaced())
     return result
 
 
@@ -274,10 +274,11 @@ def s9_compiled_code_with_streams_and_events():
         return told.graph_break_count, told.graph_count, value
 
     stream_methods.forget_uses()
-    require(replaced() == [], replaced())
+    others = set(replaced())
+    require(others.isdisjoint(METHODS), others)
     before = explained()
     stream_methods.see(explained)
-    require(replaced() == METHODS, replaced())
+    require(set(replaced()) == others | set(METHODS), replaced())
     after = explained()
     stream_methods.unsee(explained)
     torch._dynamo.reset()
