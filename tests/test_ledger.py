@@ -815,6 +815,7 @@ class HandoffsOrderNothing(Handoffs):
 
     def order_and_release(self, hold, **_):
         self._rules.release_all([hold])
+        return set()
 
 
 class FreesLeasesAtOnce(Handoffs):
@@ -1338,6 +1339,21 @@ def test_a_stream_that_waits_because_too_much_is_behind_lets_the_next_collective
     ledger.sweep()
     assert ledger.pending() == []
     assert device.calls["pause"] == device.calls["wait_event"]
+
+
+def test_a_stream_that_waits_for_several_at_once_pauses_behind_the_last(device) -> None:
+    ledger, group = Ledger(device, handoff_budget=1600), FakeGroup(device, "nccl")
+    tensors = [device.allocate(0, 100) for _ in range(60)]
+    device.switch(1)
+    for tensor in tensors:
+        call_sync(ledger, group, [tensor])
+    device.switch(0)
+    del tensor
+    tensors.clear()
+    ledger.sweep()
+    assert sum(entry.nbytes for entry in ledger.pending()) == 1600, "S3"
+    assert (device.calls["wait_event"], device.calls["pause"]) == (44, 1)
+    device.settle()
 
 
 # --- ProcessGroupNCCL2 ----------------------------------------------------------------------------------------
