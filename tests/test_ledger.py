@@ -1341,18 +1341,59 @@ def test_a_stream_that_waits_because_too_much_is_behind_lets_the_next_collective
     assert device.calls["pause"] == device.calls["wait_event"]
 
 
-def test_a_stream_that_waits_for_several_at_once_pauses_behind_the_last(device) -> None:
+def used_on_another_stream(device, streams: int) -> Ledger:
+    """Return a ledger that holds 60 tensors, used on stream 3, and allocated on the first ``streams`` in turn."""
     ledger, group = Ledger(device, handoff_budget=1600), FakeGroup(device, "nccl")
-    tensors = [device.allocate(0, 100) for _ in range(60)]
-    device.switch(1)
+    tensors = [device.allocate(1 + number % streams, 100) for number in range(60)]
+    device.switch(3)
     for tensor in tensors:
         call_sync(ledger, group, [tensor])
     device.switch(0)
-    del tensor
-    tensors.clear()
+    return ledger
+
+
+def test_streams_that_wait_for_several_at_once_pause_behind_the_last(device, monkeypatch) -> None:
+    ledger = used_on_another_stream(device, 2)
+    steps = []
+    wait_event, pause = device.wait_event, device.pause
+
+    def waiting(index, stream, event):
+        steps.append(("waits", stream))
+        wait_event(index, stream, event)
+
+    def pausing(index, stream):
+        steps.append(("pauses", stream))
+        pause(index, stream)
+
+    monkeypatch.setattr(device, "wait_event", waiting)
+    monkeypatch.setattr(device, "pause", pausing)
     ledger.sweep()
     assert sum(entry.nbytes for entry in ledger.pending()) == 1600, "S3"
-    assert (device.calls["wait_event"], device.calls["pause"]) == (44, 1)
+    assert steps[:44] == [("waits", 1), ("waits", 2)] * 22
+    assert sorted(steps[44:]) == [("pauses", 1), ("pauses", 2)]
+    device.settle()
+
+
+def test_a_stream_that_another_thread_captures_by_now_does_not_pause_s5(device, monkeypatch) -> None:
+    ledger = used_on_another_stream(device, 1)
+    recycle = device.recycle_event
+
+    def recycled(index, event):
+        """Take it back, while another thread begins a capture."""
+        recycle(index, event)
+        if not device.capturing:
+            device.begin_capture(1)
+            device.switch(0)
+
+    monkeypatch.setattr(device, "recycle_event", recycled)
+    ledger.sweep()
+    assert device.calls["wait_event"] == 1, "the others are left until the capture is over"
+    assert device.calls["pause"] == 0
+    assert device.faults == []
+    device.end_capture()
+    monkeypatch.undo()
+    ledger.sweep()
+    assert sum(entry.nbytes for entry in ledger.pending()) == 1600, "S3"
     device.settle()
 
 
