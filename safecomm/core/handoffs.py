@@ -190,7 +190,8 @@ class Handoffs:
             # next one begins. A large kernel that they start first would hold that one up, by up to 0.14 ms for a
             # matmul of 0.25 ms.
             for stream in self._release_oldest(queue):
-                if not capture_of(self._streams, stream):  # of another thread, since
+                # Another thread may have begun to capture it since, and each replay would pause.
+                if not capture_of(self._streams, stream):
                     self._streams.pause(queue.index, stream)
 
     def _release_oldest(self, queue: Queue) -> set[int]:
@@ -238,8 +239,8 @@ class Handoffs:
         with self._rules.lock:
             if hold not in hold.queue.holds:
                 return set()  # another thread has released it
-            known = set() if complete else {stream for stream in self._rules.alloc_streams(hold) if stream is not None}
-            ordered = known - {hold.stream}
+            streams = () if complete else self._rules.alloc_streams(hold)
+            ordered = {stream for stream in streams if stream is not None and stream != hold.stream}
             for stream in ordered:
                 self._streams.wait_event(index, stream, hold.event)
             self._rules.release(hold)
