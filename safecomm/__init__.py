@@ -95,6 +95,13 @@ from safecomm.collectives.groups import destroy_process_group as destroy_process
 from safecomm.collectives.groups import shrink_group as shrink_group
 from safecomm.collectives.lists import all_gather as all_gather
 from safecomm.collectives.lists import reduce_scatter as reduce_scatter
+from safecomm.collectives.objects import all_gather_object as all_gather_object
+from safecomm.collectives.objects import broadcast_object_list as broadcast_object_list
+from safecomm.collectives.objects import gather_object as gather_object
+from safecomm.collectives.objects import monitored_barrier as monitored_barrier
+from safecomm.collectives.objects import recv_object_list as recv_object_list
+from safecomm.collectives.objects import scatter_object_list as scatter_object_list
+from safecomm.collectives.objects import send_object_list as send_object_list
 from safecomm.collectives.point_to_point import P2POp as P2POp
 from safecomm.collectives.point_to_point import batch_isend_irecv as batch_isend_irecv
 from safecomm.collectives.point_to_point import irecv as irecv

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from safecomm.arena.staging import buffer, contiguous
 from safecomm.collectives import gates as _gates
 from safecomm.collectives.table import ROWS
-from safecomm.collectives.takers import at_once
+from safecomm.collectives.takers import now
 from safecomm.core.ledger import LEDGER
 from safecomm.core.work import Work
 
@@ -67,11 +67,6 @@ if TYPE_CHECKING:
         """As :class:`_Call`, where the group is all."""
 
         group: _Group
-
-    class _Function(Protocol):
-        """One of the functions of autograd below."""
-
-        def apply(self, *arguments: object) -> torch.Tensor: ...
 
 
 class AsyncResult:
@@ -118,14 +113,13 @@ def __dir__() -> list[str]:
 
 # --- what is launched ----------------------------------------------------------------------------------------
 #
-# At once, also inside of bucketed(): the caller has the result when it returns. Detached, because gloo's threads record
-# what they make of a tensor that requires a gradient, and the functions below are what autograd is to see.
+# Detached, because gloo's threads record what they make of a tensor that requires a gradient, and the functions below
+# are what autograd is to see.
 
 
 def _launch_all_reduce(tensor: torch.Tensor, op: _Op, group: _Group, asynchronous: bool) -> _Launched:
     output = buffer(tensor.shape, tensor).copy_(tensor)
-    with at_once(group):
-        return output, _gates.all_reduce(output, op, group, asynchronous), None
+    return output, _gates.all_reduce(output, op, group, asynchronous), None
 
 
 def _launch_all_gather(tensor: torch.Tensor, dim: int, group: _Group, asynchronous: bool) -> _Launched:
@@ -135,11 +129,9 @@ def _launch_all_gather(tensor: torch.Tensor, dim: int, group: _Group, asynchrono
     output = buffer(shape, tensor)
     source = contiguous(tensor.detach())
     if dim == 0 or world == 1:
-        with at_once(group):
-            return output, _gather_into(output, source, group, asynchronous), None
+        return output, _gather_into(output, source, group, asynchronous), None
     staged = buffer((world * tensor.shape[0], *tensor.shape[1:]), tensor)
-    with at_once(group):
-        work = _gather_into(staged, source, group, asynchronous)
+    work = _gather_into(staged, source, group, asynchronous)
     # Not the output itself, which autograd is about to make part of a graph.
     inner = output.detach()
     part = tuple(tensor.shape)
@@ -167,8 +159,7 @@ def _launch_reduce_scatter(tensor: torch.Tensor, dim: int, op: _Op, group: _Grou
     else:
         parts = tensor.unflatten(dim, (world, shape[dim])).movedim(dim, 0)  # type: ignore[no-untyped-call]
         source = buffer(parts.shape, tensor).copy_(parts).view(world * shape[0], *shape[1:])
-    with at_once(group):
-        return output, _scatter_into(output, source, op, group, asynchronous), None
+    return output, _scatter_into(output, source, op, group, asynchronous), None
 
 
 def _launch_all_to_all(
@@ -201,77 +192,86 @@ def _result(launched: _Launched, running: _Running | None) -> torch.Tensor:
     return output
 
 
-class _AllReduce(torch.autograd.Function):
+class _Function(torch.autograd.Function):
+    """A function whose first arguments are the tensor and the group; each call begins as :func:`now` says."""
+
+    @classmethod
+    def apply(cls, tensor: torch.Tensor, group: _Group, *given: Any) -> torch.Tensor:
+        with now("safecomm.functional", group):
+            return super().apply(tensor, group, *given)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _AllReduce(_Function):
     @staticmethod
     def forward(
-        ctx: _Call[tuple[_Op, _Group]], tensor: torch.Tensor, op: _Op, group: _Group, running: _Running | None
+        ctx: _Call[tuple[_Group, _Op]], tensor: torch.Tensor, group: _Group, op: _Op, running: _Running | None
     ) -> torch.Tensor:
-        ctx.call = op, group
+        ctx.call = group, op
         return _result(_launch_all_reduce(tensor, op, group, running is not None), running)
 
     @staticmethod
-    def backward(ctx: _Call[tuple[_Op, _Group]], *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _AllReduce.apply(gradients[0], *ctx.call, None), None, None, None  # type: ignore[no-untyped-call]
+    def backward(ctx: _Call[tuple[_Group, _Op]], *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return _AllReduce.apply(gradients[0], *ctx.call, None), None, None, None
 
 
-class _AllGather(torch.autograd.Function):
+class _AllGather(_Function):
     @staticmethod
     def forward(
-        ctx: _Call[tuple[int, _Group]], tensor: torch.Tensor, dim: int, group: _Group, running: _Running | None
+        ctx: _Call[tuple[_Group, int]], tensor: torch.Tensor, group: _Group, dim: int, running: _Running | None
     ) -> torch.Tensor:
-        ctx.call = dim, group
+        ctx.call = group, dim
         return _result(_launch_all_gather(tensor, dim, group, running is not None), running)
 
     @staticmethod
-    def backward(ctx: _Call[tuple[int, _Group]], *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        dim, group = ctx.call
-        scattered = _ReduceScatter.apply(gradients[0], dim, dist.ReduceOp.SUM, group, None)  # type: ignore[no-untyped-call]
+    def backward(ctx: _Call[tuple[_Group, int]], *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        group, dim = ctx.call
+        scattered = _ReduceScatter.apply(gradients[0], group, dim, dist.ReduceOp.SUM, None)
         return scattered, None, None, None
 
 
-class _ReduceScatter(torch.autograd.Function):
+class _ReduceScatter(_Function):
     @staticmethod
     def forward(
-        ctx: _Call[tuple[int, _Op, _Group]],
+        ctx: _Call[tuple[_Group, int, _Op]],
         tensor: torch.Tensor,
+        group: _Group,
         dim: int,
         op: _Op,
-        group: _Group,
         running: _Running | None,
     ) -> torch.Tensor:
-        ctx.call = dim, op, group
+        ctx.call = group, dim, op
         return _result(_launch_reduce_scatter(tensor, dim, op, group, running is not None), running)
 
     @staticmethod
-    def backward(ctx: _Call[tuple[int, _Op, _Group]], *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        dim, op, group = ctx.call
-        gathered = _AllGather.apply(gradients[0], dim, group, None)  # type: ignore[no-untyped-call]
+    def backward(ctx: _Call[tuple[_Group, int, _Op]], *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        group, dim, op = ctx.call
+        gathered = _AllGather.apply(gradients[0], group, dim, None)
         if op == dist.ReduceOp.AVG:
             gathered = gathered / dist.get_world_size(group)
         return gathered, None, None, None, None
 
 
-class _AllToAll(torch.autograd.Function):
+class _AllToAll(_Function):
     @staticmethod
     def forward(
-        ctx: _Call[tuple[list[int] | None, list[int] | None, _Group]],
+        ctx: _Call[tuple[_Group, list[int] | None, list[int] | None]],
         tensor: torch.Tensor,
+        group: _Group,
         output_splits: list[int] | None,
         input_splits: list[int] | None,
-        group: _Group,
         running: _Running | None,
     ) -> torch.Tensor:
-        ctx.call = input_splits, output_splits, group  # the other way round
+        ctx.call = group, input_splits, output_splits  # the other way round
         return _result(_launch_all_to_all(tensor, output_splits, input_splits, group, running is not None), running)
 
     @staticmethod
     def backward(
-        ctx: _Call[tuple[list[int] | None, list[int] | None, _Group]], *gradients: torch.Tensor
+        ctx: _Call[tuple[_Group, list[int] | None, list[int] | None]], *gradients: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
-        return _AllToAll.apply(gradients[0], *ctx.call, None), None, None, None, None  # type: ignore[no-untyped-call]
+        return _AllToAll.apply(gradients[0], *ctx.call, None), None, None, None, None
 
 
-class _CopyTo(torch.autograd.Function):
+class _CopyTo(_Function):
     @staticmethod
     def forward(ctx: _OfGroup, tensor: torch.Tensor, group: _Group) -> torch.Tensor:
         ctx.group = group
@@ -279,10 +279,10 @@ class _CopyTo(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: _OfGroup, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _ReduceFrom.apply(gradients[0], ctx.group, None), None  # type: ignore[no-untyped-call]
+        return _ReduceFrom.apply(gradients[0], ctx.group, None), None
 
 
-class _ReduceFrom(torch.autograd.Function):
+class _ReduceFrom(_Function):
     @staticmethod
     def forward(ctx: _OfGroup, tensor: torch.Tensor, group: _Group, running: _Running | None) -> torch.Tensor:
         ctx.group = group
@@ -290,34 +290,34 @@ class _ReduceFrom(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: _OfGroup, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _CopyTo.apply(gradients[0], ctx.group), None, None  # type: ignore[no-untyped-call]
+        return _CopyTo.apply(gradients[0], ctx.group), None, None
 
 
-class _GatherFrom(torch.autograd.Function):
+class _GatherFrom(_Function):
     @staticmethod
     def forward(
-        ctx: _Call[tuple[int, _Group]], tensor: torch.Tensor, dim: int, group: _Group, running: _Running | None
+        ctx: _Call[tuple[_Group, int]], tensor: torch.Tensor, group: _Group, dim: int, running: _Running | None
     ) -> torch.Tensor:
-        ctx.call = dim, group
+        ctx.call = group, dim
         return _result(_launch_all_gather(tensor, dim, group, running is not None), running)
 
     @staticmethod
-    def backward(ctx: _Call[tuple[int, _Group]], *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _ScatterTo.apply(gradients[0], *ctx.call), None, None, None  # type: ignore[no-untyped-call]
+    def backward(ctx: _Call[tuple[_Group, int]], *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return _ScatterTo.apply(gradients[0], *ctx.call), None, None, None
 
 
-class _ScatterTo(torch.autograd.Function):
+class _ScatterTo(_Function):
     @staticmethod
-    def forward(ctx: _Call[tuple[int, _Group]], tensor: torch.Tensor, dim: int, group: _Group) -> torch.Tensor:
-        ctx.call = dim, group
+    def forward(ctx: _Call[tuple[_Group, int]], tensor: torch.Tensor, group: _Group, dim: int) -> torch.Tensor:
+        ctx.call = group, dim
         return _part(tensor, dim, group)
 
     @staticmethod
-    def backward(ctx: _Call[tuple[int, _Group]], *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _GatherFrom.apply(gradients[0], *ctx.call, None), None, None  # type: ignore[no-untyped-call]
+    def backward(ctx: _Call[tuple[_Group, int]], *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return _GatherFrom.apply(gradients[0], *ctx.call, None), None, None
 
 
-def _run(function: _Function, async_op: bool, *arguments: object) -> torch.Tensor | AsyncResult:
+def _run(function: type[_Function], async_op: bool, *arguments: Any) -> torch.Tensor | AsyncResult:
     if not async_op:
         return function.apply(*arguments, None)
     running: list[Any] = []
@@ -376,7 +376,7 @@ def all_reduce(
     >>> total = functional.all_reduce(tensor)
     """
     _check_op(op, tensor, "all_reduce")
-    return _run(_AllReduce, async_op, tensor, op, group)
+    return _run(_AllReduce, async_op, tensor, group, op)
 
 
 @overload
@@ -396,7 +396,7 @@ def all_gather(
     --------
     >>> whole = functional.all_gather(part, dim=-1)
     """
-    return _run(_AllGather, async_op, tensor, _dim_of(tensor, dim, "all_gather"), group)
+    return _run(_AllGather, async_op, tensor, group, _dim_of(tensor, dim, "all_gather"))
 
 
 @overload
@@ -436,7 +436,7 @@ def reduce_scatter(
     """
     _check_op(op, tensor, "reduce_scatter")
     dim = _dim_of(tensor, dim, "reduce_scatter", parts=dist.get_world_size(group))
-    return _run(_ReduceScatter, async_op, tensor, dim, op, group)
+    return _run(_ReduceScatter, async_op, tensor, group, dim, op)
 
 
 @overload
@@ -470,7 +470,7 @@ def all_to_all(
     if (output_splits is None) != (input_splits is None):
         raise ValueError("functional.all_to_all(): give both output_splits and input_splits, or neither")
     splits = [None if one is None else list(one) for one in (output_splits, input_splits)]
-    return _run(_AllToAll, async_op, tensor, *splits, group)
+    return _run(_AllToAll, async_op, tensor, group, *splits)
 
 
 # --- tensor parallelism ------------------------------------------------------------------------------------------
@@ -485,7 +485,7 @@ def copy_to_tensor_parallel_region(tensor: torch.Tensor, group: dist.ProcessGrou
     --------
     >>> h = functional.copy_to_tensor_parallel_region(x, group)
     """
-    return _CopyTo.apply(tensor, group)  # type: ignore[no-untyped-call, no-any-return]
+    return _CopyTo.apply(tensor, group)
 
 
 @overload
@@ -525,7 +525,7 @@ def gather_from_tensor_parallel_region(
     --------
     >>> logits = functional.gather_from_tensor_parallel_region(part, group)
     """
-    return _run(_GatherFrom, async_op, tensor, _dim_of(tensor, dim, "gather_from_tensor_parallel_region"), group)
+    return _run(_GatherFrom, async_op, tensor, group, _dim_of(tensor, dim, "gather_from_tensor_parallel_region"))
 
 
 def scatter_to_tensor_parallel_region(
@@ -538,7 +538,7 @@ def scatter_to_tensor_parallel_region(
     >>> part = functional.scatter_to_tensor_parallel_region(x, group)
     """
     dim = _dim_of(tensor, dim, "scatter_to_tensor_parallel_region", parts=dist.get_world_size(group))
-    return _ScatterTo.apply(tensor, dim, group)  # type: ignore[no-untyped-call, no-any-return]
+    return _ScatterTo.apply(tensor, group, dim)
 
 
 @overload
@@ -560,7 +560,7 @@ def gather_from_sequence_parallel_region(
     --------
     >>> h = functional.gather_from_sequence_parallel_region(x, group)
     """
-    return _run(_AllGather, async_op, tensor, _dim_of(tensor, dim, "gather_from_sequence_parallel_region"), group)
+    return _run(_AllGather, async_op, tensor, group, _dim_of(tensor, dim, "gather_from_sequence_parallel_region"))
 
 
 @overload
@@ -584,4 +584,4 @@ def reduce_scatter_to_sequence_parallel_region(
     """
     parts = dist.get_world_size(group)
     dim = _dim_of(tensor, dim, "reduce_scatter_to_sequence_parallel_region", parts=parts)
-    return _run(_ReduceScatter, async_op, tensor, dim, dist.ReduceOp.SUM, group)
+    return _run(_ReduceScatter, async_op, tensor, group, dim, dist.ReduceOp.SUM)

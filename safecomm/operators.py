@@ -18,6 +18,8 @@ Raises ValueError for another ``op`` or a gradient that there is not, and what `
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
@@ -27,7 +29,7 @@ from safecomm.collectives import gates as _gates
 from safecomm.collectives.holding import hold_read, program
 from safecomm.collectives.table import OPS_BY_NAME as _OPS
 from safecomm.collectives.table import ROWS
-from safecomm.collectives.takers import ENGINES, at_once, take
+from safecomm.collectives.takers import ENGINES, now, take
 
 _ROW = ROWS["all_reduce"]
 
@@ -38,14 +40,16 @@ class _Call(Protocol):
     call: tuple[str, str]
 
 
-def _found(op: str, group_name: str) -> tuple[Any, Any]:
-    """Return the reduce operation and the group that are meant."""
+@contextlib.contextmanager
+def _begun(op: str, group_name: str) -> Iterator[tuple[Any, Any]]:
+    """Begin a call as :func:`now` says, with the reduce operation and the group that are meant."""
     if op not in _OPS:
         raise ValueError(f"torch.ops.safecomm: the operation {op!r} is none of {', '.join(_OPS)}")
     group = _torch.group_named(group_name)
     if group is None:
         raise ValueError(f"torch.ops.safecomm: torch {torch.__version__} does not tell which group is {group_name!r}")
-    return _OPS[op], group
+    with now("torch.ops.safecomm", group):
+        yield _OPS[op], group
 
 
 def _new(x: torch.Tensor) -> torch.Tensor:
@@ -53,24 +57,28 @@ def _new(x: torch.Tensor) -> torch.Tensor:
 
 
 def _all_reduce(x: torch.Tensor, op: str, group_name: str) -> torch.Tensor:
-    operation, group = _found(op, group_name)
-    out = _new(x)
-    if not ENGINES or not take(_ROW, group, (out, x.detach().contiguous()), operation, program):
-        out.copy_(x)
-        with at_once(group):
-            _gates.all_reduce(out, operation, group)
-    if x.numel():
-        hold_read(_ROW.name, group, x)
-    return out
+    with _begun(op, group_name) as (operation, group):
+        out = _new(x)
+        if not ENGINES or not take(_ROW, group, (out, x.detach().contiguous()), operation, program):
+            _gates.all_reduce(out.copy_(x), operation, group)
+        if x.numel():
+            hold_read(_ROW.name, group, x)
+        return out
 
 
 def _all_reduce_(x: torch.Tensor, op: str, group_name: str) -> None:
-    operation, group = _found(op, group_name)
     _refuse_gradient(x)
-    with at_once(group):
+    with _begun(op, group_name) as (operation, group):
         _gates.all_reduce(x, operation, group)
     if not x.is_inference():
         _torch.increment_versions([x])
+
+
+def _refuse_lazy(x: torch.Tensor, op: str, group_name: str) -> None:
+    raise ValueError(
+        "torch.ops.safecomm.all_reduce_: the tensor is conjugated, negated or zero by a bit of its own, and not in its "
+        "memory. Reduce what resolve_conj() and resolve_neg() return, or call all_reduce. Nothing was done."
+    )
 
 
 def _refuse_gradient(x: torch.Tensor) -> None:
@@ -109,6 +117,9 @@ def _define() -> None:
     library.define("all_reduce_(Tensor(a!) x, str op, str group_name) -> ()", tags=tags)
     library.impl("all_reduce", _all_reduce, "CompositeExplicitAutograd")
     library.impl("all_reduce_", _all_reduce_, "CompositeExplicitAutograd")
+    for key in ("Conjugate", "Negative", "ZeroTensor"):
+        # torch's own fallback would run the call on a copy, and want the tensor back, which nobody returns.
+        library.impl("all_reduce_", _refuse_lazy, key)
     torch.library.register_fake("safecomm::all_reduce", _fake_all_reduce, lib=library)
     torch.library.register_fake("safecomm::all_reduce_", _fake_all_reduce_, lib=library)
     torch.library.register_autograd("safecomm::all_reduce", _backward, setup_context=_keep, lib=library)

@@ -17,7 +17,7 @@ from calls import GROUP_RANKS
 from ranks import on, run_program
 
 import safecomm
-from safecomm.collectives import effects
+from safecomm.collectives import effects, objects
 from safecomm.core import captures
 from safecomm.core.captures import CapturedGraph
 from safecomm.patching.table import NAMES
@@ -55,6 +55,7 @@ WRAPPED = [
         "_abort_process_group",
         "_reconfigure",
         "shrink_group",
+        *objects.NAMES,
     ]
     if hasattr(c10d, name)
 ]

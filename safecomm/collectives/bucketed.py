@@ -12,6 +12,7 @@ import json
 import operator
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -29,6 +30,8 @@ from safecomm.collectives.takers import BUCKETS, default_group
 from safecomm.collectives.tensors import storages_of
 from safecomm.core import captures
 from safecomm.core.call_site import outside
+from safecomm.core.call_site import place as place_of
+from safecomm.core.holds import Pending, distinct_bytes
 from safecomm.core.ledger import LEDGER
 from safecomm.core.streams import HOST, capture_of
 from safecomm.errors import SafecommError
@@ -43,6 +46,7 @@ LARGEST_MB = float(1 << 42)
 _gather_into = getattr(gates, ROWS["all_gather_single"].name)
 _scatter_into = getattr(gates, ROWS["reduce_scatter_single"].name)
 _current = LEDGER.current
+_BETWEEN = ("safecomm.collectives.", "contextlib.")
 _numel = torch.Tensor.numel
 _data_ptr = torch.Tensor.data_ptr
 _is_contiguous = torch.Tensor.is_contiguous
@@ -87,10 +91,13 @@ class Buckets:
     """The calls of one group that are deferred, until :func:`bucketed` ends or something else comes in between."""
 
     def __init__(
-        self, group: c10d.ProcessGroup, nbytes: int, block: weakref.ref[Callable[..., None]] | None = None
-    ) -> None:
+        self, group: c10d.ProcessGroup, nbytes: int, site: str = "",
+        block: weakref.ref[Callable[..., None]] | None = None,
+    ) -> None:  # fmt: skip
         self.group = group
         self.nbytes = nbytes
+        self.site = site
+        self.since = time.perf_counter()
         self.block = block  # dead when the with statement is over, however it ended; None if it is not known
         self.world: int = group.size()
         self.batches: list[Batch] = []  # what is deferred
@@ -104,6 +111,16 @@ class Buckets:
     def waiting(self) -> int:
         """Return how many calls are deferred."""
         return sum(len(batch.outputs) for batch in self.batches)
+
+    def pending(self) -> list[Pending]:
+        """Return what is deferred, as :func:`safecomm.pending` shows it: one for all calls, none if there are none."""
+        with self.lock:
+            tensors = [tensor for batch in self.batches for tensor in (*batch.outputs, *batch.inputs)]
+        if not tensors:
+            return []
+        nbytes = distinct_bytes(storages_of(tensors))
+        name, device = _torch.group_name(self.group), str(tensors[0].device)
+        return [Pending("bucketed", nbytes, "deferred", name, device, self.site, time.perf_counter() - self.since)]
 
     def defer(self, row: Row, op: object, output: Any, given: Any = None) -> bool:
         """Defer a call that can be deferred; return False if it has to run now.
@@ -252,10 +269,11 @@ def bucketed(
     is none, which they are copied into and out of. A call that writes where another one of its bucket reads or writes
     begins a new bucket.
 
-    Whatever else is called on the group through safecomm, asynchronous calls and :mod:`safecomm.functional` among it,
-    runs when it is called, after what was deferred before it. What does not come through safecomm runs when it is
-    called and waits for nothing that was deferred: ``torch.distributed``'s own functions where they are not patched,
-    functional collectives, and compiled code, the calls of safecomm in it included.
+    Whatever else is called on the group through safecomm, asynchronous calls, collectives of objects and
+    :mod:`safecomm.functional` among it, runs when it is called, after what was deferred before it. What does not come
+    through safecomm runs when it is called and waits for nothing that was deferred: ``torch.distributed``'s own
+    functions where they are not patched, functional collectives, and compiled code, the calls of safecomm in it
+    included. :func:`drain` and :func:`settle_before_capture` launch nothing; :func:`pending` shows what is deferred.
 
     All ranks have to make the same calls, with tensors of the same kinds, whose ranges of addresses overlap in the same
     way; else how they lie in memory may differ, and so may profilers and modes.
@@ -333,7 +351,7 @@ class _Bucketed(Block):
         if not isinstance(to, c10d.ProcessGroup):  # this rank is not in it: c10d says what it says for each call
             return
         self._close_by(functools.partial(BUCKETS.pop, to))
-        self._buckets = Buckets(to, self._nbytes, self._watch)
+        self._buckets = Buckets(to, self._nbytes, place_of(outside(_BETWEEN)), self._watch)
         self._buckets.open()
 
     def _leave(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -445,12 +463,12 @@ def _launch(batch: Batch, outputs: list[torch.Tensor], inputs: list[torch.Tensor
     else:
         _reduce_scatter(outputs, inputs, batch.op, group)
     if captures.RECORDING:
-        captures.note("bucketed", group, outputs + inputs, outside(("safecomm.collectives.", "contextlib.")))
+        captures.note("bucketed", group, outputs + inputs, outside(_BETWEEN))
     index = outputs[0].get_device()
     if index >= 0:
         places = sorted(filter(None, map(_data_ptr, outputs + inputs)))  # empty ones are nowhere
         if not LEDGER.streams.all_allocated_on(_current(index), places):
-            frame = outside(("safecomm.collectives.", "contextlib."))
+            frame = outside(_BETWEEN)
             LEDGER.hand_off("bucketed", group, index, storages_of(outputs + inputs), frame)
 
 

@@ -46,6 +46,11 @@ _SENT_AT_ONCE = (
 _LEFT = "What was not over is in quarantine: drain(wait=True) gives it back, once the device is idle."
 _LIVE = "LiveGraphError if a CUDA graph is alive that runs its collectives"
 
+_PARTS = (
+    "Holds nothing, because torch keeps the memory of its parts to itself.",
+    "What bucketed() has deferred on the group is launched first.",
+)
+
 TABLE: dict[str, tuple[str, ...]] = {
     "_abort_process_group": ("Holds what works of the group use that are not over. " + _LEFT,),
     "_all_gather_base": _INTO,
@@ -60,6 +65,7 @@ TABLE: dict[str, tuple[str, ...]] = {
     "all_gather": _call("the tensors of tensor_list, and tensor", staged=True),
     "all_gather_coalesced": _call("the tensors of both lists", staged=True),
     "all_gather_into_tensor": _INTO,
+    "all_gather_object": _PARTS,
     "all_gather_single": _INTO,
     "all_reduce": _call("tensor"),
     "all_reduce_coalesced": _call("tensors"),
@@ -71,6 +77,7 @@ TABLE: dict[str, tuple[str, ...]] = {
     ),
     "batch_isend_irecv": _call("the tensors of all operations", _LENDING, _FORGETFUL, synchronous=False),
     "broadcast": _call("tensor"),
+    "broadcast_object_list": _PARTS,
     "destroy_process_group": (
         "Waits first for the works of the group, for its timeout or 30 s, whichever is shorter.\n"
         "  Gives back what they hold.",
@@ -79,16 +86,21 @@ TABLE: dict[str, tuple[str, ...]] = {
     ),
     "gather": _call("tensor and the tensors of gather_list"),
     "gather_into_tensor": _GATHERED,
+    "gather_object": _PARTS,
     "gather_single": _GATHERED,
     "irecv": _SENT,
     "isend": _SENT,
+    "monitored_barrier": _PARTS,
     "recv": _SENT_AT_ONCE,
+    "recv_object_list": _PARTS,
     "reduce": _call("tensor"),
     "reduce_scatter": _call("output and the tensors of input_list", _FORGETFUL, staged=True),
     "reduce_scatter_single": _SCATTERED,
     "reduce_scatter_tensor": _SCATTERED,
     "scatter": _call("tensor and the tensors of scatter_list"),
+    "scatter_object_list": _PARTS,
     "send": _SENT_AT_ONCE,
+    "send_object_list": _PARTS,
     "shrink_group": ("Holds what works of the old communicator use. " + _LEFT, f"Raises {_LIVE}."),
 }
 """What each wrapped call does with memory, line by line, by the name of c10d's function."""

@@ -17,6 +17,7 @@ import types
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import torch
 import torch.distributed.distributed_c10d as c10d
 
 from safecomm import _torch
@@ -26,7 +27,9 @@ from safecomm.collectives.routes import ROUTES, Route
 from safecomm.collectives.table import OP_IDS, ROWS, Row
 from safecomm.collectives.tensors import all_on_current_stream, flatten, storages_of, with_memory
 from safecomm.core import captures
+from safecomm.core.holds import Pending
 from safecomm.core.ledger import LEDGER
+from safecomm.errors import SafecommError
 
 _COLLECTED = {
     row: getattr(c10d, row.name)
@@ -41,6 +44,8 @@ _inflight = _torch.inflight_as_graph_input
 _profiler = _torch.profiler
 _current = LEDGER.streams.current
 _alloc_stream = LEDGER.streams.alloc_stream
+_compiling = torch.compiler.is_dynamo_compiling
+_NOTHING: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
 
 
 class Deferring(Protocol):
@@ -52,8 +57,11 @@ class Deferring(Protocol):
     def closed(self) -> contextlib.AbstractContextManager[None]:
         """Launch what was deferred, and defer nothing inside."""
 
+    def pending(self) -> list[Pending]:
+        """Return what is deferred, as :func:`safecomm.pending` shows it."""
 
-BUCKETS: dict[object, Deferring] = {}
+
+BUCKETS: dict[object, Deferring] = LEDGER.deferring
 """What ``bucketed()`` defers, by group."""
 
 ENGINES: dict[object, Any] = {}
@@ -189,6 +197,31 @@ def default_group() -> Any:
 
 
 def at_once(group: object) -> contextlib.AbstractContextManager[object]:
-    """Return a context in which calls on ``group`` are not deferred, also inside of :func:`safecomm.bucketed`."""
+    """Return a context in which calls on ``group`` are not deferred, also inside of :func:`safecomm.bucketed`.
+
+    What was deferred is launched as it is entered.
+    """
     buckets = BUCKETS.get(group or default_group()) if BUCKETS else None
-    return contextlib.nullcontext() if buckets is None else buckets.closed()
+    return _NOTHING if buckets is None else buckets.closed()
+
+
+def now(what: str, group: object) -> contextlib.AbstractContextManager[object]:
+    """Begin a call whose result is complete in the order of the current stream when it returns.
+
+    To be entered before any argument is read: what was deferred on ``group`` is launched first, and nothing is
+    deferred inside. Raises ValueError if this rank is not in the group, and SafecommError inside of a coalescing region
+    of the group, ours or torch's: what it has collected has not run yet, and the call would be collected too.
+    """
+    if _compiling():  # what is traced are torch's functional collectives, which no region and no bucket sees
+        return _NOTHING
+    group = group or default_group()
+    if group is None:
+        c10d.get_rank()  # raises what torch raises before init_process_group
+    if not isinstance(group, c10d.ProcessGroup):
+        raise ValueError(f"{what}: this rank is not in the group. Call it on the ranks that are.")
+    if REGIONS and group in REGIONS:
+        raise SafecommError(
+            f"{what}: its group has an open coalescing region, whose calls have not run yet. "
+            "Call it before the region or after it. Nothing was done."
+        )
+    return at_once(group)

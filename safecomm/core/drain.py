@@ -28,6 +28,8 @@ H = TypeVar("H", bound=Hold)
 def pending() -> list[Pending]:
     """Return what safecomm holds now, oldest first: a :class:`Pending` for each call whose memory can't be reused yet.
 
+    What :func:`bucketed` has deferred comes last, as one of state ``"deferred"`` for each group.
+
     Asks no device and releases nothing, so a hold can already be complete; :func:`drain` looks. Bytes are those of the
     storages held, whether or not the caller still refers to them too. Empty in a program that waits for its works.
 
@@ -44,7 +46,8 @@ def drain(*, wait: bool = False, timeout: timedelta | None = None, group: Proces
 
     Every call of a collective does the first by itself, for the oldest works of each group; this is for the end of a
     phase, or before a measurement. Returns the bytes that are still held, but for what captures and others who use the
-    memory too keep: 0 if all is back.
+    memory too keep: 0 if all is back. It launches nothing, because ranks need not call it together: the bytes of calls
+    that :func:`bucketed` has deferred count as held until its block ends.
 
     Parameters
     ----------
@@ -84,7 +87,7 @@ def drain_ledger(
     else:
         ledger.sweep(thorough=True)
     quarantined = [hold for hold in keys_of(ledger.quarantine) if hold.belongs_to(group)]
-    return sum(hold.nbytes for hold in _unfinished(ledger, group) + quarantined)
+    return sum(one.nbytes for one in _unfinished(ledger, group) + quarantined + ledger.deferred(group))
 
 
 def await_works(ledger: Ledger, timeout: timedelta | None, group: object, *, unpollable: bool = True) -> None:

@@ -67,7 +67,7 @@ class Pending:
     state: str
     """``"in flight"``: a work that nobody has waited for; ``"recorded"``: ``record_stream`` was called for the memory,
     and others still use it; ``"handed off"``: used on another stream than its allocation stream, which has not got
-    there; ``"quarantined"``: its work failed."""
+    there; ``"quarantined"``: its work failed; ``"deferred"``: ``bucketed()`` has not launched it yet."""
     group: str
     """c10d's name of the group."""
     device: str
@@ -80,6 +80,12 @@ class Pending:
     def __str__(self) -> str:
         held = f"{self.nbytes} bytes on {self.device}, {self.state} for {self.seconds:.3f} s"
         return f"{self.op} of {held}, from {self.site}"
+
+
+def distinct_bytes(storages: Iterable[object]) -> int:
+    """Return the bytes of ``storages``, each counted once."""
+    found = [one for one in storages if isinstance(one, torch.UntypedStorage)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in found}.values())
 
 
 class Hold:
@@ -119,8 +125,7 @@ class Hold:
     @property
     def nbytes(self) -> int:
         """Bytes of the storages held, each counted once."""
-        storages = [s for s in self.storages if isinstance(s, torch.UntypedStorage)]
-        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+        return distinct_bytes(self.storages)
 
     @property
     def site(self) -> str:

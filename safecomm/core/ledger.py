@@ -231,6 +231,8 @@ class Ledger(Rules):
         self.handoffs: Handoffs = Handoffs(self, handoff_budget)
         self.recorded_uses: RecordedUses = RecordedUses(self, self.handoffs)
         self.stream_order: StreamOrder = StreamOrder(self, self.handoffs, self.recorded_uses)
+        # What bucketed() defers, by group: neither held nor launched by the ledger, which only tells of it.
+        self.deferring: dict[object, Any] = {}
         self.dropped_at: set[tuple[types.CodeType, int]] = set()  # the call sites of dropped handles
         self.failures: int = 0
         self._patience = patience
@@ -556,10 +558,14 @@ class Ledger(Rules):
         return [hold for queue in keys_of(self.nonempty) for hold in keys_of(queue.holds) if hold.belongs_to(group)]
 
     def pending(self) -> list[Pending]:
-        """Return what is held, oldest first, quarantined holds last."""
+        """Return what is held, oldest first, quarantined holds and what is deferred last."""
         holds = sorted(self.holds(), key=operator.attrgetter("since"))
         failed = [hold.describe("quarantined") for hold in keys_of(self.quarantine)]
-        return [hold.describe() for hold in holds] + failed
+        return [hold.describe() for hold in holds] + failed + self.deferred()
+
+    def deferred(self, group: object = None) -> list[Pending]:
+        """Return what ``bucketed()`` has deferred on ``group`` (None: on all groups)."""
+        return [one for to, each in tuple(self.deferring.items()) if group in (None, to) for one in each.pending()]
 
 
 LEDGER = Ledger(CudaStreams())

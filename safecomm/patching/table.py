@@ -9,7 +9,7 @@ import torch.distributed
 import torch.distributed.distributed_c10d as c10d
 
 from safecomm import _torch
-from safecomm.collectives import coalesced, gates, groups, lists, point_to_point
+from safecomm.collectives import coalesced, gates, groups, lists, objects, point_to_point
 from safecomm.collectives.table import ROWS
 
 MODULES = (torch.distributed, c10d)
@@ -19,7 +19,7 @@ NAMES = tuple(
     sorted(
         {
             "_abort_process_group", "_coalescing_manager", "_reconfigure", "destroy_process_group", "shrink_group",
-            *(name for row in ROWS.values() for name in (row.key, row.alias) if name),
+            *objects.NAMES, *(name for row in ROWS.values() for name in (row.key, row.alias) if name),
         }
     )
 )  # fmt: skip
@@ -27,7 +27,7 @@ NAMES = tuple(
 
 
 def _ours(name: str) -> Any:
-    for module in (gates, coalesced, groups, lists, point_to_point):
+    for module in (gates, coalesced, groups, lists, objects, point_to_point):
         if hasattr(module, name):
             return getattr(module, name)
     return None
