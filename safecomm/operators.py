@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
+import torch.distributed.distributed_c10d as c10d
 
 from safecomm import _torch
 from safecomm.collectives import gates as _gates
@@ -45,10 +46,13 @@ def _begun(op: str, group_name: str) -> Iterator[tuple[Any, Any]]:
     """Begin a call as :func:`now` says, with the reduce operation and the group that are meant."""
     if op not in _OPS:
         raise ValueError(f"torch.ops.safecomm: the operation {op!r} is none of {', '.join(_OPS)}")
-    group = _torch.group_named(group_name)
+    try:
+        group = _torch.group_named(group_name)
+    except (RuntimeError, ValueError):  # c10d knows none of the name
+        group = c10d.GroupMember.NON_GROUP_MEMBER
     if group is None:
         raise ValueError(f"torch.ops.safecomm: torch {torch.__version__} does not tell which group is {group_name!r}")
-    with now("torch.ops.safecomm", group):
+    with now(f"torch.ops.safecomm, group {group_name!r}", group):
         yield _OPS[op], group
 
 
