@@ -12,6 +12,7 @@ import argparse
 import os
 import runpy
 import sys
+import types
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -63,6 +64,10 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "safecomm") -> i
         with warnings.catch_warnings():
             if options.command != "run":  # whose program may want to know
                 warnings.filterwarnings("ignore", "Failed to initialize NumPy")
+            if options.command == "report" and "safecomm" not in sys.modules:
+                # It reads files: the package without its __init__, and so without torch.
+                sys.modules["safecomm"] = types.ModuleType("safecomm")
+                sys.modules["safecomm"].__path__ = [str(_PACKAGE)]
             from safecomm.tools import commands
     except KeyboardInterrupt:
         status, text = INTERRUPTED, "interrupted"

@@ -39,8 +39,15 @@ memory is. ``help(safecomm.all_reduce)`` ends with what safecomm does beside tor
 
 import logging
 import os
+import sys
 import types
 from typing import TYPE_CHECKING, Any
+
+# "python -m safecomm report" reads files, without torch: it is done before torch is looked for.
+if sys.argv[:1] == ["-m"] and sys.orig_argv[-1 - len(sys.argv) :][:3] == ["-m", "safecomm", "report"]:
+    from safecomm.__main__ import main as _main
+
+    sys.exit(_main())
 
 # First, because it refuses a torch that lacks what the rest imports.
 from safecomm import versions as _versions

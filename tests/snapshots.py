@@ -228,18 +228,18 @@ def many(path, count):
     for changed, when, sign in ((used, 0, 1), (used, 1, -1), (waiting, 1, 1), (waiting, 2, -1)):
         np.add.at(changed, places[when * count : (when + 1) * count], sign * sizes)
     blocks = []
-    rows = zip((made / 1e6).tolist(), freed.tolist(), back.tolist(), sizes.tolist(), strict=True)
-    for number, (start, given, usable, size) in enumerate(rows):
+    rows = zip(*places.reshape(3, count).tolist(), freed.tolist(), back.tolist(), sizes.tolist(), strict=True)
+    for number, (start, given, usable, freed_at, back_at, size) in enumerate(rows):
         block = Block(number, size, 0, start, stack_of[number % 60])
         block.freed_at = block.made_at
-        block.requested = given / 1e6 if given <= end else None
-        block.completed = usable / 1e6 if usable <= end else None
+        block.requested = given if freed_at <= end else None
+        block.completed = usable if back_at <= end else None
         blocks.append(block)
     shown = moments <= end
-    trace = Trace(0, end / 1e6, blocks, (moments[shown] / 1e6).tolist())
+    trace = Trace(0, end / 1e6, blocks, times=(moments[shown] / 1e6).tolist())
     trace.allocated, trace.unusable = used.cumsum()[shown].tolist(), waiting.cumsum()[shown].tolist()
     trace.reserved = [0] * len(trace.times)
-    return Snapshot(path, [], [trace], stacks)
+    return Snapshot(path, [trace], stacks)
 
 
 def write(path, snapshot):

@@ -21,7 +21,7 @@ from ranks import run_program
 
 import safecomm
 from safecomm.diagnostics.files import make_reports
-from safecomm.diagnostics.record import read_recording
+from safecomm.diagnostics.recording import read_recording
 from safecomm.patching.table import NAMES
 from safecomm.tools import tune_low_latency as tuning
 

@@ -19,7 +19,7 @@ from ranks import launch, on, run_program, signal_to_peers, until, wait_for_sign
 import safecomm
 from safecomm.core.work import Work
 from safecomm.diagnostics import record
-from safecomm.diagnostics.record import read_recording
+from safecomm.diagnostics.recording import read_recording
 
 
 def launched_as(monkeypatch, **variables):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from safecomm.diagnostics.snapshot import UNKNOWN
+from safecomm.diagnostics.snapshot import NOWHERE
 from safecomm.diagnostics.timeline import OTHERS, Timeline
 
 LINES = ("#0072b2", "#009e73", "#56b4e9", "#cc79a7", "#f0e442", "#e69f00")
@@ -25,6 +25,6 @@ def coloured(timelines: Iterable[Timeline]) -> dict[str, int]:
     most: dict[str, int] = {}
     for timeline in timelines:
         for site, nbytes in timeline.holders.items():
-            if site not in (OTHERS, UNKNOWN):
+            if site not in (OTHERS, *NOWHERE):
                 most[site] = max(most.get(site, 0), nbytes)
     return {site: number for number, site in enumerate(sorted(most, key=lambda site: -most[site])[: len(LINES)])}

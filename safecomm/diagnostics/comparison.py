@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from safecomm.diagnostics.checked import printable
-from safecomm.diagnostics.report import Report
+from safecomm.diagnostics.report import Advice, Report
 from safecomm.diagnostics.table import Table
 from safecomm.diagnostics.units import mib
 
@@ -79,14 +79,16 @@ def of_ranks(ranks: list[Report]) -> Report:
             timeline.title += ", the median of all ranks"
         timelines += middle.timelines
     # What several ranks are told is much the same, with other figures.
-    advice: dict[str, list[str]] = {}
+    alike: dict[str, list[tuple[Advice, int | None]]] = {}
     for one in by_most:
-        for text in one.advice:
-            advice.setdefault(re.sub(r"[\d.]+ ?([KM]i)?B?", "", text), []).append(text)
-    told = [
-        texts[0] + (f" (Rank {worst.rank}; {len(texts) - 1} other ranks: the like.)" if len(texts) > 1 else "")
-        for texts in advice.values()
-    ]
+        for advice in one.advised:
+            alike.setdefault(re.sub(r"[\d.]+ ?([KM]i)?B?", "", advice.text), []).append((advice, one.rank))
+    told = []
+    for same in alike.values():
+        (nbytes, text), rank = max(same, key=lambda item: item[0].nbytes)
+        count = len({one for _, one in same}) - 1
+        others = f"; {count} other ranks: the like" if count else ""
+        told.append(Advice(nbytes, f"{text} (Rank {rank}{others}.)"))
     folder, name, _ = ranks[0].run or ("", "", None)
     what = f"{len(ranks)} ranks; what follows the first table is rank {worst.rank}'s, which has the most"
     title = printable(f"{Path(folder) / name}, {len(ranks)} ranks")

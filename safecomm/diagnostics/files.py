@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from safecomm.diagnostics.comparison import of_ranks
-from safecomm.diagnostics.record import Recording, read_recording
+from safecomm.diagnostics.recording import Recording, read_recording
 from safecomm.diagnostics.recording_report import report_recording
 from safecomm.diagnostics.report import Report
 from safecomm.diagnostics.snapshot import Snapshot, read_snapshot, without_collection
@@ -19,6 +19,15 @@ from safecomm.diagnostics.units import MIB
 _RANK = re.compile(r"[._-]?(rank|pid)[._-]?(\d+)")
 _FILES = (".jsonl", ".pickle", ".pkl")
 """Of a folder that are read."""
+_PACKED = {
+    b"\x1f\x8b": "gzip",
+    b"PK": "zip, as what torch.save() writes",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"\xfd7zXZ": "xz",
+    b"BZh": "bzip2",
+    b"\x04\x22\x4d\x18": "lz4",
+}
+"""How a file begins that was packed with what."""
 
 
 def make_reports(paths: Sequence[Path], progress: Callable[[str], None] = lambda line: None) -> list[Report]:
@@ -101,8 +110,8 @@ def _read(path: Path, named: str, progress: Callable[[str], None]) -> Recording 
         if not path.is_file():
             raise ValueError(f"{path} is not an ordinary file")  # a pipe can be read only once, and can wait for ever
         with path.open("rb") as file:
-            first = file.read(1)
-        if first == b"\x80":
+            first = file.read(6)
+        if first[:1] == b"\x80":
 
             def told(done: int, size: int) -> None:
                 progress(f"reading {named}: {done // MIB} of {size // MIB} MiB")
@@ -110,13 +119,16 @@ def _read(path: Path, named: str, progress: Callable[[str], None]) -> Recording 
             snapshot = read_snapshot(path, told)
             progress(f"reading {named}: done, {sum(len(trace.blocks) for trace in snapshot.traces)} allocations")
             return snapshot
-        if first == b"{":
+        if first[:1] == b"{":
             progress(f"reading {named}")
             return read_recording(path)
     except OSError as error:
         raise ValueError(f"{path}: can't be read: {error.strerror or error}") from None
     if not first:
         raise ValueError(f"{path} is empty")
+    for magic, name in _PACKED.items():
+        if first.startswith(magic):
+            raise ValueError(f"{path} is packed with {name}: unpack it, and give what was in it")
     raise ValueError(f"{path} is neither a recording of safecomm nor a memory snapshot of torch")
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from safecomm.diagnostics import colours
 from safecomm.diagnostics.comparison import difference, headline
 from safecomm.diagnostics.report import Report
-from safecomm.diagnostics.snapshot import UNKNOWN
+from safecomm.diagnostics.snapshot import NOWHERE
 from safecomm.diagnostics.table import Table
 from safecomm.diagnostics.timeline import OTHERS, Series, Timeline
 from safecomm.diagnostics.units import mib
@@ -54,13 +54,15 @@ def make_page(reports: Sequence[Report]) -> str:
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
     told = headline(reports)
     table = difference(reports)
+    what = html.escape(", ".join(Path(report.title).name for report in reports))
     return "\n".join(
         [
-            '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>safecomm report</title>',
+            '<!doctype html><html lang="en"><head><meta charset="utf-8">',
+            f"<title>{what} - safecomm report</title>",
             f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             f"<style>{_variables()}{_STYLE.read_text(encoding='utf-8')}</style></head><body>",
-            "<h1>Communication memory</h1>",
+            f"<h1>Memory of {what}</h1>",
             f'<p class="headline"><strong>{html.escape(told.replace("->", "→"))}</strong></p>' if told else "",
             _pictures(timelines, numbers)
             if timelines
@@ -136,7 +138,7 @@ def _legend(timelines: Sequence[Timeline], numbers: dict[str, int]) -> str:
         most = ", ".join(mib(one.holders[site]) if site in one.holders else "none" for one in timelines)
         entries.append((f'<i style="background: var(--line{number})"></i>', site, f"{most} at the most"))
     others = {site for one in timelines for site in one.holders} - numbers.keys()
-    named = sorted(others & {OTHERS, UNKNOWN})
+    named = sorted(others & {OTHERS, *NOWHERE})
     if others:
         count = len(others) - len(named)
         what = ", ".join([*([f"{count} other lines of the program"] if count else []), *named])

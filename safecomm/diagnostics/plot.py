@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from safecomm.diagnostics import colours
 from safecomm.diagnostics.report import Report
-from safecomm.diagnostics.snapshot import UNKNOWN
+from safecomm.diagnostics.snapshot import NOWHERE, UNKNOWN
 from safecomm.diagnostics.timeline import Drawn, Series, Timeline
 from safecomm.diagnostics.units import MIB
 
@@ -79,7 +79,7 @@ def _legend(timelines: Sequence[Timeline], numbers: dict[str, int]) -> list[Patc
         if site in sites
     ]
     if len(sites) > len(entries):
-        known = sites - numbers.keys() - {UNKNOWN}
+        known = sites - numbers.keys() - {*NOWHERE}
         entries.append(Patch(color=colours.OTHER, label="other lines of the program" if known else UNKNOWN))
     if any(value for one in timelines for _, value in one.lines.get("unusable", [])):
         hatched: dict[str, Any] = {"facecolor": colours.UNUSABLE, "edgecolor": colours.HATCH, "hatch": "////"}

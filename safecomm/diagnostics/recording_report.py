@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from safecomm.diagnostics.checked import printable
-from safecomm.diagnostics.record import Recording
-from safecomm.diagnostics.report import ROWS, WORTH, Report, caption
+from safecomm.diagnostics.recording import Recording
+from safecomm.diagnostics.report import ROWS, Advice, Report, Waiting, caption
 from safecomm.diagnostics.table import Table
 from safecomm.diagnostics.timeline import OTHERS, Series, Timeline, thinned
 from safecomm.diagnostics.units import mib, span
@@ -25,19 +25,17 @@ def report_recording(recording: Recording) -> Report:
     )
     last: dict[int, list[Any]] = {}
     most: dict[int, int] = {}
-    series: dict[int, Series] = {}
-    changed: set[int] = set()  # since when the last point of a band may tell a peak, and no longer what is held
+    steps: dict[int, dict[float, int]] = {}
+    before = 0.0
     for sample in samples:
         for site in sample["sites"]:
             number = site[0]
             last[number] = site
             most[number] = max(most.get(number, 0), site[2])
-            series.setdefault(number, [(0.0, 0)]).append((sample["t"], site[2]))
-            changed.add(number)
-        for number in [number for number in changed if series[number][-1][0] != sample["t"]]:
-            if series[number][-1][1] != last[number][1]:
-                series[number].append((sample["t"], last[number][1]))
-            changed.discard(number)
+            # The peak was between two lines: it is drawn over all that time, and what is held from the later one on.
+            steps.setdefault(number, {0.0: 0}).update({before: site[2], sample["t"]: site[1]})
+        before = sample["t"]
+    series = {number: list(points.items()) for number, points in steps.items()}
     rows = []
     for number in sorted(last, key=lambda number: -most[number])[:ROWS]:
         named = recording.sites.get(number, {"op": "?", "group": "", "at": "?"})
@@ -55,7 +53,7 @@ def report_recording(recording: Recording) -> Report:
             f"{'freed but unusable' if name == 'unusable' else name}: {mib(max(v for _, v in points))} at the most"
         )
     tables = [Table("held by collectives, by call site", columns, rows)]
-    advice = []
+    advice: list[Advice] = []
     by_site: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for one in recording.left or []:
         if one["state"] == "in flight":
@@ -63,19 +61,18 @@ def report_recording(recording: Recording) -> Report:
     by_bytes = sorted(by_site.items(), key=lambda item: -sum(one["nbytes"] for one in item[1]))
     for (op, at), ones in by_bytes[:ROWS]:
         nbytes, longest = sum(one["nbytes"] for one in ones), max(one["seconds"] for one in ones)
-        advice.append(
+        text = (
             f"{len(ones)} {op} launched at {at} were never waited for: at the end {mib(nbytes)} were still held for "
             f"them, the first for {span(longest)}. Call wait() on their handles."
         )
+        advice.append(Advice(nbytes, text))
     if len(by_bytes) > ROWS:
-        advice.append(f"The same goes for {len(by_bytes) - ROWS} other lines.")
-    unusable = max((value for _, value in lines.get("unusable", [])), default=0)
-    if unusable >= WORTH:
-        active = max(value for _, value in lines["active"])
-        advice.append(
-            f"Up to {mib(unusable)} of {mib(active)} active were freed but unusable, because record_stream was called "
-            "for them: use safecomm.avoid_record_streams(). A memory snapshot of torch tells the lines."
-        )
+        advice.append(Advice(0, f"The same goes for {len(by_bytes) - ROWS} other lines."))
+    if any(one.get("unusable") for one in samples):
+        both = [one for one in samples if "unusable" in one]
+        waits = Waiting([one["active"] for one in both], [one["unusable"] for one in both])
+        summary.append(waits.told())
+        advice += waits.advised("Blocks were", "That is of samples: a memory snapshot of torch has all, and the lines.")
     by_most = sorted(series, key=lambda number: -most[number])
     bands: dict[str, Series] = {}
     for number in by_most[:ROWS]:

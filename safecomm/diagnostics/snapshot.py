@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import io
+import itertools
 import mmap
 import pickle
 import re
@@ -27,9 +28,6 @@ if TYPE_CHECKING:
 ROUND = 512
 """The caching allocator's blocks are multiples of so many bytes; a trace has the bytes that were asked for."""
 
-AT_ONCE = 1e-4
-"""Seconds within which a block that waits for nothing is freed, and noted as free: two entries of one call."""
-
 DEVICES = 128
 """Torch has no more."""
 
@@ -44,18 +42,18 @@ _CXX = re.compile(r"^\?\?$|^$|\.(cpp|cc|cu|cuh|h|hpp|c)$|\.so(\.|$)")
 
 
 class Block:
-    """One allocation: when it was made and given back, and by what. Times are seconds from the start of the trace."""
+    """One allocation: when it was made and given back, and by what. Each "when" is a place in ``Trace.times``."""
 
     __slots__ = ("address", "completed", "freed_at", "label", "made", "made_at", "requested", "size", "stream")
 
-    def __init__(self, address: int, size: int, stream: int, made: float, made_at: int, label: str = "") -> None:
+    def __init__(self, address: int, size: int, stream: int, made: int, made_at: int, label: str = "") -> None:
         self.address: int = address
         self.size: int = size
         self.stream: int = stream
-        self.made: float = made  # 0 for what was there before
+        self.made: int = made  # 0 for what was there before
         self.made_at: int = made_at  # the number of the stack of the allocation; 0 if that is before the trace
-        self.requested: float | None = None  # when the program freed it; None if it has not
-        self.completed: float | None = None  # when the allocator could give it out again; as requested if at once
+        self.requested: int | None = None  # when the program freed it; None if it has not
+        self.completed: int | None = None  # when the allocator could give it out again; as requested if at once
         self.freed_at: int = 0  # the number of the stack of that
         self.label: str = label  # what the program has attached to it: torch's user_metadata
 
@@ -82,13 +80,23 @@ class Trace:
     """What happened on one device. Bytes, and seconds from the start."""
 
     device: int
-    duration: float
-    blocks: list[Block]
-    times: list[float] = field(default_factory=list)
-    """When each of the following changed."""
-    allocated: list[int] = field(default_factory=list)
-    unusable: list[int] = field(default_factory=list)
-    reserved: list[int] = field(default_factory=list)
+    duration: float = 0.0
+    blocks: list[Block] = field(default_factory=list)
+    segments: list[Segment] = field(default_factory=list)
+    times: list[float] = field(default_factory=lambda: [0.0])
+    """When each of the following changed, in the order of the history."""
+    allocated: list[int] = field(default_factory=lambda: [0])
+    unusable: list[int] = field(default_factory=lambda: [0])
+    reserved: list[int] = field(default_factory=lambda: [0])
+
+    @property
+    def active(self) -> list[int]:
+        """Bytes that were allocated or unusable."""
+        return [one + two for one, two in zip(self.allocated, self.unusable, strict=True)]
+
+    def seconds(self, start: int, end: int | None) -> float:
+        """Return what passed between two places in ``times``; None is the end."""
+        return (self.duration if end is None else self.times[end]) - self.times[start]
 
 
 @dataclass
@@ -96,7 +104,6 @@ class Snapshot:
     """A memory snapshot of torch."""
 
     path: Path
-    segments: list[Segment]
     traces: list[Trace]
     """Those of the devices that anything is known of; empty lists if no history was recorded."""
     stacks: Stacks
@@ -271,12 +278,10 @@ class _Reader:
 
     def told(self, found: Any) -> Snapshot:
         """Return the snapshot that ``found`` is."""
-        segments = []
         by_device: dict[int, list[_Found]] = {}
         for one in self._list(self._field(found, "segments")):
-            segment, blocks = self._segment(one)
-            segments.append(segment)
-            by_device.setdefault(checked.whole(one.get("device", 0), 0, DEVICES - 1), []).append((segment, blocks))
+            segment = self._segment(one)
+            by_device.setdefault(checked.whole(one.get("device", 0), 0, DEVICES - 1), []).append(segment)
         histories = self._list(found.get("device_traces", []))
         if len(histories) > DEVICES:
             raise ValueError(f"histories of {len(histories)} devices")
@@ -285,7 +290,7 @@ class _Reader:
             history = self._list(histories[device]) if device < len(histories) else []
             if history or device in by_device:
                 traces.append(_trace(device, self._events(history), by_device.get(device, [])))
-        return Snapshot(self._path, segments, traces, self._stacks)
+        return Snapshot(self._path, traces, self._stacks)
 
     def _segment(self, one: Any) -> tuple[Segment, list[_Part]]:
         address, size = _address(self._field(one, "address")), checked.whole(self._field(one, "total_size"))
@@ -296,7 +301,8 @@ class _Reader:
             if type(state) is not str:
                 raise ValueError(f"{type(state).__name__} instead of a state")
             place = _address(block.get("address", place))
-            blocks.append(_Part(place, checked.whole(self._field(block, "size")), state, self._stack(block)))
+            stack = self._stack(block) if block.get("frames") else 0
+            blocks.append(_Part(place, checked.whole(self._field(block, "size")), state, stack))
             place += blocks[-1].size
         free = [block.size for block in blocks if block.state == "inactive"]
         segment = Segment(
@@ -313,7 +319,7 @@ class _Reader:
         return segment, blocks
 
     def _events(self, history: list[Any]) -> Iterator[_Event]:
-        """Yield the events of a device that tell of memory, with their times, which never go back."""
+        """Yield the entries of a device, with their times, which never go back; ``""`` for one that tells of none."""
         start = 0
         now = 0.0
         seen = self._stacks.seen
@@ -330,12 +336,12 @@ class _Reader:
             later = (time - start) / 1e6
             if later > now:
                 now = checked.seconds(later)
-            if type(action) is str and action in _ACTIONS:
-                label = one.get("user_metadata", "")
-                if label or "internal_metadata" in one:
+            label = one.get("user_metadata") or ""
+            if type(action) is not str or action not in _ACTIONS or _made_up(one):
+                yield "", 0, 0, 0, now, 0, ""
+            else:
+                if label:
                     label = self._label(label)
-                    if _made_up(one):
-                        continue
                 address, size, stream = one.get("addr"), one.get("size"), one.get("stream", 0)
                 # There are millions of them, and most are as they should be.
                 if not (
@@ -389,8 +395,8 @@ _PREFIX = "mallocWithAddress"
 
 def _made_up(one: dict[str, Any]) -> bool:
     """Return whether an entry tells of such a block. Before torch 2.15 the mark ended the program's own metadata."""
-    user: str = one.get("user_metadata", "")
-    return _PREFIX in (one.get("internal_metadata"), user.rpartition("\n")[2])
+    user = one.get("user_metadata")
+    return one.get("internal_metadata") == _PREFIX or (type(user) is str and user.rpartition("\n")[2] == _PREFIX)
 
 
 def _address(value: object) -> int:
@@ -405,74 +411,79 @@ def _rounded(size: int) -> int:
     return -(-size // ROUND) * ROUND
 
 
-def _trace(device: int, events: Iterator[_Event], segments: list[_Found]) -> Trace:
-    blocks: list[Block] = []
+def _trace(device: int, events: Iterator[_Event], found: list[_Found]) -> Trace:
+    trace = Trace(device, segments=[segment for segment, _ in found])
     live: dict[int, Block] = {}
     allocated = unusable = reserved = 0  # relative to the start, which is known only at the end
-    changes: list[tuple[float, int, int, int]] = []
     base_allocated = base_unusable = 0
-    now = 0.0
-    before = ("", 0)
+    before = ""
     for action, address, size, stream, now, stack, label in events:
+        last, before = before, action
+        trace.duration = now
+        at, known = len(trace.times), live.get(address)
+        if not action:
+            continue
         if action == "annotate":
-            known = live.get(address)
             if known is not None:
                 known.label = f"{known.label}; {label}"[-checked.LETTERS :] if known.label else label
             continue
-        last, before = before, (action, address)
         if action == "alloc":
-            block = live[address] = Block(address, _rounded(size), stream, now, stack, label)
-            blocks.append(block)
-            allocated += block.size
-        elif action in ("free_requested", "free"):
-            known = live.get(address)
-            if known is None:  # allocated before the trace begins
-                known = live[address] = Block(address, _rounded(size), stream, 0.0, 0)
-                blocks.append(known)
-                base_allocated += known.size
-            known.requested = now
-            known.freed_at = stack
-            allocated -= known.size
-            unusable += known.size
-        elif action == "free_completed":
-            known = live.pop(address, None)
-            if known is None:  # freed before the trace begins
-                known = Block(address, _rounded(size), stream, 0.0, 0)
-                known.requested = 0.0
-                blocks.append(known)
-                base_unusable += known.size
-            elif known.requested is None:
-                known.requested = now
-                allocated -= known.size
-                unusable += known.size
-            known.completed = now
-            unusable -= known.size
-            if last == ("free_requested", address) and now - (known.requested or 0.0) < AT_ONCE:
-                known.completed = known.requested  # it waited for nothing
-                changes[-1] = (changes[-1][0], allocated, unusable, reserved)
-                continue
+            if known is not None:  # the history has lost its end
+                known.completed = at
+                if known.requested is None:
+                    known.requested = at
+                    allocated -= known.size
+                else:
+                    unusable -= known.size
+            live[address] = Block(address, _rounded(size), stream, at, stack, label)
+            trace.blocks.append(live[address])
+            allocated += live[address].size
         elif action in ("segment_alloc", "segment_map"):
             reserved += size
-        else:
+        elif action in ("segment_free", "segment_unmap"):
             reserved -= size
-        changes.append((now, allocated, unusable, reserved))
-    end = now
-    for segment, parts in segments:
-        for part in parts:
-            if part.state != "inactive" and part.address not in live:  # there from the beginning to the end
-                known = Block(part.address, part.size, segment.stream, 0.0, part.stack)
-                blocks.append(known)
-                if part.state in _AWAITING:
-                    known.requested = 0.0
+        else:
+            if known is None:  # allocated before the trace begins
+                known = live[address] = Block(address, _rounded(size), stream, 0, 0)
+                trace.blocks.append(known)
+                if action == "free_completed":
+                    known.requested = 0
                     base_unusable += known.size
                 else:
                     base_allocated += known.size
-    base_reserved = sum(segment.size for segment, _ in segments) - reserved
-    trace = Trace(device, end, blocks)
-    trace.times = [0.0, *(change[0] for change in changes)]
-    trace.allocated = [base_allocated, *(base_allocated + change[1] for change in changes)]
-    trace.unusable = [base_unusable, *(base_unusable + change[2] for change in changes)]
-    trace.reserved = [base_reserved, *(base_reserved + change[3] for change in changes)]
+            if known.requested is None:
+                known.requested, known.freed_at = at, stack
+                allocated -= known.size
+                unusable += known.size
+            elif action != "free_completed":
+                continue
+            if action != "free_requested":
+                del live[address]
+                unusable -= known.size
+                if last == "free_requested" and known.requested == at - 1:
+                    # Nobody asked for memory between the two entries, however long that took: it waited for nothing.
+                    known.completed = known.requested
+                    trace.unusable[-1] = unusable
+                    continue
+                known.completed = at
+        trace.times.append(now)
+        trace.allocated.append(allocated)
+        trace.unusable.append(unusable)
+        trace.reserved.append(reserved)
+    for segment, parts in found:
+        for part in parts:
+            if part.state != "inactive" and part.address not in live:  # there from the beginning to the end
+                known = Block(part.address, part.size, segment.stream, 0, part.stack)
+                trace.blocks.append(known)
+                if part.state in _AWAITING:
+                    known.requested = 0
+                    base_unusable += known.size
+                else:
+                    base_allocated += known.size
+    base_reserved = sum(segment.size for segment in trace.segments) - reserved
+    trace.allocated = [base_allocated + nbytes for nbytes in trace.allocated]
+    trace.unusable = [base_unusable + nbytes for nbytes in trace.unusable]
+    trace.reserved = [base_reserved + nbytes for nbytes in trace.reserved]
     return trace
 
 
@@ -480,17 +491,36 @@ def _trace(device: int, events: Iterator[_Event], segments: list[_Found]) -> Tra
 
 UNKNOWN = "before the recording began"
 """Stands for the place of an allocation that the history does not have."""
+NO_STACK = "no stack was recorded"
+"""Stands for the place of one that it has without a stack, as of backward where stacks of Python alone are recorded."""
+
+NOWHERE = (UNKNOWN, NO_STACK)
+
+_NODE = re.compile(r"\btorch::autograd::(?:generated::)?(CppNode<.*>|\w+)::apply\(")
+_OPERATOR = re.compile(r"\bat::_ops::(\w+)::")
+_PLUMBING = re.compile(r" in .*(unwind|CapturedTraceback|gather_with_cpp|CachingAllocator)")
+
+
+def _cxx_site(stack: tuple[str, ...]) -> str:
+    """Return what stands for the line of the program where no Python is, as in the threads of autograd.
+
+    It is the autograd node that runs, or else the outermost operator, or else what asked the allocator for memory.
+    """
+    nodes = (f"autograd node {found[1]}" for text in stack if (found := _NODE.search(text)))
+    operators = (f"operator {found[1]}" for text in reversed(stack) if (found := _OPERATOR.search(text)))
+    others = (text for text in stack if not _PLUMBING.search(text))
+    return next(itertools.chain(nodes, operators, others), stack[0])
 
 
 class Stacks:
     """Stacks by number, each kept once. What a pickle shares, a stack or a frame, is looked at once."""
 
     def __init__(self) -> None:
-        self.stacks: list[tuple[str, ...]] = [()]
+        self.stacks: list[tuple[str, ...]] = [(), (NO_STACK,)]
         """The lines of each that are Python's, innermost first; of C++ if there are no others."""
-        self.sites: list[str] = [UNKNOWN]
+        self.sites: list[str] = [UNKNOWN, NO_STACK]
         """Of each the innermost line that is the program's: neither torch's nor safecomm's."""
-        self._numbers: dict[tuple[str, ...], int] = {(): 0}
+        self._numbers: dict[tuple[str, ...], int] = {(): 1}
         self.seen: dict[int, tuple[object, int]] = {}
         self._frames: dict[int, tuple[object, str, bool]] = {}
         self._texts: dict[str, str] = {}
@@ -502,12 +532,14 @@ class Stacks:
         if seen is not None:
             return seen[1]
         lines = [self._line(frame) for frame in (frames or ())[:FRAMES]]
-        stack = tuple([text for _, text, python in lines if python]) or tuple([text for _, text, _ in lines])
+        python = tuple([text for _, text, python in lines if python])
+        stack = python or tuple([text for _, text, _ in lines])
         number = self._numbers.get(stack)
         if number is None:
             number = self._numbers[stack] = len(self.stacks)
             self.stacks.append(stack)
-            self.sites.append(next((text for text in stack if not self._ours[text]), stack[0]))
+            ours = (text for text in stack if not self._ours[text])
+            self.sites.append(next(ours, stack[0]) if python else _cxx_site(stack))
         self.seen[id(frames)] = (frames, number)  # with the frames, so that the id stays theirs
         return number
 
@@ -518,7 +550,9 @@ class Stacks:
             if type(frame) is not dict or not {"filename", "name", "line"} <= frame.keys():
                 raise ValueError("a stack has an entry without 'filename', 'line' and 'name'")
             file, name, line = frame["filename"], frame["name"], frame["line"]
-            text = f"{checked.text(file)}:{checked.whole(line, -1, 1 << 32)} in {checked.text(name)}"
+            # A line that is not known is -1, in 64 bits and with no sign.
+            known = line if type(line) is int and 0 <= line < 1 << 32 else "?"
+            text = f"{checked.text(file)}:{known} in {checked.text(name)}"
             text = self._texts.setdefault(text, text)
             self._ours[text] = bool(_LIBRARY.search(text.split(":")[0]))
             seen = self._frames[id(frame)] = (frame, text, not _CXX.search(file[-LETTERS:]))

@@ -6,12 +6,12 @@ import functools
 import itertools
 import re
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 
 from safecomm.diagnostics.checked import printable
-from safecomm.diagnostics.report import ROWS, WORTH, Report, caption
+from safecomm.diagnostics.report import ROWS, WORTH, Advice, Report, Waiting, caption
 from safecomm.diagnostics.snapshot import UNKNOWN, Segment, Snapshot, Stacks, Trace
 from safecomm.diagnostics.table import Table
 from safecomm.diagnostics.timeline import Drawn, Timeline, thinned
@@ -26,34 +26,38 @@ def report_snapshot(snapshot: Snapshot) -> Report:
     stacks = snapshot.stacks
     summary: list[str] = []
     tables: list[Table] = []
-    advice: list[str] = []
+    advice: list[Advice] = []
     timelines = []
     figures: dict[str, int] = {}
     for trace in snapshot.traces:
         where = f"device {trace.device}" if len(snapshot.traces) > 1 else ""
+        of_trace: list[Advice] = []
         if trace.blocks:
-            active = [one + two for one, two in zip(trace.allocated, trace.unusable, strict=True)]
-            peak, unusable = max(active), max(trace.unusable)
+            waits = Waiting(trace.active, trace.unusable)
+            peak, unusable, reserved = max(waits.active), max(trace.unusable), max(trace.reserved)
+            of_device = {"active": peak, "freed but unusable": unusable, "reserved": reserved}
             summary.append(
-                f"{where or 'device 0'}: {len(trace.blocks)} allocations in {trace.duration:.3f} s; active {mib(peak)} "
-                f"at the most, freed but unusable {mib(unusable)}, reserved {mib(max(trace.reserved))}"
+                f"device {trace.device}: {len(trace.blocks)} allocations in {trace.duration:.3f} s; active {mib(peak)} "
+                f"at the most, freed but unusable {mib(unusable)}, reserved {mib(reserved)}"
             )
-            by_line, stripes = _by_line(trace, stacks), waiting(trace, stacks)
-            tables += [_holders(by_line, where), _stripes(trace, stripes, where)]
-            advice += [*_advice_on_stripes(trace, stripes), *_advice_on_gathers(snapshot, trace, stacks)]
-            of_device = {"active": peak, "freed but unusable": unusable, "reserved": max(trace.reserved)}
-            told = caption(f"{len(trace.blocks)} allocations in {span(trace.duration)}", of_device)
-            holders = {line.site: line.most for line in by_line}
-            timelines.append(_timeline(snapshot, trace, active, where, holders, told))
-            if not figures or peak > figures["active"]:
+            if unusable:
+                summary.append(waits.told())
+            lines = waiting(trace, stacks)
+            tables += [_holders(trace, stacks, where), _stripes(trace, lines, where)]
+            of_trace += [*_advice_on_stripes(trace, waits, lines), *_advice_on_gathers(trace, stacks)]
+            holders = {line.sites[0]: line.most for line in _lines(trace, stacks, waited=False, folded=False)}
+            shown = caption(f"{len(trace.blocks)} allocations in {span(trace.duration)}", of_device)
+            timelines.append(_timeline(snapshot, trace, waits.active, where, holders, shown))
+            if not figures or of_device["active"] > figures["active"]:
                 figures = of_device
+        tables.append(_fragmentation(trace.segments, where))
+        of_trace += _advice_on_fragmentation(trace.segments)
+        advice += [Advice(nbytes, f"{where}: {text}" if where else text) for nbytes, text in of_trace]
     if not any(len(trace.times) > 1 for trace in snapshot.traces):
         summary.append(
             "no history: call torch.cuda.memory._record_memory_history() before what is to be looked at, "
             "for the lines of the program and the time"
         )
-    tables.append(_fragmentation(snapshot))
-    advice += _advice_on_fragmentation(snapshot)
     return Report(printable(str(snapshot.path)), summary, tables, advice, timelines, figures)
 
 
@@ -63,21 +67,67 @@ def _titled(title: str, where: str) -> str:
 
 @dataclass
 class _Line:
-    """The allocations of one line of the program."""
+    """The blocks of one line of the program, or of lines that differ in digits of their files only."""
 
-    site: str
+    found: dict[tuple[str, ...], None] = field(default_factory=dict)
     count: int = 0
     now: int = 0
     most: int = 0
     total: int = 0
-    seconds: float = 0.0
+    byte_seconds: float = 0.0
     longest: float = 0.0
     longest_of: int = 0
     labels: dict[str, None] = field(default_factory=dict)
 
+    @property
+    def sites(self) -> tuple[str, ...]:
+        """Where they were allocated, and freed: each one text, with ``*`` for the digits that differ."""
+        return tuple(_common(list(dict.fromkeys(sites))) for sites in zip(*self.found, strict=True))
 
-def _in_order(changes: list[tuple[float, int, _Line]]) -> None:
-    """Follow what lines have at each moment. At one moment what is given back goes first."""
+
+def _common(sites: list[str]) -> str:
+    if len(sites) == 1:
+        return sites[0]
+    pieces = zip(*(re.split(r"(\d+)", site) for site in sites), strict=True)
+    return "".join(piece[0] if len(set(piece)) == 1 else "*" for piece in pieces) + f" ({len(sites)} files)"
+
+
+def _lines(trace: Trace, stacks: Stacks, *, waited: bool, folded: bool = True) -> list[_Line]:
+    """Return the blocks by lines of the program, those with the most bytes at a time first.
+
+    ``waited``: what they had freed, until it could be given out again, by the lines that allocated and freed it;
+    else what was allocated, until it could be given out again. ``folded``: lines that differ in digits of their files
+    only, as those of 32 layers do, are one.
+    """
+    pattern = functools.cache(lambda site: _DIGITS.sub("*", site) if folded else site)
+    lines: dict[tuple[str, ...], _Line] = {}
+    changes: list[tuple[int, int, _Line]] = []
+    for block in trace.blocks:
+        start = block.requested if waited else block.made
+        if start is None or start == block.completed:
+            continue
+        sites = tuple(
+            stacks.sites[place] for place in ((block.made_at, block.freed_at) if waited else (block.made_at,))
+        )
+        line = lines.setdefault(tuple(map(pattern, sites)), _Line())
+        line.found[sites] = None
+        line.count += 1
+        line.total += block.size
+        seconds = trace.seconds(start, block.completed)
+        line.byte_seconds += seconds * block.size
+        if seconds >= line.longest:
+            line.longest, line.longest_of = seconds, block.size
+        if block.label:
+            line.labels[block.label] = None
+        changes.append((start, block.size, line))
+        if block.completed is not None:
+            changes.append((block.completed, -block.size, line))
+    _follow(changes)
+    return sorted(lines.values(), key=lambda line: -line.most)
+
+
+def _follow(changes: list[tuple[int, int, _Line]]) -> None:
+    """Follow what lines have, from change to change of a history."""
     changes.sort(key=itemgetter(0, 1))
     for _, nbytes, line in changes:
         line.now += nbytes
@@ -85,63 +135,11 @@ def _in_order(changes: list[tuple[float, int, _Line]]) -> None:
             line.most = line.now
 
 
-def _by_line(trace: Trace, stacks: Stacks) -> list[_Line]:
-    """Return what each line allocated, from the allocation until the allocator could give it out again."""
-    lines: dict[str, _Line] = {}
-    changes: list[tuple[float, int, _Line]] = []
-    for block in trace.blocks:
-        site = stacks.sites[block.made_at]
-        line = lines.get(site)
-        if line is None:
-            line = lines[site] = _Line(site)
-        end = trace.duration if block.completed is None else block.completed
-        line.count += 1
-        line.total += block.size
-        if end - block.made > line.longest:
-            line.longest = end - block.made
-        if block.label:
-            line.labels[block.label] = None
-        changes.append((block.made, block.size, line))
-        if block.completed is not None:
-            changes.append((block.completed, -block.size, line))
-    _in_order(changes)
-    return sorted(lines.values(), key=lambda line: -line.most)
-
-
-def _holders(by_line: list[_Line], where: str) -> Table:
-    rows = []
-    folded = _folded([((line.site,), line) for line in by_line])[:ROWS]
-    for (site,), line, count in folded:
-        rows.append((_each(line, count), str(line.count), mib(line.total), span(line.longest), site))
+def _holders(trace: Trace, stacks: Stacks, where: str) -> Table:
+    lines = _lines(trace, stacks, waited=False)[:ROWS]
+    rows = [(mib(one.most), str(one.count), mib(one.total), span(one.longest), *one.sites) for one in lines]
     columns = ("most at a time", "allocations", "in all", "held longest", "allocated at")
-    return _labelled(Table(_titled("top holders", where), columns, rows), [line for _, line, _ in folded])
-
-
-_Sited = tuple[tuple[str, ...], _Line]
-
-
-def _folded(lines: Iterable[_Sited]) -> list[tuple[tuple[str, ...], _Line, int]]:
-    """Return ``lines`` with their number; those are one that differ in digits of their files only, as 32 layers' do."""
-    alike: dict[object, list[_Sited]] = {}
-    for sites, line in lines:
-        pattern = tuple(_DIGITS.sub("*", site) for site in sites)
-        alike.setdefault((pattern, line.most, line.count), []).append((sites, line))
-    folded = []
-    for same in alike.values():
-        sites = tuple(_common([sites[i] for sites, _ in same]) for i in range(len(same[0][0])))
-        line = max((line for _, line in same), key=lambda line: line.longest)
-        folded.append((sites, line, len(same)))
-    return folded
-
-
-def _common(sites: list[str]) -> str:
-    """Return texts that differ in digits only as one, with ``*`` where they differ."""
-    pieces = zip(*(re.split(r"(\d+)", site) for site in sites), strict=True)
-    return "".join(piece[0] if len(set(piece)) == 1 else "*" for piece in pieces)
-
-
-def _each(line: _Line, count: int) -> str:
-    return mib(line.most) if count == 1 else f"{count} x {mib(line.most)}"
+    return _labelled(Table(_titled("top holders", where), columns, rows), lines)
 
 
 def _labelled(table: Table, lines: Sequence[_Line]) -> Table:
@@ -158,104 +156,75 @@ def _labels(line: _Line) -> str:
     return ", ".join([*shown, *([f"and {more} others"] if more else [])])
 
 
-def waiting(trace: Trace, stacks: Stacks) -> list[tuple[str, str, _Line]]:
+def waiting(trace: Trace, stacks: Stacks) -> list[_Line]:
     """Return what was freed but unusable, by the lines that allocated and that freed it, the most first."""
-    lines: dict[tuple[str, str], _Line] = {}
-    changes: list[tuple[float, int, _Line]] = []
-    for block in trace.blocks:
-        if block.requested is None:
-            continue
-        end = trace.duration if block.completed is None else block.completed
-        if block.completed == block.requested:
-            continue
-        key = stacks.sites[block.made_at], stacks.sites[block.freed_at]
-        line = lines.setdefault(key, _Line(key[0]))
-        line.count += 1
-        if block.label:
-            line.labels[block.label] = None
-        if end - block.requested >= line.longest:
-            line.longest, line.longest_of = end - block.requested, block.size
-        line.seconds += (end - block.requested) * block.size
-        changes.append((block.requested, block.size, line))
-        if block.completed is not None:
-            changes.append((block.completed, -block.size, line))
-    _in_order(changes)
-    return sorted(((*key, line) for key, line in lines.items()), key=lambda one: -one[2].most)
+    return _lines(trace, stacks, waited=True)
 
 
-def _stripes(trace: Trace, stripes: list[tuple[str, str, _Line]], where: str) -> Table:
+def _stripes(trace: Trace, lines: list[_Line], where: str) -> Table:
     rows = []
-    folded = _folded([((made, freed), line) for made, freed, line in stripes])[:ROWS]
-    for (made, freed), line, count in folded:
-        mean = line.seconds / max(trace.duration, 1e-9)
-        rows.append((_each(line, count), mib(mean), str(line.count), span(line.longest), made, freed))
+    for one in lines[:ROWS]:
+        mean = one.byte_seconds / max(trace.duration, 1e-9)
+        rows.append((mib(one.most), mib(mean), str(one.count), span(one.longest), *one.sites))
     columns = ("most at a time", "on average", "blocks", "waited longest", "allocated at", "freed at")
-    return _labelled(Table(_titled("freed but unusable", where), columns, rows), [line for _, line, _ in folded])
+    return _labelled(Table(_titled("freed but unusable", where), columns, rows), lines[:ROWS])
 
 
-def _advice_on_stripes(trace: Trace, found: list[tuple[str, str, _Line]]) -> list[str]:
-    most = max(trace.unusable)
-    if not found or most < WORTH:
+def _advice_on_stripes(trace: Trace, waits: Waiting, lines: list[_Line]) -> list[Advice]:
+    if not lines:
         return []
-    made, _, line = found[0]
-    active = max(one + two for one, two in zip(trace.allocated, trace.unusable, strict=True))
-    needed = max(trace.allocated)
+    count = sum(line.count for line in lines)
     ends = sum(block.requested is not None and block.completed is None for block in trace.blocks)
-    count = sum(line.count for _, _, line in found)
-    return [
-        f"{count} blocks were freed but unusable, {mib(most)} at the most: record_stream was called for them, so they "
-        f"waited until the host saw another stream pass. A block of {mib(line.longest_of)} allocated at {made} waited "
-        f"{span(line.longest)}. With safecomm.avoid_record_streams() the peak would be near {mib(needed)}, and it is "
-        f"{mib(active)}."
-        + (f" {ends} of them were still waiting at the end, as inside a CUDA graph capture." if ends else "")
-    ]
+    more = f"A block of {mib(lines[0].longest_of)} allocated at {lines[0].sites[0]} waited {span(lines[0].longest)}."
+    if ends:
+        more += f" {ends} of them were still waiting at the end, as inside a CUDA graph capture."
+    return waits.advised(f"{count} blocks were", more)
 
 
-def _advice_on_gathers(snapshot: Snapshot, trace: Trace, stacks: Stacks) -> list[str]:
+def _advice_on_gathers(trace: Trace, stacks: Stacks) -> list[Advice]:
     """Communication buffers of many sizes that lie in segments which are split."""
     named = functools.cache(lambda text: bool(_GATHERS.search(text.rsplit(" in ", 1)[-1])))
     gathers = {number for number, stack in enumerate(stacks.stacks) if any(map(named, stack))}
     buffers = [block for block in trace.blocks if block.made_at in gathers]
     sizes = {block.size for block in buffers}
-    changes: list[tuple[float, int, _Line]] = []
-    all_of_them = _Line("")
-    for block in buffers:
-        changes.append((block.made, block.size, all_of_them))
-        if block.completed is not None:
-            changes.append((block.completed, -block.size, all_of_them))
-    _in_order(changes)
-    addresses = sorted(block.address for block in buffers)
-    split = [
-        segment
-        for segment in snapshot.segments
-        if segment.blocks > 1
-        and segment.free
-        and bisect_left(addresses, segment.address) < bisect_left(addresses, segment.address + segment.size)
-    ]
-    lost = sum(segment.free for segment in split)
-    if len(sizes) < 4 or not split or lost < WORTH:
+    of_them = _Line()
+    _follow(
+        [(block.made, block.size, of_them) for block in buffers]
+        + [(block.completed, -block.size, of_them) for block in buffers if block.completed is not None]
+    )
+    places = sorted((block.address, block.size if block.completed is None else 0) for block in buffers)
+    free = there = count = 0
+    for one in trace.segments:
+        inside = places[bisect_left(places, (one.address,)) : bisect_left(places, (one.address + one.size,))]
+        if inside and one.blocks > 1 and one.free:
+            count += 1
+            free += one.free
+            there += sum(nbytes for _, nbytes in inside)
+    arena = -(-of_them.most // (2 * MIB)) * 2 * MIB
+    gain = free + there - arena
+    if len(sizes) < 4 or gain < WORTH:
         return []
-    arena = -(-all_of_them.most // (2 * MIB)) * 2
-    return [
-        f"{len(buffers)} buffers of collectives, of {len(sizes)} different sizes, split {len(split)} segments, in "
-        f"which {mib(lost)} are free in pieces: an arena of {arena} MiB would hold them, which is what they have at "
-        "the most at a time."
-    ]
+    text = (
+        f"{len(buffers)} buffers of collectives, of {len(sizes)} different sizes, split {count} segments, in "
+        f"which {mib(free)} are free in pieces and {mib(there)} are theirs. An arena of {arena // MIB} MiB would hold "
+        f"what they have at the most at a time, in place of that: at most {mib(gain)} to gain of what is reserved."
+    )
+    return [Advice(gain, text)]
 
 
-def _fragmentation(snapshot: Snapshot) -> Table:
+def _fragmentation(segments: list[Segment], where: str) -> Table:
     by_stream: dict[int, list[Segment]] = {}
-    for segment in snapshot.segments:
+    for segment in segments:
         by_stream.setdefault(segment.stream, []).append(segment)
     rows = []
-    for stream, segments in sorted(by_stream.items(), key=lambda item: -sum(one.size for one in item[1])):
-        rows.append(_row(f"stream {stream:#x}" if stream else "default stream", segments))
+    for stream, ones in sorted(by_stream.items(), key=lambda item: -sum(one.size for one in item[1])):
+        rows.append(_row(f"stream {stream:#x}" if stream else "default stream", ones))
         by_size: dict[int, list[Segment]] = {}
-        for one in segments:
+        for one in ones:
             by_size.setdefault(one.size, []).append(one)
         if len(by_size) > 1:
             worst = sorted(by_size.items(), key=lambda item: -sum(one.free for one in item[1]))[: ROWS // 3]
-            rows.extend(_row(f"  in {mib(size)}", ones) for size, ones in worst if any(one.free for one in ones))
+            rows.extend(_row(f"  in {mib(size)}", same) for size, same in worst if any(one.free for one in same))
     columns = (
         *("where", "segments", "reserved", "active", "awaiting free", "free", "largest free block", "blocks"),
         "free in percent",
@@ -265,7 +234,7 @@ def _fragmentation(snapshot: Snapshot) -> Table:
         if len(rows) > len(by_stream)
         else ""
     )
-    return Table("fragmentation, at the moment of the snapshot", columns, rows, note)
+    return Table(_titled("fragmentation, at the moment of the snapshot", where), columns, rows, note)
 
 
 def _row(name: str, segments: list[Segment]) -> tuple[str, ...]:
@@ -278,27 +247,34 @@ def _row(name: str, segments: list[Segment]) -> tuple[str, ...]:
     return (name, str(len(segments)), *figures, largest, str(total("blocks")), share)
 
 
-def _advice_on_fragmentation(snapshot: Snapshot) -> list[str]:
-    reserved = sum(one.size for one in snapshot.segments)
-    split = [one for one in snapshot.segments if one.active and one.free]
+def _advice_on_fragmentation(segments: list[Segment]) -> list[Advice]:
+    reserved = sum(one.size for one in segments)
+    split = [one for one in segments if one.active and one.free]
     free = sum(one.free for one in split)
-    largest = max((one.largest_free for one in snapshot.segments), default=0)
-    if not reserved or free < max(64 * MIB, reserved // 5) or any(one.expandable for one in snapshot.segments):
+    largest = max((one.largest_free for one in segments), default=0)
+    if not reserved or free < max(64 * MIB, reserved // 5) or any(one.expandable for one in segments):
         return []
-    return [
+    text = (
         f"{mib(free)} of {mib(reserved)} reserved are free in pieces between blocks in use, in {len(split)} segments, "
         f"and no free block is larger than {mib(largest)}: allocate buffers of one size, or set "
         "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True where no CUDA graph or registered buffer needs the addresses."
-    ]
+    )
+    return [Advice(free, text)]
 
 
 def _timeline(
-    snapshot: Snapshot, trace: Trace, active: list[int], where: str, holders: dict[str, int], caption: str
+    snapshot: Snapshot, trace: Trace, active: Sequence[int], where: str, holders: dict[str, int], caption: str
 ) -> Timeline:
     stacks = snapshot.stacks
     lines = {"active": active, "unusable": trace.unusable, "reserved": trace.reserved}
+    times = trace.times
     drawn = [
-        Drawn(one.made, one.requested, one.completed, one.size, one.made_at, one.freed_at, one.label)
+        Drawn(
+            times[one.made],
+            None if one.requested is None else times[one.requested],
+            None if one.completed is None else times[one.completed],
+            *(one.size, one.made_at, one.freed_at, one.label),
+        )
         for one in sorted(trace.blocks, key=lambda block: block.made)
     ]
     used = sorted({0} | {one.stack for one in drawn} | {one.freed_by for one in drawn})

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_NUMBER = re.compile(r"|-|none|[+\u2212-]?\d[\d.,]*( ?(x \d[\d.]* )?([KMGT]iB|B|%|x|us|ms|s|min))?( \(\w+ \d+\))?")
+_NUMBER = re.compile(r"|-|none|[+\u2212-]?\d[\d.,]*( ?([KMGT]iB|B|%|x|us|ms|s|min))?( \(\w+ \d+\))?")
 
 
 @dataclass

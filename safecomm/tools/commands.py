@@ -11,8 +11,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-import torch
-
 from safecomm._version import __version__
 from safecomm.diagnostics.checked import printable
 from safecomm.errors import SafecommError
@@ -128,6 +126,8 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _tune(options: argparse.Namespace) -> Callable[[], int] | int:
+    import torch
+
     from safecomm.tools import tune, tune_low_latency
 
     sizes = options.mib or tune.SIZES

@@ -12,7 +12,7 @@ from harness import MIB, case, rank, require, settle, slow
 import safecomm
 from safecomm import leaks
 from safecomm.diagnostics.files import make_reports
-from safecomm.diagnostics.record import read_recording
+from safecomm.diagnostics.recording import read_recording
 from safecomm.diagnostics.snapshot import read_snapshot
 from safecomm.diagnostics.snapshot_report import waiting
 from safecomm.tools.doctor import diagnose
