@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
+import io
 import json
+import lzma
 import os
 import pickle
 import random
 import re
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
 import snapshots
+import torch
 from pages import shown_by
 from snapshots import MIB, Allocator, forum, stack, write
 
@@ -425,6 +431,108 @@ def test_a_foreign_file_is_refused(tmp_path, content, said, capsys):
     assert said in capsys.readouterr().err
 
 
+def zipped(data):
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("snapshot.pickle", data)
+    return file.getvalue()
+
+
+def saved(data):
+    file = io.BytesIO()
+    torch.save(pickle.loads(data), file)
+    return file.getvalue()
+
+
+PACKED = {
+    "gzip": gzip.compress,
+    "zip": zipped,
+    "zip, as what torch.save() writes": saved,
+    "bzip2": bz2.compress,
+    "xz": lzma.compress,
+    "zstd": lambda data: b"\x28\xb5\x2f\xfd" + data,
+    "lz4": lambda data: b"\x04\x22\x4d\x18" + data,
+}
+
+
+@pytest.mark.parametrize("name", [".pickle", ".gz", ""])
+@pytest.mark.parametrize("kind", PACKED)
+def test_a_packed_file_is_said_to_be_one(kind, name, tmp_path, capsys):
+    """Whatever its name says."""
+    for number, data in enumerate((pickle.dumps(forum(stripes=True)[0].snapshot()), pickle.dumps([]))):
+        path = tmp_path / f"{number}{name}"
+        path.write_bytes(PACKED[kind](data))
+        assert main(["report", str(path)]) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err.startswith(f"python -m safecomm report: {path} is packed with {kind}")
+        assert len(err.splitlines()) == 1
+
+
+def test_a_snapshot_of_torch_2_0_is_read(tmp_path):
+    """It has no times, other names, and the stacks of its blocks elsewhere."""
+    allocator = Allocator()
+    blocks = [allocator.alloc(size * MIB, stack((1, "f"))) for size in (2, 3, 4)]
+    allocator.free(blocks[0], stack((2, "g")), recorded=True)
+    found = allocator.snapshot()
+    cut = next(place for place, one in enumerate(allocator.trace) if one["addr"] == blocks[2])
+    trace = [
+        {key: one[key] for key in ("action", "addr", "size", "stream", "frames")}
+        for one in allocator.trace[cut:]
+    ]  # fmt: skip
+    for segment in found["segments"]:
+        for name in ("segment_pool_id", "is_expandable", "frames", "requested_size"):
+            del segment[name]
+        for block in segment["blocks"]:
+            history = {"addr": block.pop("address"), "frames": block.pop("frames"), "real_size": block["size"]}
+            block["history"] = [history]
+            if block["state"] == "active_awaiting_free":
+                block["state"] = "active_pending_free"
+    (report,) = make_reports([write(tmp_path / "x.pickle", {"segments": found["segments"], "device_traces": [trace]})])
+    assert report.figures["active"] == 9 * MIB
+    assert report.figures["freed but unusable"] == 2 * MIB
+    assert [row[-1] for row in report.tables[0].rows] == ["before the recording began", "/home/me/train.py:1 in f"]
+
+
+WITHOUT_TORCH = """
+import sys
+class Gone:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "torch":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Gone())
+"""
+
+
+def test_files_are_read_without_torch(pair, tmp_path):
+    """And so without the seconds that its import takes: by the command, and by the module."""
+    (tmp_path / "gone").mkdir()
+    (tmp_path / "gone" / "sitecustomize.py").write_text(WITHOUT_TORCH)
+    recording(tmp_path / "run.rank0.jsonl", 0, 1, left=[LEFT], unusable=300 * MIB)
+    files = [*map(str, pair), str(tmp_path / "run.jsonl")]
+    path = [str(tmp_path / "gone"), str(Path(safecomm.__file__).parents[1])]
+    shell = "import sys, safecomm_shell; sys.exit(safecomm_shell.main())"
+    texts = []
+    for number, way in enumerate((["-m", "safecomm"], ["-X", "utf8", "-m", "safecomm"], ["-c", shell])):
+        for here in (path, path[1:]):
+            page = tmp_path / f"{number}{len(here)}.html"
+            done = subprocess.run(
+                [sys.executable, *way, "report", *files, "--html", page],
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(here)}, capture_output=True, text=True, timeout=100,
+                check=True,
+            )  # fmt: skip
+            assert done.stderr == ""
+            texts.append((done.stdout.rpartition("wrote")[0], page.read_text()))
+    assert len(set(texts)) == 1
+    done = subprocess.run(
+        [sys.executable, "-m", "safecomm", "doctor"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path)}, capture_output=True, text=True, timeout=100,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "No module named 'torch'" in done.stderr
+
+
 def test_what_can_not_be_read_or_written(tmp_path, pair, capsys):
     (tmp_path / "empty").mkdir()
     for arguments, said in [
@@ -574,6 +682,41 @@ def test_a_recording_names_what_holds_and_what_was_never_waited_for(tmp_path):
     assert list(report.timelines[0].bands) == ["all_reduce at /home/me/train.py:21 in layer"]
 
 
+@pytest.mark.parametrize(
+    ("samples", "told", "worth"),
+    [
+        ([(900, 0), (500, 200)], "active 900.0 MiB: no gain", False),
+        ([(900, 5), (895, 0)], "active 895.0 MiB: at most 5.0 MiB to gain", False),
+        ([(900, 300), (700, 0)], "active 700.0 MiB: at most 200.0 MiB to gain", True),
+    ],
+)
+def test_a_recording_promises_no_more_than_its_samples_have(samples, told, worth, tmp_path):
+    lines = [{"safecomm_record": 1, "started": 1, "rank": 0, "world": 1}]
+    for number, (active, unusable) in enumerate(samples):
+        figures = {"active": active * MIB, "unusable": unusable * MIB}
+        lines.append({"t": number, "held": 0, "peak": 0, "sites": [], **figures})
+    path = tmp_path / "run.rank0.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (report,) = make_reports([path])
+    assert report.summary[-1] == f"with every block usable as soon as it was freed, {told}"
+    assert len(report.advice) == worth
+    for text in report.advice:
+        assert "only a run with it tells" in text
+        assert "the peak can rise" in text
+
+
+def test_advice_of_ranks_is_that_of_the_rank_with_the_most_of_it(tmp_path):
+    for rank, (unusable, left) in enumerate(((100, 1), (300, 1), (0, 1))):
+        ones = [{**LEFT, "nbytes": (rank + left) * 200 * MIB}]
+        recording(tmp_path / f"run.rank{rank}.jsonl", rank, 3, left=ones, unusable=unusable * MIB)
+    (report,) = make_reports([tmp_path / "run.jsonl"])
+    never, freed = report.advice
+    assert "600.0 MiB were still held" in never
+    assert never.endswith("(Rank 2; 2 other ranks: the like.)")
+    assert "At most 300.0 MiB" in freed
+    assert freed.endswith("(Rank 1; 1 other ranks: the like.)")
+
+
 def test_all_ranks_of_a_run_or_one(tmp_path, capsys):
     for rank in (0, 1, 3):
         recording(tmp_path / f"run.rank{rank}.jsonl", rank, 4)
@@ -614,4 +757,7 @@ def test_in_a_real_run_the_stripes_are_found_with_the_allocators_bytes_and_the_r
         assert trace.unusable[-1] == pytest.approx(figures[name]["active"] - figures[name]["allocated"], rel=0.01)
     stock, ours = make_reports([RECORDED / "stock.pickle", RECORDED / "safecomm.pickle"])
     assert f"allocated at {figures['line']}" in stock.advice[0]
+    gain = int(re.search(r"At most (\d+)\.0 MiB", stock.advice[0])[1]) * MIB
+    gained = figures["stock"]["active_peak"] - figures["safecomm"]["active_peak"]
+    assert 0.9 * gain < gained <= gain  # what was foretold as a bound, and what it was
     assert not [text for text in ours.advice if "unusable" in text]
