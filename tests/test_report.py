@@ -28,7 +28,7 @@ from safecomm.diagnostics.comparison import compared, difference, headline
 from safecomm.diagnostics.files import make_reports
 from safecomm.diagnostics.page import make_page
 from safecomm.diagnostics.snapshot import read_snapshot
-from safecomm.diagnostics.snapshot_report import waiting
+from safecomm.diagnostics.snapshot_report import lines_of
 
 LAYER = "/home/me/train.py:21 in layer"
 GONE = "/home/me/train.py:23 in layer"
@@ -61,7 +61,7 @@ def test_the_stripes_are_found_with_the_lines_that_caused_them(pair):
     stock, ours = make_reports(pair)
     snapshot = read_snapshot(pair[0])
     (trace,) = snapshot.traces
-    (line,) = waiting(trace, snapshot.stacks)
+    (line,) = lines_of(trace, snapshot.stacks, waited=True)
     assert line.sites == (LAYER, GONE)
     assert line.count == 39
     assert line.most == max(trace.unusable) == 7 * 64 * MIB

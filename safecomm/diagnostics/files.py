@@ -21,7 +21,7 @@ _FILES = (".jsonl", ".pickle", ".pkl")
 """Of a folder that are read."""
 _PACKED = {
     b"\x1f\x8b": "gzip",
-    b"PK": "zip, as what torch.save() writes",
+    b"PK\x03\x04": "zip, as what torch.save() writes",
     b"\x28\xb5\x2f\xfd": "zstd",
     b"\xfd7zXZ": "xz",
     b"BZh": "bzip2",

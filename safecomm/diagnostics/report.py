@@ -66,8 +66,8 @@ class Waiting:
 
     def told(self) -> str:
         """Return what there is to gain."""
-        gain = f"at most {mib(self.gain)} to gain" if self.gain else "no gain"
-        return f"with every block usable as soon as it was freed, active {mib(max(self.active) - self.gain)}: {gain}"
+        least, gain = max(self.active) - self.gain, f"at most {mib(self.gain)} to gain" if self.gain else "no gain"
+        return f"with every block usable as soon as it was freed, active {mib(least)}: {gain}"
 
     def advised(self, what: str, more: str) -> list[Advice]:
         """Return the advice on it, if the gain is worth one. ``what`` was unusable; ``more`` says where."""

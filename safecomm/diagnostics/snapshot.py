@@ -337,7 +337,8 @@ class _Reader:
             if later > now:
                 now = checked.seconds(later)
             label = one.get("user_metadata") or ""
-            if type(action) is not str or action not in _ACTIONS or _made_up(one):
+            marked = (label or "internal_metadata" in one) and _made_up(one)
+            if type(action) is not str or action not in _ACTIONS or marked:
                 yield "", 0, 0, 0, now, 0, ""
             else:
                 if label:

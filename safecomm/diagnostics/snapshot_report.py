@@ -41,11 +41,11 @@ def report_snapshot(snapshot: Snapshot) -> Report:
                 f"at the most, freed but unusable {mib(unusable)}, reserved {mib(reserved)}"
             )
             if unusable:
-                summary.append(waits.told())
-            lines = waiting(trace, stacks)
+                summary.append(f"{where}: {waits.told()}" if where else waits.told())
+            lines = lines_of(trace, stacks, waited=True)
             tables += [_holders(trace, stacks, where), _stripes(trace, lines, where)]
             of_trace += [*_advice_on_stripes(trace, waits, lines), *_advice_on_gathers(trace, stacks)]
-            holders = {line.sites[0]: line.most for line in _lines(trace, stacks, waited=False, folded=False)}
+            holders = {line.sites[0]: line.most for line in lines_of(trace, stacks, waited=False, folded=False)}
             shown = caption(f"{len(trace.blocks)} allocations in {span(trace.duration)}", of_device)
             timelines.append(_timeline(snapshot, trace, waits.active, where, holders, shown))
             if not figures or of_device["active"] > figures["active"]:
@@ -92,7 +92,7 @@ def _common(sites: list[str]) -> str:
     return "".join(piece[0] if len(set(piece)) == 1 else "*" for piece in pieces) + f" ({len(sites)} files)"
 
 
-def _lines(trace: Trace, stacks: Stacks, *, waited: bool, folded: bool = True) -> list[_Line]:
+def lines_of(trace: Trace, stacks: Stacks, *, waited: bool, folded: bool = True) -> list[_Line]:
     """Return the blocks by lines of the program, those with the most bytes at a time first.
 
     ``waited``: what they had freed, until it could be given out again, by the lines that allocated and freed it;
@@ -136,7 +136,7 @@ def _follow(changes: list[tuple[int, int, _Line]]) -> None:
 
 
 def _holders(trace: Trace, stacks: Stacks, where: str) -> Table:
-    lines = _lines(trace, stacks, waited=False)[:ROWS]
+    lines = lines_of(trace, stacks, waited=False)[:ROWS]
     rows = [(mib(one.most), str(one.count), mib(one.total), span(one.longest), *one.sites) for one in lines]
     columns = ("most at a time", "allocations", "in all", "held longest", "allocated at")
     return _labelled(Table(_titled("top holders", where), columns, rows), lines)
@@ -154,11 +154,6 @@ def _labels(line: _Line) -> str:
     shown = list(itertools.islice(line.labels, 3))
     more = len(line.labels) - len(shown)
     return ", ".join([*shown, *([f"and {more} others"] if more else [])])
-
-
-def waiting(trace: Trace, stacks: Stacks) -> list[_Line]:
-    """Return what was freed but unusable, by the lines that allocated and that freed it, the most first."""
-    return _lines(trace, stacks, waited=True)
 
 
 def _stripes(trace: Trace, lines: list[_Line], where: str) -> Table:
