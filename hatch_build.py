@@ -45,7 +45,10 @@ class CustomBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         beside = SOURCE.with_name(Path(BUILT).name)
         if version == "editable":
             beside.unlink(missing_ok=True)
-        if os.environ.get("SAFECOMM_BUILD_C", "0") in ("", "0"):
+        wanted = os.environ.get("SAFECOMM_BUILD_C", "")
+        if wanted not in ("", "0", "1"):
+            raise ValueError(f"SAFECOMM_BUILD_C={wanted!r}: expected 0 or 1")
+        if wanted in ("", "0"):
             return
         if version == "editable":
             compile_c(beside)

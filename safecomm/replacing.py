@@ -13,6 +13,13 @@ from safecomm.errors import SafecommError
 VARIABLE = "SAFECOMM_REPLACE"
 
 
+def flag(name: str, value: str) -> bool:
+    """Return what the variable ``name`` says by ``value``, ValueError if that is neither 0 nor 1."""
+    if value not in ("0", "1"):
+        raise ValueError(f"{name}={value!r}: expected 0 or 1")
+    return value == "1"
+
+
 def allowed() -> bool:
     """Return whether the switch lets functions of torch's be replaced.
 
@@ -21,7 +28,10 @@ def allowed() -> bool:
     >>> allowed()
     True
     """
-    return os.environ.get(VARIABLE, "1") in ("", "1")
+    try:
+        return flag(VARIABLE, os.environ.get(VARIABLE) or "1")
+    except ValueError:  # what is misspelt may have been meant to forbid
+        return False
 
 
 def ask(what: str) -> None:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from ranks import run_program
 
+import safecomm
 from safecomm import _torch
 from safecomm.__main__ import main
 from safecomm.tools import doctor
@@ -65,8 +69,8 @@ def test_every_known_variable_has_a_sentence_for_every_machine():
     [
         (H200, {"TORCH_NCCL_AVOID_RECORD_STREAMS": "1"}, "ignored since torch 2.8"),
         (OLD, {"TORCH_NCCL_AVOID_RECORD_STREAMS": "0"}, "memory piles up"),
-        (H200, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, "NCCL_GRAPH_REGISTER=0"),
-        (H200, {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64, expandable_segments:true"}, "NCCL_GRAPH_REGISTER=0"),
+        (CPU, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segment:True"}, "did you mean expandable_segments?"),
+        (CPU, {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64, expandable_segments"}, "has no value"),
         (H200, {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}, "holds memory longer"),
         (H200, {"CUDA_DEVICE_MAX_CONNECTIONS": "64"}, "from 1 to 32"),
         (H200, {"CUDA_DEVICE_MAX_CONNECTIONS": "x"}, "from 1 to 32"),
@@ -90,6 +94,10 @@ def test_what_is_set_wrong_is_red(machine, environ, said):
     [
         (OLD, {"TORCH_NCCL_AVOID_RECORD_STREAMS": "1"}),
         (H200, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "NCCL_GRAPH_REGISTER": "0"}),
+        (H200, {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64, expandable_segments:True"}),
+        (H200, {"PYTORCH_ALLOC_CONF": "an_option_of_later:1"}),  # torch has taken it, else CUDA had not started
+        (CPU, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}),
+        (CPU, {"SAFECOMM_STRICT": "", "SAFECOMM_REPLACE": "", "SAFECOMM_LOW_LATENCY": ""}),
         (H200, {"PYTORCH_CUDA_ALLOC_CONF": "roundup_power2_divisions:[256:1,512:2,>:4],expandable_segments:False"}),
         (H200, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
         (H200, {"TORCH_NCCL_BLOCKING_WAIT": "0"}),
@@ -110,6 +118,7 @@ def test_what_is_set_right_is_green(machine, environ):
         ({"driver_answers": False}, "can't be told"),
         ({"allocator_answers": False}, "can't be told"),
         ({"missing": ("It has no such name.",)}, "It has no such name."),
+        ({"gpus": (), "refused": "Unrecognized key 'x'."}, "can't be started: Unrecognized key 'x'."),
     ],
 )
 def test_what_the_machine_lacks_is_red(change, said):
@@ -164,3 +173,76 @@ def test_it_says_who_asks_the_questions_of_each_call(why, said):
 
 def test_it_looks_who_asks_them():
     assert doctor.look().why_ctypes == _torch.WHY_CTYPES
+
+
+REFUSED = {
+    "SAFECOMM_AVOID_RECORD_STREAMS": "yes",
+    "SAFECOMM_STRICT": "true",
+    "SAFECOMM_ARENA": "64 megabytes",
+    "SAFECOMM_LOW_LATENCY": "ture",
+    "SAFECOMM_RECORD": "/nowhere/at/all.jsonl",
+    "SAFECOMM_LOG": "verbose",
+    "SAFECOMM_REPLACE": "false",
+    "SAFECOMM_BUILD_C": "yes",
+}
+"""A value that is refused, of each variable of docs/shell.md."""
+
+ASKED = """
+import os, sys, safecomm
+from safecomm.collectives.takers import ENGINES
+from safecomm.patching import runner
+from safecomm.peers.limits import read
+if ENGINES:
+    read(ENGINES[None]._limits, 2)
+sys.path.insert(0, {root!r})
+sys.modules["hatchling.builders.hooks.plugin.interface"] = type(sys)("x")
+sys.modules["hatchling.builders.hooks.plugin.interface"].BuildHookInterface = object
+import hatch_build
+hatch_build.CustomBuildHook().initialize("standard", {{}})
+safecomm.patch()
+"""
+"""A program that asks for what each variable decides."""
+
+
+def test_every_variable_of_the_docs_has_a_value_that_is_refused():
+    assert set(REFUSED) == set(doctor.OWN) == own_variables()
+
+
+def own_variables():
+    """Return the variables that the package reads: the names that its files have."""
+    pattern = re.compile(r"""["'](SAFECOMM_[A-Z_]+)["']""")
+    files = Path(safecomm.__file__).parent.rglob("*.py")
+    return {name for path in files for name in pattern.findall(path.read_text(encoding="utf-8"))}
+
+
+@pytest.mark.parametrize(("name", "value"), REFUSED.items())
+def test_a_value_that_is_refused_is_red_with_what_the_refusal_says(name, value, monkeypatch):
+    (check,) = red(CPU, **{name: value})
+    assert check.name == f"{name}={value}"
+    monkeypatch.setenv(name, value)
+    ended = run_program(ASKED.format(root=str(Path(safecomm.__file__).parents[1])))
+    said = re.sub(r"'[^']*'\.$", "", check.sentence).rstrip(".")  # a path may be of the file itself
+    if name == "SAFECOMM_REPLACE":
+        said = "which SAFECOMM_REPLACE=false forbids"  # a switch that is misspelt forbids
+    assert said in ended.err
+
+
+def test_each_private_name_that_is_taken_away_is_told_and_not_green():
+    for path, name in _torch.NAMES.items():
+        machine = replace(CPU, missing=(f"{path} is not there: {name.costs}.",))
+        (check,) = red(machine)
+        assert path in check.sentence
+    later = Diagnosis(replace(CPU, not_yet=("x is not there: y.",)), ())
+    assert "\nx is not there: y. Later versions of torch have it.\n" in later.text()
+    assert "green" not in later.text().partition("x is not there")[0]
+
+
+def test_a_name_that_torch_lacks_is_red_or_of_a_later_torch(monkeypatch):
+    for path, name in _torch.NAMES.items():
+        monkeypatch.setitem(_torch.LACKING, path, "is not there")
+        found = doctor.diagnose()
+        reds = [check.sentence for check in found.checks if not check.ok and path in check.sentence]
+        assert bool(reds) is (name.since <= torch.__version__)
+        assert path in found.text()
+        assert not any(path in check.sentence for check in found.checks if check.ok)
+        monkeypatch.delitem(_torch.LACKING, path)

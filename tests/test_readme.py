@@ -162,4 +162,4 @@ def test_the_page_of_the_shell_has_every_command_and_option(capsys):
 
 
 def test_the_page_of_the_shell_has_every_variable():
-    assert set(re.findall(r"^\| `(SAFECOMM_\w+)` ", SHELL, re.MULTILINE)) == doctor._own_variables()
+    assert set(re.findall(r"^\| `(SAFECOMM_\w+)` ", SHELL, re.MULTILINE)) == set(doctor.OWN)

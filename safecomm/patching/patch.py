@@ -26,6 +26,8 @@ from safecomm.record_stream import avoid_record_streams as _avoid_record_streams
 
 log: logging.Logger = logging.getLogger("safecomm")
 
+STRICT, AVOID = "SAFECOMM_STRICT", "SAFECOMM_AVOID_RECORD_STREAMS"
+
 _lock = threading.RLock()
 
 
@@ -207,16 +209,9 @@ def converted() -> int:
 def wanted(strict: bool | None, avoid_record_streams: bool | None) -> tuple[bool, bool]:
     """Return what :func:`patch` is to do, by its arguments or else by the variables; ValueError if these are wrong."""
     return (
-        _flag("SAFECOMM_STRICT") if strict is None else strict,
-        _flag("SAFECOMM_AVOID_RECORD_STREAMS") if avoid_record_streams is None else avoid_record_streams,
+        replacing.flag(STRICT, os.environ.get(STRICT) or "0") if strict is None else strict,
+        replacing.flag(AVOID, os.environ.get(AVOID) or "0") if avoid_record_streams is None else avoid_record_streams,
     )
-
-
-def _flag(name: str) -> bool:
-    value = os.environ.get(name, "0")
-    if value not in ("0", "1"):
-        raise ValueError(f"{name}={value!r}: expected 0 or 1")
-    return value == "1"
 
 
 def _apply() -> None:

@@ -6,23 +6,31 @@ sentence says which. What safecomm does about each is in ``docs/contract.md``.
 
 from __future__ import annotations
 
+import difflib
+import functools
 import os
 import platform
 import re
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 
 import torch
 import torch.distributed
 from torch.torch_version import TorchVersion
 
 from safecomm import _torch, versions
+from safecomm.arena import use
+from safecomm.arena.arguments import bytes_of
 from safecomm.core import refcounts
-from safecomm.diagnostics.record import unwaited_for
+from safecomm.diagnostics.environment import level_of
+from safecomm.diagnostics.record import record_memory, unwaited_for
 from safecomm.diagnostics.replaced import replaced
+from safecomm.patching.patch import AVOID, STRICT
+from safecomm.peers.limits import DEFAULTS, read
 from safecomm.peers.low_latency import lacking
+from safecomm.replacing import VARIABLE, flag
 
 _PATIENCE = 20  # seconds for nvidia-smi
 
@@ -48,6 +56,8 @@ class Machine:
     """The CUDA version that torch was built for; ``""`` for none."""
     nccl: tuple[int, ...] = ()
     driver: str = ""
+    refused: str = ""
+    """Why CUDA can't be started, in torch's words; ``""`` if it can, or is not there."""
     gpus: tuple[str, ...] = ()
     links: tuple[str, ...] = ()
     """The lines of ``nvidia-smi topo -m``."""
@@ -104,6 +114,7 @@ class Diagnosis:
             f"driver {machine.driver or 'none'}, backends {', '.join(machine.backends) or 'none'}",
             *(f"GPU {number}: {name}" for number, name in enumerate(machine.gpus)),
             *machine.links,
+            *(f"{what} Later versions of torch have it." for what in machine.not_yet),
             "",
         ]
         for check in self.checks:
@@ -145,7 +156,13 @@ def look() -> Machine:
     nccl: tuple[int, ...] = ()
     no_peers: list[tuple[int, int]] = []
     allocator_answers = True
+    refused = ""
     if torch.cuda.is_available():
+        try:
+            torch.cuda.init()  # type: ignore[no-untyped-call]
+        except (RuntimeError, ValueError) as error:  # such as an option of the allocator that there is not
+            refused = str(error).partition("\n")[0]
+    if torch.cuda.is_available() and not refused:
         count = torch.cuda.device_count()
         gpus = tuple(torch.cuda.get_device_name(index) for index in range(count))
         pairs = [(one, two) for one in range(count) for two in range(count) if one != two]
@@ -166,6 +183,7 @@ def look() -> Machine:
         cuda=torch.version.cuda or "",
         nccl=nccl,
         driver=driver[0] if driver else "",
+        refused=refused,
         gpus=gpus,
         links=tuple(line for line in links if re.match(r"\s*\S*GPU\d", line)),
         no_peer_access=tuple(no_peers),
@@ -194,8 +212,6 @@ def _of_the_machine(machine: Machine) -> Iterator[Check]:
     yield Check("torch", versions.standing(machine.torch) != "too old", versions.sentence(machine.torch))
     for what in machine.missing:
         yield Check("private names of torch", False, what)
-    for what in machine.not_yet:
-        yield Check("private names of torch", True, f"{what} Later versions of torch have it.")
     yield Check(
         "replaced",
         True,
@@ -215,10 +231,13 @@ def _of_the_machine(machine: Machine) -> Iterator[Check]:
             False,
             f"{unwaited_for(machine.unwaited)}. Wait for them (wait_tensor).",
         )
-    if not machine.gpus:
+    if machine.refused:
+        yield Check("GPUs", False, f"CUDA can't be started: {machine.refused.rstrip('.')}.")
+    elif not machine.gpus:
         yield Check(
             "GPUs", True, "none: collectives run on gloo, where memory is held until the backend's threads are done."
         )
+    if not machine.gpus:
         return
     yield Check(
         "NCCL",
@@ -321,15 +340,22 @@ def _avoid_record_streams(value: str, machine: Machine, environ: Mapping[str, st
 
 
 def _allocator(value: str, machine: Machine, environ: Mapping[str, str]) -> Told:
-    options = dict(part.split(":", 1) for part in re.split(r",(?![^\[]*\])", value) if ":" in part)
-    options = {name.strip(): setting.strip() for name, setting in options.items()}
+    parts = [part.partition(":") for part in re.split(r",(?![^\[]*\])", value) if part.strip()]
+    options = {name.strip(): setting.strip() for name, _, setting in parts}
+    if not machine.gpus:  # else torch has taken them, when CUDA was started
+        for name, setting in options.items():
+            if name not in ALLOCATOR_OPTIONS or not setting:
+                near = difflib.get_close_matches(name, ALLOCATOR_OPTIONS, n=1)
+                what = "is no option of torch 2.4 to 2.15" + (f" (did you mean {near[0]}?)" if near else "")
+                what = "has no value" if name in ALLOCATOR_OPTIONS else what
+                return False, f"{name!r} {what}, and CUDA does not start with such a one."
     if options.get("backend") == "cudaMallocAsync":
         return False, "with cudaMallocAsync nobody can tell the stream of an allocation: safecomm holds memory longer."
     if options.get("expandable_segments", "").lower() == "true":
         if environ.get("NCCL_GRAPH_REGISTER") != "0":
-            return False, (
-                "expandable segments and buffers that NCCL has registered in a CUDA graph end in illegal memory "
-                "accesses: set NCCL_GRAPH_REGISTER=0, or leave expandable_segments off."
+            return True, (
+                "expandable segments. A program with collectives in CUDA graphs needs NCCL_GRAPH_REGISTER=0 with them: "
+                "buffers that NCCL has registered in a graph end in illegal memory accesses."
             )
         return True, "expandable segments, and NCCL registers no buffers of graphs."
     return True, "is understood by torch's own allocator."
@@ -397,19 +423,37 @@ def _of_the_environment(machine: Machine, environ: Mapping[str, str]) -> Iterato
         if name in environ:
             ok, sentence = tell(environ[name], machine, environ)
             yield Check(f"{name}={environ[name]}", ok, sentence)
-    known = _own_variables()
     for name in sorted(environ):
         if name.startswith("SAFECOMM_"):
-            ok = name in known
-            yield Check(
-                f"{name}={environ[name]}",
-                ok,
-                "is read by safecomm." if ok else "is not known to this safecomm: a typo?",
-            )
+            wrong = "" if name in OWN else "is not known to this safecomm: a typo?"
+            try:
+                if environ[name] and not wrong:
+                    OWN[name](environ[name])
+            except (OSError, ValueError) as error:
+                wrong = f"{error}."
+            yield Check(f"{name}={environ[name]}", not wrong, wrong or "is read by safecomm.")
 
 
-def _own_variables() -> set[str]:
-    """Return the variables that the package reads: the names that its files have."""
-    pattern = re.compile(r"""["'](SAFECOMM_[A-Z_]+)["']""")
-    files = Path(__file__).parents[1].rglob("*.py")
-    return {name for path in files for name in pattern.findall(path.read_text(encoding="utf-8"))}
+def _limits(value: str) -> None:
+    if value not in ("0", "1"):
+        for world in range(2, max(DEFAULTS) + 1):
+            read(value, world)
+
+
+OWN: dict[str, Callable[[str], object]] = {
+    "SAFECOMM_LOG": level_of,
+    "SAFECOMM_RECORD": lambda value: tempfile.TemporaryFile(dir=record_memory(value).path.parent).close(),
+    use.VARIABLE: lambda value: bytes_of(value, use.VARIABLE),
+    "SAFECOMM_LOW_LATENCY": _limits,
+    **{name: functools.partial(flag, name) for name in (STRICT, AVOID, VARIABLE, "SAFECOMM_BUILD_C")},
+}
+"""safecomm's own variables, with what reads the value, and raises ValueError or OSError where safecomm refuses it."""
+
+ALLOCATOR_OPTIONS = (
+    "backend", "expandable_segments", "garbage_collection_threshold", "graph_capture_record_stream_reuse",
+    "max_non_split_rounding_mb", "max_split_size_mb", "per_process_memory_fraction", "pinned_max_cached_size_mb",
+    "pinned_max_round_threshold_mb", "pinned_num_register_threads", "pinned_reserve_segment_size_mb",
+    "pinned_use_background_threads", "pinned_use_cuda_host_register", "pinned_use_hip_host_register",
+    "release_lock_on_cudamalloc", "release_lock_on_hipmalloc", "roundup_power2_divisions",
+)  # fmt: skip
+"""The options of torch's caching allocator, which a torch that sees no GPU does not check."""
