@@ -27,10 +27,11 @@ import torch.distributed.distributed_c10d as c10d
 
 from safecomm import _torch
 from safecomm.collectives import gates as _gates
-from safecomm.collectives.holding import hold_read, program
+from safecomm.collectives.holding import hold_read
 from safecomm.collectives.table import OPS_BY_NAME as _OPS
 from safecomm.collectives.table import ROWS
 from safecomm.collectives.takers import ENGINES, now, take
+from safecomm.core.call_site import program
 
 _ROW = ROWS["all_reduce"]
 

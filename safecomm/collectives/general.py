@@ -57,6 +57,7 @@ class _Inside(threading.local):
     """What this thread is in the middle of. c10d calls its own functions, which are ours while they are patched."""
 
     batch = False  # batch_isend_irecv, which holds what its parts are given
+    counted = False  # a call of point-to-point: send and recv are an isend or irecv of c10d's
 
 
 inside: _Inside = _Inside()
@@ -84,6 +85,7 @@ def forwarded(row: Row, *, asks: bool = True) -> Any:
     busy = LEDGER.nonempty
     recording = captures.RECORDING
     count = counter(name)
+    successor = row.successor and ROWS[row.successor].name
     profiler = _torch.profiler
     deprecated = getattr(original, "__deprecated__", None)
     point_to_point = not row.ordered
@@ -128,7 +130,8 @@ def forwarded(row: Row, *, asks: bool = True) -> Any:
         if profiler._is_profiler_enabled and not SPAN.open:
             with span(name):
                 return general(args, kwargs, group, tensors, asynchronous)
-        count()
+        if not inside.counted and (not successor or _torch.is_torchs(getattr(c10d, successor))):
+            count()
         if busy:
             LEDGER.sweep()
         collected = row.collected and bool(REGIONS) and type(REGIONS.get(group)) is Region
@@ -138,6 +141,7 @@ def forwarded(row: Row, *, asks: bool = True) -> Any:
             args, kwargs = _mapped(device_alias, args, kwargs)
         if recording:
             captures.check_group(name, group, tensors)
+        inside.counted = point_to_point
         try:
             if backends.SOME_ASK_IN_WAIT:
                 with relaxed(group, tensors):
@@ -147,6 +151,8 @@ def forwarded(row: Row, *, asks: bool = True) -> Any:
         except torch.distributed.DistBackendError:
             finish(row, None, group, tensors, caller())
             raise
+        finally:
+            inside.counted = False
         if recording:
             captures.note(name, group, with_memory(tensors), caller())
         if not tensors:

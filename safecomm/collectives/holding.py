@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
@@ -20,7 +19,7 @@ from safecomm.collectives.regions import REGIONS, Region
 from safecomm.collectives.routes import ROUTES, Route
 from safecomm.collectives.table import Row
 from safecomm.collectives.tensors import alloc_stream_of_few, index_of, storages_of
-from safecomm.core.call_site import outside
+from safecomm.core.call_site import outside, program
 from safecomm.core.holds import leave_all_empty
 from safecomm.core.ledger import LEDGER
 from safecomm.core.streams import HOST
@@ -48,14 +47,6 @@ def counted() -> dict[str, int]:
 def caller() -> types.FrameType:
     """Return the innermost frame outside of this package: the call site."""
     return outside(("safecomm.collectives.",))
-
-
-def program(frame: types.FrameType | None = None) -> types.FrameType:
-    """Return the innermost frame from ``frame`` on that is not safecomm's or torch's: who has called an operator."""
-    frame = frame or sys._getframe(1)
-    while frame.f_back is not None and f"{frame.f_globals.get('__name__')}.".startswith(("safecomm.", "torch.")):
-        frame = frame.f_back
-    return frame
 
 
 def hold_read(op: str, group: object, tensor: torch.Tensor) -> None:

@@ -58,6 +58,8 @@ class Row:
     """The earlier name, which torch before 2.13 has alone, and later ones have too."""
     launch: _torch.Launch | None = None
     """What launches it directly; None if nothing does."""
+    successor: str = ""
+    """The key of the row whose function c10d's calls; that one counts the call where it is ours, while patched."""
     because: str = ""
     """Why no gate is made for it: it has no direct way, or it is a list form."""
     module: str = "gates"
@@ -101,11 +103,11 @@ ROWS: dict[str, Row] = {
         ),
         Row(
             "_all_gather_base", ("output_tensor", "input_tensor"), (), GATHER, collected=True, engine=False,
-            because=_OLD,
+            successor="all_gather_single", because=_OLD,
         ),
         Row(
             "_reduce_scatter_base", ("output", "input"), ("op",), SCATTER, collected=True, engine=False, pollable=False,
-            because=_OLD,
+            successor="reduce_scatter_single", because=_OLD,
         ),
         Row(
             "all_gather", ("tensor_list", "tensor"), (), GATHER, staged=True, launch=_torch.all_gather_list,

@@ -6,13 +6,25 @@ import sys
 import types
 
 
-def outside(packages: tuple[str, ...]) -> types.FrameType:
-    """Return the innermost frame of our callers that is in none of ``packages``, which end in a dot."""
-    frame = sys._getframe(1)
+def outside(packages: tuple[str, ...], frame: types.FrameType | None = None) -> types.FrameType:
+    """Return the innermost frame from ``frame`` on (our caller's) in none of ``packages``, which end in a dot."""
+    frame = frame or sys._getframe(1)
     # A name can be missing, or be anything: globals are the program's.
     while frame.f_back is not None and f"{frame.f_globals.get('__name__')}.".startswith(packages):
         frame = frame.f_back
     return frame
+
+
+def program(frame: types.FrameType | None = None) -> types.FrameType:
+    """Return the innermost frame from ``frame`` on that is not safecomm's or torch's, or the outermost one."""
+    return outside(("safecomm.", "torch."), frame)
+
+
+def called_from(frame: types.FrameType) -> tuple[types.CodeType, int]:
+    """Return the call site of a call that came from ``frame``: the program's, where ``frame`` is torch's."""
+    if str(frame.f_globals.get("__name__")).startswith("torch."):
+        frame = program(frame)
+    return frame.f_code, frame.f_lasti
 
 
 def place(frame: types.FrameType) -> str:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from safecomm import _torch
-from safecomm.core.call_site import outside, place
+from safecomm.core.call_site import called_from, outside, place
 from safecomm.core.holds import Hold
 from safecomm.core.ledger import LEDGER, Ledger
 from safecomm.errors import CaptureBoundaryError, LiveGraphError, StaleGraphError
@@ -172,7 +172,7 @@ class CapturedGraph:
         one.tensor = weakref.ref(tensor)
         one.tensor_pointer = tensor.data_ptr()
         one.group = weakref.ref(group)
-        one.code, one.instruction = frame.f_code, frame.f_lasti
+        one.code, one.instruction = called_from(frame)
         self._arguments.append(one)
         self._groups[id(group)] = weakref.ref(group)
 

@@ -36,6 +36,7 @@ from datetime import timedelta
 from itertools import islice
 from typing import Any, TypeVar
 
+from safecomm.core.call_site import called_from
 from safecomm.core.handoffs import Handoffs
 from safecomm.core.holds import SHARE, Hold, Pending, Queue, keys_of, leave_all_empty
 from safecomm.core.recorded_uses import RecordedUses
@@ -160,8 +161,7 @@ class WorkQueue(Queue):
         work.op = op
         work.inner = inner
         work.alloc_stream = alloc_stream
-        work.code = frame.f_code
-        work.instruction = frame.f_lasti
+        work.code, work.instruction = called_from(frame)
         work.since = _now()
         work.queue = queue
         work.storages = storages
@@ -253,7 +253,7 @@ class Ledger(Rules):
 
         ``alloc_stream``: the one that all of them were allocated on, if the caller knows.
         """
-        self.handoffs.add(op, group, index, storages, frame.f_code, frame.f_lasti, _now(), alloc_stream)
+        self.handoffs.add(op, group, index, storages, *called_from(frame), _now(), alloc_stream)
 
     def check_boundary(self, work: WorkHold) -> bool:
         """Raise CaptureBoundaryError if the current stream is not in the capture that ``work`` was launched in.

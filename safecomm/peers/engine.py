@@ -14,13 +14,13 @@ import torch
 import torch.distributed.distributed_c10d as c10d
 
 from safecomm import _torch
-from safecomm.collectives.holding import program, relaxed
+from safecomm.collectives.holding import relaxed
 from safecomm.collectives.lists import STAGED
 from safecomm.collectives.table import COLLECTIVE_OF, EXCHANGE, GATHER, LISTS, OPS, REDUCE, SCATTER
 from safecomm.collectives.takers import DECLINED
 from safecomm.collectives.tensors import storages_of
 from safecomm.core import captures
-from safecomm.core.call_site import outside
+from safecomm.core.call_site import outside, program
 from safecomm.core.ledger import LEDGER
 from safecomm.core.streams import HOST
 from safecomm.errors import LowLatencyError

@@ -20,11 +20,12 @@ import torch
 import torch.distributed.distributed_c10d as c10d
 
 from safecomm import _torch
-from safecomm.collectives.holding import hold_read, program
+from safecomm.collectives.holding import hold_read
 from safecomm.collectives.table import OPS_BY_NAME as _OPS
 from safecomm.collectives.table import ROWS, Row
 from safecomm.collectives.takers import ENGINES, take
 from safecomm.core import captures
+from safecomm.core.call_site import program
 from safecomm.core.ledger import LEDGER
 from safecomm.core.streams import HOST
 from safecomm.errors import CaptureBoundaryError, LowLatencyError
