@@ -9,6 +9,7 @@ import gc
 import logging
 import os
 import pickle
+import re
 import subprocess
 import sys
 import textwrap
@@ -24,10 +25,11 @@ import torch.distributed as stock
 import torch.distributed._functional_collectives
 import torch.distributed.distributed_c10d as c10d
 from calls import ALL, Setting
-from ranks import on, run_program, run_python
+from ranks import on, run_program, run_python, start_ranks
 from test_compile import all_gather_of_one, all_reduce, asynchronous, barrier, compiled, region, theirs
 
 import safecomm
+from safecomm import _torch
 from safecomm.collectives.holding import counted
 from safecomm.patching.table import MODULES, NAMES, ORIGINALS, REPLACEMENTS
 
@@ -733,7 +735,7 @@ def test_what_is_wrong_with_a_variable_is_said_before_the_script_begins(tmp_path
         SAFECOMM_LOW_LATENCY="/nowhere.json", SAFECOMM_ARENA="1MiB", SAFECOMM_RECORD=str(tmp_path / "old.jsonl"),
     )  # fmt: skip
     assert ended.out == "True True None torch.Size([3])\n"
-    assert "of 2.00 MiB" in ended.err
+    assert "of 2.0 MiB" in ended.err
     assert [path.name for path in tmp_path.rglob("*.jsonl")] == ["run.rank0.jsonl"]
 
 
@@ -741,17 +743,169 @@ def test_arena_and_record(tmp_path):
     (tmp_path / "script.py").write_text("import safecomm, torch\nprint(safecomm.empty(100, device='cpu').shape)\n")
     ended = run("--arena", "1MiB", "--record", tmp_path, "script.py", cwd=tmp_path, RANK="0")
     assert "torch.Size([100])" in ended.out
-    assert "of 1.00 MiB, 0 requests did not fit" in ended.err
+    assert "of 1.0 MiB, 0 requests did not fit" in ended.err
     assert list(tmp_path.glob("run.*.jsonl"))
 
 
-def test_that_no_arena_was_made_is_said(tmp_path):
-    said = "; no arena was made, because nothing asked for a buffer of it\n"
+def test_what_the_arena_cost_is_said(tmp_path):
+    vain = "no arena was made, nor its memory taken"
     (tmp_path / "script.py").write_text("import torch\ntorch.empty(100)\n")
-    assert said in run("--arena", "1MiB", "script.py", cwd=tmp_path, RANK="0").err
+    assert vain in run("--arena", "1MiB", "script.py", cwd=tmp_path, RANK="0").err
     assert "arena" not in run("script.py", cwd=tmp_path, RANK="0").err
-    (tmp_path / "script.py").write_text("import safecomm\nsafecomm.empty(100, device='cpu')\n")
-    assert said not in run("--arena", "1MiB", "script.py", cwd=tmp_path, RANK="0").err
+    (tmp_path / "script.py").write_text("import safecomm\nx = safecomm.empty(100, device='cpu')\n")
+    said = run("--arena", "64MiB", "script.py", cwd=tmp_path, RANK="0").err
+    assert vain not in said
+    assert "arena: at most 512 B of 64.0 MiB, 0 requests did not fit" in said
+    assert "it cost 64.0 MiB all the time: a smaller one serves as much" in said
+    assert "it cost" not in run("--arena", "512", "script.py", cwd=tmp_path, RANK="0").err
     # What a program's own block takes is no reason to keep quiet about the variable's.
     (tmp_path / "script.py").write_text("import safecomm\nwith safecomm.use_arena(1024, device='cpu'):\n    pass\n")
-    assert said in run("--arena", "1MiB", "script.py", cwd=tmp_path, RANK="0").err
+    assert vain in run("--arena", "1MiB", "script.py", cwd=tmp_path, RANK="0").err
+
+
+# --- what the runner says -------------------------------------------------------------------------------------------
+
+PAST = """
+import torch, torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+dist.init_process_group("gloo")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+model(torch.randn(2, 4)).sum().backward()
+functional.all_reduce(torch.ones(4), "sum", dist.group.WORLD).sum()
+dist.destroy_process_group()
+"""
+
+SPAWNS = """
+import sys, torch, torch.distributed as dist, torch.multiprocessing as mp
+
+def work(rank, path):
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+    dist.all_reduce(torch.ones(1))
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    other = mp.get_context("spawn").Process(target=work, args=(1, sys.argv[1]))
+    other.start()
+    if sys.argv[2] == "one":
+        work(0, sys.argv[1])
+        other.join()
+    else:
+        mp.start_processes(work, (sys.argv[1],), nprocs=1, start_method="spawn")
+"""
+
+SPAWNED = "is not patched and not counted, unless it calls safecomm.patch()"
+
+
+def on_two(tmp_path, program, *options):
+    """Run ``program`` by the runner on two ranks, and return what rank 0 says."""
+    (tmp_path / "script.py").write_text(program)
+    launched = start_ranks(2, "-m", "safecomm", "run", *options, "script.py", cwd=str(tmp_path), limit=120)
+    first, second = launched.end()
+    assert (first.status, second.status) == (0, 0), (first.err, second.err)
+    assert "safecomm: " not in second.err.replace("low_latency", "")
+    return [line for line in first.err.splitlines() if line.startswith("safecomm: ")]
+
+
+@pytest.mark.parametrize("options", [[], ["--strict"]])
+def test_it_says_what_this_torch_does_not_show(tmp_path, options):
+    said, *_ = on_two(tmp_path, PAST, *options)
+    assert ("before torch 2.14 calls of C++ are not seen" in said) is not _torch.HOOKS
+    if options and _torch.HOOKS:
+        assert int(re.search(r"(\d+) calls went past it", said)[1]) > 0
+
+
+def test_it_says_of_how_many_ranks_it_speaks(tmp_path):
+    said = on_two(tmp_path, "import torch.distributed as dist\ndist.init_process_group('gloo')\n")
+    assert "on rank 0 of 2" in said[0]
+    assert len(said) == 2
+    (tmp_path / "script.py").write_text(SPAWNS)
+    one = python("-m", "safecomm", "run", "script.py", tmp_path / "store", "one", cwd=tmp_path).stderr
+    assert "1 calls of collectives (all_reduce 1) by it, on rank 0 of 2" in one
+    assert "1 of 2 ranks ran under this command" in one
+    assert SPAWNED in one
+    none = python("-m", "safecomm", "run", "script.py", tmp_path / "another", "all", cwd=tmp_path).stderr
+    assert "this process, which made no group, ran under this command" in none
+    assert SPAWNED in none
+
+
+def test_low_latency_says_why_it_takes_nothing(tmp_path):
+    program = "import torch, torch.distributed as d\nd.init_process_group('gloo')\nd.all_reduce(torch.ones(1))\n"
+    (tmp_path / "script.py").write_text(program)
+    first, _ = start_ranks(2, "-m", "safecomm", "run", "--low-latency", "script.py", cwd=str(tmp_path), limit=60).end()
+    assert first.err.count("stays as it is: its backend is gloo, and not nccl") == 1
+
+
+def test_under_torchrun_it_names_what_failed(tmp_path):
+    for program, how in (("raise KeyError(1)", "KeyError(1)"), ("raise SystemExit(3)", "SystemExit(3)")):
+        (tmp_path / "script.py").write_text(program)
+        said = run_python("-m", "safecomm", "run", "script.py", cwd=str(tmp_path), TORCHELASTIC_RUN_ID="none").err
+        assert f"safecomm: script.py ended by {how}; torchrun names the module that it has started" in said
+        alone = run_python("-m", "safecomm", "run", "script.py", cwd=str(tmp_path)).err
+        assert "; torchrun names" not in alone
+    (tmp_path / "script.py").write_text("raise SystemExit(0)")
+    ended = run_python("-m", "safecomm", "run", "script.py", cwd=str(tmp_path), TORCHELASTIC_RUN_ID="none")
+    assert "; torchrun names" not in ended.err
+
+
+EVERY = """
+import json, sys, warnings
+sys.path.insert(0, {tests!r})
+warnings.simplefilter("ignore")
+import calls, torch, torch.distributed as dist
+from safecomm.collectives.holding import counted
+dist.init_process_group("gloo")
+for name in calls.ALL:
+    for asynchronous in (False, True):
+        before = counted()
+        try:
+            result, _ = calls.invoke(dist, name, calls.Setting(asynchronous=asynchronous))
+            calls.finish(result)
+        except RuntimeError:
+            continue
+        after = counted()
+        made = {{one: after[one] - before.get(one, 0) for one in after if after[one] != before.get(one, 0)}}
+        expected = {{"isend_and_irecv": 2, "empty_region": sum(made.values())}}.get(name, 1)
+        assert sum(made.values()) == expected, (name, made)
+objects = [None] * 2
+dist.all_gather_object(objects, dist.get_rank())
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_the_report_counts_what_the_runner_counts_and_each_call_once(tmp_path):
+    said, *_ = on_two(tmp_path, EVERY.format(tests=str(Path(__file__).parent)), "--record", "recorded")
+    (counts,) = re.findall(r"\d+ calls of collectives \(.*?\)", said)
+    assert "send 2" in counts  # of send_and_recv, once each
+    report = run_python("-m", "safecomm", "report", "recorded/run.rank0.jsonl", cwd=str(tmp_path)).out
+    assert counts in report
+
+
+def test_a_recording_of_synchronous_calls_says_why_nothing_was_held(tmp_path):
+    program = "import torch, torch.distributed as d\nd.init_process_group('gloo')\nd.all_reduce(torch.ones(1))\n"
+    on_two(tmp_path, program, "--record", "recorded")
+    report = run_python("-m", "safecomm", "report", "recorded/run.rank0.jsonl", cwd=str(tmp_path)).out
+    assert "1 calls of collectives (all_reduce 1): they left nothing to hold, as synchronous calls" in report
+
+
+OF_TORCH = """
+import torch, torch.distributed as dist, safecomm
+dist.init_process_group("gloo")
+torchs = {"__name__": "torch.distributed.x", "dist": dist, "torch": torch}
+code = "def all_reduce(): return dist.all_reduce(torch.ones(2), async_op=True)"
+exec(compile(code, "torch/distributed/x.py", "exec"), torchs)
+dist.all_reduce(torch.ones(2))  # a group's first call goes another way
+for _ in range(2):
+    work = torchs["all_reduce"]()
+    (one,) = safecomm.pending()
+    print(one.site)
+    work.wait()
+dist.destroy_process_group()
+"""
+
+
+def test_the_call_site_of_what_torch_calls_is_the_programs_line(tmp_path):
+    (tmp_path / "script.py").write_text(OF_TORCH)
+    first, _ = start_ranks(2, "-m", "safecomm", "run", "script.py", cwd=str(tmp_path), limit=60).end()
+    line = 1 + OF_TORCH.splitlines().index('    work = torchs["all_reduce"]()')
+    assert first.out == 2 * f"{tmp_path / 'script.py'}:{line} in <module>\n"

@@ -27,7 +27,7 @@ def launched_as(monkeypatch, **variables):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    return record._launched_as.__wrapped__()
+    return record.launched_as.__wrapped__()
 
 
 def test_only_a_number_is_a_rank(monkeypatch):
@@ -179,14 +179,14 @@ def test_bad_arguments(tmp_path):
 
 def test_as_a_decorator(tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "3")
-    record._launched_as.cache_clear()
+    record.launched_as.cache_clear()
 
     @safecomm.record_memory(tmp_path / "run.jsonl")
     def step():
         return 7
 
     assert step() == step() == 7
-    record._launched_as.cache_clear()
+    record.launched_as.cache_clear()
     assert [path.name for path in tmp_path.iterdir()] == ["run.rank3.jsonl"]
 
 

@@ -27,6 +27,7 @@ import torch.distributed
 
 from safecomm import _torch
 from safecomm.arena.arena import OPEN, taken
+from safecomm.collectives.holding import counted
 from safecomm.core.holds import Hold, Pending
 from safecomm.core.ledger import LEDGER
 from safecomm.diagnostics.recording import VERSION
@@ -218,6 +219,7 @@ class record_memory(contextlib.ContextDecorator):  # noqa: N801
             self._counters = _Counters()
             self._allocator = _Allocator()
             self._sent = 0
+            self._counts, self._calls = counted(), {}
             self._rank: int | None = None
             self._begin = time.perf_counter()
             self._stopping = threading.Event()  # not the one before, which a fork may have left locked
@@ -302,6 +304,11 @@ class record_memory(contextlib.ContextDecorator):  # noqa: N801
             self._sent = len(counters.sites)
         for line in new:
             self._write(line)
+        counts, before = counted(), self._counts
+        calls = {name: count - before.get(name, 0) for name, count in counts.items() if count != before.get(name)}
+        if calls != self._calls:
+            self._calls = calls
+            self._write({"calls": [*calls.items()]})
         sample = {"t": self._now(), "held": held, "peak": peak, "sites": changed, **self._allocator.read()}
         arena = _arena_in_use()
         if arena is not None:
@@ -322,6 +329,7 @@ class record_memory(contextlib.ContextDecorator):  # noqa: N801
         _of_parents.add(self.path.resolve())
 
     _file: FileIO
+    _calls: dict[str, int]
 
 
 _lock = threading.Lock()
@@ -375,11 +383,11 @@ def _arena_in_use() -> int | None:
 def _rank() -> tuple[int | None, int | None]:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
-    return _launched_as()
+    return launched_as()
 
 
 @functools.cache
-def _launched_as() -> tuple[int | None, int | None]:
+def launched_as() -> tuple[int | None, int | None]:
     for rank, world in _RANK_VARIABLES:
         number = _number(rank)
         if number is not None:

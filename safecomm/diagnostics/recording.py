@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,8 @@ class Recording:
     sites: dict[int, dict[str, str]]
     left: list[dict[str, Any]] | None
     """What was still held at the end; None if the process did not get there."""
+    calls: dict[str, int] = field(default_factory=dict)
+    """How often each collective was called, also those that held nothing."""
 
 
 def read_recording(path: Path) -> Recording:
@@ -76,6 +78,8 @@ def _take(recording: Recording, line: dict[str, object]) -> None:
     if "site" in line:
         site = {key: checked.text(line[key]) for key in ("op", "group", "at")}
         recording.sites[checked.whole(line["site"])] = site
+    elif "calls" in line:
+        recording.calls = {checked.text(a): checked.whole(b) for a, b in map(_list, _list(line["calls"]))}
     elif "t" in line:
         recording.samples.append(_sample_of(line))
     elif "end" in line:

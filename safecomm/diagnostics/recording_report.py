@@ -11,7 +11,7 @@ from safecomm.diagnostics.recording import Recording
 from safecomm.diagnostics.report import ROWS, Advice, Report, Waiting, caption
 from safecomm.diagnostics.table import Table
 from safecomm.diagnostics.timeline import OTHERS, Series, Timeline, thinned
-from safecomm.diagnostics.units import mib, span
+from safecomm.diagnostics.units import each, mib, span
 
 
 def report_recording(recording: Recording) -> Report:
@@ -42,12 +42,15 @@ def report_recording(recording: Recording) -> Report:
         _, nbytes, _, _, count, total, longest = last[number]
         told = (mib(most[number]), mib(nbytes), str(count), mib(total), span(longest))
         rows.append((named["op"], *told, named["group"], named["at"]))
-    columns = ("call", "most", "at the end", "calls", "in all", "held longest", "group", "call site")
+    columns = ("call", "most", "at the end", "holds", "in all", "held longest", "group", "call site")
     names = ("active", "reserved", "unusable", "arena")
     lines = {name: [(one["t"], one[name]) for one in samples if name in one] for name in names}
     lines = {name: points for name, points in lines.items() if points}
     peak = max((one["peak"] for one in samples), default=0)
     summary = [f"{len(samples)} samples in {duration:.1f} s; collectives held {mib(peak)} at the most"]
+    if recording.calls:
+        why = "" if peak else ": they left nothing to hold, as synchronous calls on one stream do"
+        summary.append(each(recording.calls) + why)
     for name, points in lines.items():
         summary.append(
             f"{'freed but unusable' if name == 'unusable' else name}: {mib(max(v for _, v in points))} at the most"

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 MIB = 1 << 20
+
+
+def each(counts: Mapping[str, int]) -> str:
+    """Return how many calls there were, and how many of each name, the most first, as people read them."""
+    names = ", ".join(f"{name} {count}" for name, count in sorted(counts.items(), key=lambda item: -item[1]))
+    return f"{sum(counts.values())} calls of collectives ({names or 'none'})"
 
 
 def mib(nbytes: float) -> str:

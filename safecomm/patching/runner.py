@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
-from safecomm import replacing
+from safecomm import _torch, replacing
 from safecomm.arena.arena import OPEN
 from safecomm.arena.arguments import bytes_of
 from safecomm.arena.use import VARIABLE as ARENA
@@ -22,7 +22,10 @@ from safecomm.arena.use import asked_in_vain, read_environment
 from safecomm.collectives.holding import counted
 from safecomm.core.drain import pending
 from safecomm.core.ledger import LEDGER
+from safecomm.diagnostics.record import launched_as
+from safecomm.diagnostics.units import each, mib
 from safecomm.patching import patch as patching
+from safecomm.patching.strict import UNSEEN
 
 RECORD = "SAFECOMM_RECORD"
 
@@ -73,9 +76,9 @@ def run(
 
     ``target`` is its path or name, and its arguments. It sees its own ``sys.argv``, ``sys.path`` and ``__main__``, and
     ends as it would without: the same exit status, and the same traceback. When the process ends, rank 0 says on
-    standard error what safecomm did for it. Processes that the script spawns by itself are not patched. ``arena`` is as
-    ``SAFECOMM_ARENA``; ``record`` is a directory for the files of ``record_memory()``; ``low_latency`` is as
-    ``SAFECOMM_LOW_LATENCY=1``. Each of them wins over its variable.
+    standard error what safecomm did for it, and on how many of the ranks. What the script spawns is not patched.
+    ``arena`` is as ``SAFECOMM_ARENA``; ``record`` is a directory for the files of ``record_memory()``; ``low_latency``
+    is as ``SAFECOMM_LOW_LATENCY=1``. Each of them wins over its variable.
     """
     if arena:
         os.environ[ARENA] = arena
@@ -90,8 +93,10 @@ def run(
         from safecomm.peers.low_latency import everywhere
 
         everywhere(instead=True)
+    worlds: list[int] = []
+    _torch.on_each_group(lambda group: worlds.append(group.size()))
     patching.patch(strict=strict or None, avoid_record_streams=avoid_record_streams or None)
-    atexit.register(_summary, os.getpid())
+    atexit.register(_summary, os.getpid(), launched_as.__wrapped__()[1] or 1, worlds)
     sys.argv[:] = target
     try:
         if module:
@@ -99,10 +104,12 @@ def run(
             runpy._run_module_as_main(target[0])  # type: ignore[attr-defined]
         else:
             _run_script(target[0])
-    except SystemExit:
-        raise
     except BaseException as error:
-        _show_without_us(error)
+        if not isinstance(error, SystemExit):
+            _show_without_us(error)
+        if "TORCHELASTIC_RUN_ID" in os.environ and getattr(error, "code", 1) not in (None, 0):
+            what = f"safecomm: {target[0]} ended by {error!r}; torchrun names the module that it has started"
+            print(what, file=sys.stderr)
         raise
 
 
@@ -138,39 +145,44 @@ def _show_without_us(error: BaseException) -> None:
     sys.excepthook = without_us
 
 
-def _summary(process: int) -> None:
+def _summary(process: int, started: int, worlds: list[int]) -> None:
+    """Say what safecomm did. ``started``: the ranks that a launcher has started; ``worlds``: the groups' sizes."""
     bypassed = patching.bypassed()
     if os.environ.get("RANK", "0") != "0" or os.getpid() != process:
         return
-    calls = counted()
-    by_name = ", ".join(f"{name} {count}" for name, count in sorted(calls.items(), key=lambda item: -item[1]))
+    world = max(worlds, default=0)
     if patching.was_strict():
         beside = f"{sum(bypassed.values())} calls went past it" + "".join(
             f"; {count} x {at}" for at, count in bypassed.items()
         )
     else:
         beside = "--strict counts what went past it"
+    lines = [f"{each(counted())} by it{f', on rank 0 of {world}' if world else ''}; {beside}{UNSEEN}"]
+    if not world or world > started:
+        ranks = f"{started} of {world} ranks" if world else "this process, which made no group,"
+        lines.append(
+            f"{ranks} ran under this command: what a program starts by itself (spawn, Lightning without torchrun) is "
+            "not patched and not counted, unless it calls safecomm.patch()"
+        )
     held = pending()
-    memory = ""
+    counts = {
+        "uses of memory on another stream than its own": LEDGER.handoffs.count,
+        "calls of record_stream": patching.converted(),
+        "lines that drop handles": len(LEDGER.dropped_at),
+        "works that failed": LEDGER.failures,
+    }
+    memory = [f"{sum(hold.nbytes for hold in held)} bytes in {len(held)} holds at the end"]
+    memory += [f"{count} {what}" for what, count in counts.items() if count]
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         stats = torch.cuda.memory_stats()
-        memory = (
-            f"; peak {stats.get('allocated_bytes.all.peak', 0) >> 20} MiB allocated, "
-            f"{stats.get('reserved_bytes.all.peak', 0) >> 20} MiB reserved"
-        )
+        allocated, reserved = (stats.get(f"{name}_bytes.all.peak", 0) >> 20 for name in ("allocated", "reserved"))
+        memory.append(f"peak {allocated} MiB allocated, {reserved} MiB reserved")
     for arena in tuple(OPEN.values()):
         used = arena.stats()
-        memory += (
-            f"; arena: at most {used.high_water / 2**20:.2f} of {used.capacity / 2**20:.2f} MiB, "
-            f"{used.fallbacks} requests did not fit"
-        )
+        most, whole = mib(used.high_water), mib(used.capacity)
+        memory.append(f"arena: at most {most} of {whole}, {used.fallbacks} requests did not fit")
+        if 2 * used.high_water < used.capacity:
+            memory.append(f"it cost {whole} all the time: a smaller one serves as much")
     if asked_in_vain():
-        memory += "; no arena was made, because nothing asked for a buffer of it"
-    lines = [
-        f"safecomm: {sum(calls.values())} calls of collectives by it ({by_name or 'none'}); {beside}",
-        f"safecomm: {LEDGER.handoffs.count} uses of memory on another stream than its own, "
-        f"{patching.converted()} calls of record_stream, "
-        f"{len(LEDGER.dropped_at)} lines that drop handles, {LEDGER.failures} works that failed",
-        f"safecomm: {sum(hold.nbytes for hold in held)} bytes in {len(held)} holds at the end{memory}",
-    ]
-    print("\n".join(lines), file=sys.stderr, flush=True)
+        memory.append("no arena was made, nor its memory taken: no list form, functional or empty() asked for a buffer")
+    print(*(f"safecomm: {line}" for line in [*lines, "; ".join(memory)]), sep="\n", file=sys.stderr, flush=True)

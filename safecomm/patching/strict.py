@@ -20,6 +20,12 @@ from safecomm.core.call_site import outside, place
 log: logging.Logger = logging.getLogger("safecomm")
 
 
+UNSEEN: str = (
+    "" if _torch.HOOKS else "; before torch 2.14 calls of C++ are not seen (DDP, DTensor, functional, compiled)"
+)
+"""What no :class:`Strict` sees on this torch."""
+
+
 class Strict:
     """Tells the collectives of all groups that bypass safecomm: ``bypassed`` counts them, by name and call site.
 
@@ -109,11 +115,6 @@ _METHODS = (
 )  # fmt: skip
 """The collectives of a group, which every call from Python ends in."""
 
-_BETWEEN = (
-    f"{__name__}.", "torch.distributed.distributed_c10d.", "torch.distributed.c10d_logger.", "contextlib.",
-    "typing_extensions.",
-)  # fmt: skip
-
 
 class _Methods:
     """Sees each collective that Python asks a group for."""
@@ -136,7 +137,7 @@ class _Methods:
 
         @functools.wraps(bare)
         def method(group: ProcessGroup, *args: object, **kwargs: object) -> object:
-            frame = outside(_BETWEEN)
+            frame = outside(_AROUND)
             if not str(frame.f_globals.get("__name__")).startswith("safecomm."):
                 self._count(name, frame)
             return bare(group, *args, **kwargs)

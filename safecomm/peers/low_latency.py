@@ -477,7 +477,11 @@ class _Everywhere:
         if not isinstance(group, c10d.ProcessGroup) or captures.capturing():
             return DECLINED
         ENGINES[group] = _Stays()
-        if backends.of(group, "cuda").name in STAGINGS and group.size() > 1:
+        backend = backends.of(group, "cuda").name or "unknown"
+        if backend not in STAGINGS:
+            name = _torch.group_name(group)
+            log.warning("low_latency(): group %r stays as it is: its backend is %s, and not nccl", name, backend)
+        elif group.size() > 1:
             try:
                 low_latency(group, limits=self._limits).enable()
             except SafecommError as error:  # on all ranks the same, and nobody has written it into the program
