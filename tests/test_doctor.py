@@ -80,6 +80,7 @@ def test_every_known_variable_has_a_sentence_for_every_machine():
         (H200, {"CUDA_LAUNCH_BLOCKING": "1"}, "waits for every kernel"),
         (H200, {"NCCL_P2P_DISABLE": "1"}, "through the host"),
         (CPU, {"SAFECOMM_RECROD": "x"}, "a typo?"),
+        (CPU, {"SAFECOMM_STRICT": ""}, "expected 0 or 1"),
     ],
 )
 def test_what_is_set_wrong_is_red(machine, environ, said):
@@ -97,7 +98,7 @@ def test_what_is_set_wrong_is_red(machine, environ, said):
         (H200, {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64, expandable_segments:True"}),
         (H200, {"PYTORCH_ALLOC_CONF": "an_option_of_later:1"}),  # torch has taken it, else CUDA had not started
         (CPU, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}),
-        (CPU, {"SAFECOMM_STRICT": "", "SAFECOMM_REPLACE": "", "SAFECOMM_LOW_LATENCY": ""}),
+        (CPU, {"SAFECOMM_LOG": "", "SAFECOMM_REPLACE": "", "SAFECOMM_LOW_LATENCY": ""}),
         (H200, {"PYTORCH_CUDA_ALLOC_CONF": "roundup_power2_divisions:[256:1,512:2,>:4],expandable_segments:False"}),
         (H200, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
         (H200, {"TORCH_NCCL_BLOCKING_WAIT": "0"}),

@@ -209,8 +209,8 @@ def converted() -> int:
 def wanted(strict: bool | None, avoid_record_streams: bool | None) -> tuple[bool, bool]:
     """Return what :func:`patch` is to do, by its arguments or else by the variables; ValueError if these are wrong."""
     return (
-        replacing.flag(STRICT, os.environ.get(STRICT) or "0") if strict is None else strict,
-        replacing.flag(AVOID, os.environ.get(AVOID) or "0") if avoid_record_streams is None else avoid_record_streams,
+        replacing.flag(STRICT, os.environ.get(STRICT, "0")) if strict is None else strict,
+        replacing.flag(AVOID, os.environ.get(AVOID, "0")) if avoid_record_streams is None else avoid_record_streams,
     )
 
 

@@ -427,7 +427,7 @@ def _of_the_environment(machine: Machine, environ: Mapping[str, str]) -> Iterato
         if name.startswith("SAFECOMM_"):
             wrong = "" if name in OWN else "is not known to this safecomm: a typo?"
             try:
-                if environ[name] and not wrong:
+                if not wrong and (environ[name] or name in (STRICT, AVOID)):  # the others are off when empty
                     OWN[name](environ[name])
             except (OSError, ValueError) as error:
                 wrong = f"{error}."
