@@ -480,8 +480,8 @@ def test_what_is_known_of_groups_and_what_without_the_names():
     assert isinstance(_torch.group_timeout(group, "cpu"), timedelta)
 
     copy = a_fresh_copy()
-    copy.registry.world = object()
-    assert copy.group_name(group) == ""
+    with mock.patch.dict(copy.c10d_vars, {copy.WORLD: object()}):
+        assert copy.group_name(group) == ""
     assert copy.group_timeout(object(), "cpu") is None
 
 
@@ -504,18 +504,17 @@ def test_a_send_of_a_backend_that_is_not_known_is_never_asked_whether_it_is_over
 
 @on(2)
 def test_a_group_of_a_backend_that_is_not_known_is_held_for_all_the_same():
-    before = _torch.registry.world
+    before = c10d._world
     world = types.SimpleNamespace(default_pg=before.default_pg, pg_coalesce_state=before.pg_coalesce_state)
-    _torch.registry.world = world
-    try:
-        tensor = torch.ones(4)
-        with mock.patch.object(_torch, "backend_of", return_value=None):
-            work = safecomm.all_reduce(tensor, group=c10d.new_group(), async_op=True)
+    tensor, group = torch.ones(4), c10d.new_group()
+    with (
+        mock.patch.dict(_torch.c10d_vars, {_torch.WORLD: world}),
+        mock.patch.object(_torch, "backend_of", return_value=None),
+    ):
+        work = safecomm.all_reduce(tensor, group=group, async_op=True)
         assert work.queue.kind is backends.UNKNOWN
         (entry,) = safecomm.pending()
         assert entry.group == ""
         assert work.wait()
         assert safecomm.pending() == []
-    finally:
-        _torch.registry.world = before
     assert tensor.tolist() == [2.0] * 4

@@ -103,10 +103,14 @@ from safecomm._torch.regions import end_coalescing as end_coalescing
 from safecomm._torch.registry import DEFAULT as DEFAULT
 from safecomm._torch.registry import HOOKS as HOOKS
 from safecomm._torch.registry import REQUIRED as REQUIRED
+from safecomm._torch.registry import WORLD as WORLD
 from safecomm._torch.registry import all_groups as all_groups
+from safecomm._torch.registry import c10d_vars as c10d_vars
+from safecomm._torch.registry import default_group as default_group
 from safecomm._torch.registry import group_name as group_name
 from safecomm._torch.registry import groups as groups
 from safecomm._torch.registry import on_each_group as on_each_group
+from safecomm._torch.registry import open_regions as open_regions
 from safecomm._torch.registry import store_of as store_of
 from safecomm._torch.registry import world as world
 from safecomm._torch.segment_table import GRANULE as GRANULE

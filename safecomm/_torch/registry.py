@@ -15,8 +15,16 @@ REQUIRED = (f"{C10D}._world", f"{C10D}._world.pg_coalesce_state")
 """The names without which nothing works: without them nobody can tell that a call is inside of a coalescing region, and
 the call would count as complete before c10d launched it."""
 
+WORLD = "_world"
+
+c10d_vars: dict[str, Any] = vars(c10d)
+"""``c10d_vars[WORLD]`` is c10d's registry of groups for this thread: :data:`world`, but where ranks are threads.
+
+Torch puts a registry in its place that has other groups in each thread (``_install_threaded_pg``), at any time.
+"""
+
 world: c10d._World = look_up(REQUIRED[0], None, "safecomm can't be imported", lambda found: True)
-"""c10d's registry of groups."""
+"""c10d's registry of groups, of the process."""
 
 look_up(REQUIRED[1], None, "safecomm can't be imported", exactly(dict))
 
@@ -40,10 +48,21 @@ DEFAULT = "_default_pg"
 look_up(f"{C10D}._world.{DEFAULT}", None, "each call asks c10d's property for the default group", lambda found: True)
 
 groups: dict[str, Any] = vars(world) if DEFAULT in getattr(world, "__dict__", ()) else _Asked()
-"""``groups[DEFAULT]`` is c10d's default group, None before ``init_process_group``.
+"""``groups[DEFAULT]`` is the process's default group, None before ``init_process_group``; see :func:`default_group`.
 
 c10d's own property is a call of Python, and a lookup in this dict is none.
 """
+
+
+def default_group() -> Any:
+    """Return c10d's default group for this thread, None before ``init_process_group``."""
+    return groups[DEFAULT] if c10d_vars[WORLD] is world else c10d_vars[WORLD].default_pg
+
+
+def open_regions() -> dict[Any, list[Any]]:
+    """Return c10d's table of the coalescing regions that are open, by group, for this thread."""
+    return c10d_vars[WORLD].pg_coalesce_state  # type: ignore[no-any-return]
+
 
 HOOKS = hasattr(c10d.ProcessGroup, "register_pre_hook")
 """Whether groups have hooks (torch 2.14 and later), which see the calls of a group and not those of its backend.
@@ -54,7 +73,7 @@ The hooks are described in https://github.com/pytorch/pytorch/issues/186300.
 
 def _of(table: str, group: object) -> Any:
     """Return what c10d's ``table`` of groups says of ``group``; None if there is no such table, or nothing in it."""
-    found = getattr(world, table, None)
+    found = getattr(c10d_vars[WORLD], table, None)
     return found.get(group) if isinstance(found, dict) else None
 
 
@@ -67,8 +86,8 @@ look_up(
 
 
 def all_groups() -> list[c10d.ProcessGroup]:
-    """Return all groups of this process; none if torch does not say."""
-    found = getattr(world, "pg_map", None)
+    """Return all groups of this process, or of this thread where ranks are threads; none if torch does not say."""
+    found = getattr(c10d_vars[WORLD], "pg_map", None)
     return list(found) if isinstance(found, dict) else []
 
 
@@ -112,6 +131,6 @@ def on_each_group(call: Callable[[c10d.ProcessGroup], None]) -> Callable[[], Non
 
     if _register_group is not None:
         module._register_process_group = register
-    for group in {*all_groups(), groups[DEFAULT]} - {None}:
+    for group in {*all_groups(), default_group()} - {None}:
         call(group)
     return end

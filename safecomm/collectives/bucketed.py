@@ -24,7 +24,6 @@ from safecomm import _torch
 from safecomm.arena.staging import buffer
 from safecomm.block import Block
 from safecomm.collectives import gates
-from safecomm.collectives.regions import REGIONS
 from safecomm.collectives.table import GATHER, OP_IDS, REDUCE, ROWS, SCATTER, Row, fits
 from safecomm.collectives.takers import BUCKETS, default_group
 from safecomm.collectives.tensors import storages_of
@@ -231,7 +230,7 @@ class Buckets:
             index, stream = self.index, self.stream
         if not batches:
             return
-        collected = REGIONS.pop(self.group, None)  # by torch's own manager, which is to collect none of ours
+        collected = _torch.open_regions().pop(self.group, None)  # of torch's own manager, which is to collect none
         there: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         if index >= 0 and _current(index) != stream:
             there = LEDGER.streams.using(index, stream)
@@ -245,7 +244,7 @@ class Buckets:
             raise
         finally:
             if collected is not None:
-                REGIONS[self.group] = collected
+                _torch.open_regions()[self.group] = collected
 
     def _launch(self, batch: Batch) -> None:
         parts = [slice(0, 1)] if batch.shared is None else _buckets(batch, self.nbytes)
@@ -344,7 +343,7 @@ class _Bucketed(Block):
         to = self._group or default_group()
         if to is None:
             raise ValueError("bucketed(): there is no default group; call init_process_group first")
-        if to in BUCKETS or to in REGIONS:
+        if to in BUCKETS or to in _torch.open_regions():
             raise ValueError(
                 "bucketed(): the group is already collecting calls, in bucketed() or _coalescing_manager()"
             )

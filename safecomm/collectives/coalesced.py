@@ -53,6 +53,9 @@ _profiler = _torch.profiler
 _recorded = torch.is_grad_enabled
 _recording = captures.RECORDING
 _inflight = _torch.inflight_as_graph_input
+_names = _torch.c10d_vars
+_WORLD = _torch.WORLD
+_world = _torch.world
 _HOOKS = _torch.HOOKS
 
 _NO_WAY: tuple[Any, dict[int, object], dict[int, object]] = (None, {}, {})
@@ -97,7 +100,8 @@ class _Manager(Block):
         group = group or default_group()
         self._arguments = group, device, async_ops
         region = Region()
-        if device is None and _ORDINARY and not BUCKETS and isinstance(group, _Group) and group not in REGIONS:
+        simple = device is None and _names[_WORLD] is _world
+        if simple and _ORDINARY and not BUCKETS and isinstance(group, _Group) and group not in REGIONS:
             # This is how c10d's begins. It comes at the end, if there is more than one call to launch.
             cm = _Collected()
             self._open = cm, region, None, frame, None
@@ -106,17 +110,18 @@ class _Manager(Block):
             return cm
         beside = at_once(group)
         beside.__enter__()
-        was_open = group in REGIONS
+        table = _torch.open_regions()
+        was_open = group in table
         if not was_open:
-            self._close_by(functools.partial(REGIONS.pop, group) if device is None else self._abandoned)
+            self._close_by(functools.partial(_pop, group) if simple else self._abandoned)
         try:
             manager = _original(*self._arguments)
             cm = manager.__enter__()
             self._open = cm, region, manager, frame, beside
-            REGIONS[group] = region
+            REGIONS[group] = table[group] = region
         except BaseException:
             if not was_open:  # c10d would go on collecting the group's calls without running them
-                REGIONS.pop(group, None)
+                _forget(group)
             beside.__exit__(None, None, None)
             raise
         return cm
@@ -133,13 +138,14 @@ class _Manager(Block):
                 self._end(kind is not None, cm, region, manager, frame)
         finally:
             if beside is not None:
+                REGIONS.pop(self._arguments[0], None)  # c10d has taken its own, which may be another table's
                 beside.__exit__(None, None, None)
         self._watch = None
 
     def _end_single(self, cm: Any, region: Region, frame: types.FrameType) -> bool:
         """End a region of one call as that call; return False, with nothing done, if it has to be ended otherwise."""
         group, device, async_ops = self._arguments
-        if device or region.used is not None or REGIONS.get(group) is not region:
+        if device or region.used is not None or REGIONS.get(group) is not region or _names[_WORLD] is not _world:
             return False
         ready = _single_call(group, region[0], async_ops)
         if ready is None:
@@ -322,13 +328,19 @@ def _aliases(tensors: list[torch.Tensor], aliases: list[torch.Tensor]) -> list[t
     return found
 
 
+def _forget(group: object) -> None:
+    """Take the region of ``group`` out of the tables, without launching anything."""
+    REGIONS.pop(group, None)
+    _torch.open_regions().pop(group, None)
+
+
 def _abandon(group: object, device: torch.device | None) -> list[Any]:
     """End a region that an exception left, and return the work of what it had launched, if any.
 
     c10d does not: the group would go on collecting calls without running them, and with ``device`` the thread would
     stay inside of an NCCL group.
     """
-    REGIONS.pop(group, None)
+    _forget(group)
     if device is None:
         return []  # nothing was launched yet
     work = _torch.end_coalescing(group, device)

@@ -105,7 +105,8 @@ def destroy(
     for one in tuple(_begun):
         if one.finish(patience, process_group):
             return
-    if not torch.cuda.is_initialized() or not (gc.get_freeze_count() or captures.alive()):  # type: ignore[no-untyped-call]
+    there = torch.cuda.is_initialized() and (gc.get_freeze_count() or captures.alive())  # type: ignore[no-untyped-call]
+    if not there or _torch.c10d_vars[_torch.WORLD] is not _torch.world:  # a thread would have other groups
         function(group)
         return
     destruction = _Destruction(function, group, process_group, whole)

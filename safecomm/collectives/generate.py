@@ -51,7 +51,7 @@ from safecomm.collectives.holding import counter, wait_for
 from safecomm.collectives.regions import REGIONS
 from safecomm.collectives.routes import ROUTES
 from safecomm.collectives.table import ROWS
-from safecomm.collectives.takers import BUCKETS, DECLINED, ENGINES, GENERAL, offer, splits
+from safecomm.collectives.takers import BUCKETS, DECLINED, ENGINES, GENERAL, default_group, offer, splits
 from safecomm.collectives.tensors import storages_of
 from safecomm.core.ledger import LEDGER
 from safecomm.core.streams import HOST
@@ -67,6 +67,9 @@ _getframe = sys._getframe
 _has_torch_function = _torch.has_torch_function
 _groups = _torch.groups
 _DEFAULT = _torch.DEFAULT
+_names = _torch.c10d_vars
+_WORLD = _torch.WORLD
+_world = _torch.world
 _routes = ROUTES.fast
 _modes = _torch.dispatch_modes
 _profiler = _torch.profiler

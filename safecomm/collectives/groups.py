@@ -31,8 +31,12 @@ _c10d_destroy = c10d.destroy_process_group
 
 
 def _target(group: object) -> object:
-    """Return the group whose works end with ``group``; None for all, which the default group takes with it."""
-    return None if group is None or group is default_group() else group
+    """Return the group whose works end with ``group``; None for all, which the default group takes with it.
+
+    Where ranks are threads, it takes those of its thread, and not all: see :func:`destroy_process_group`.
+    """
+    whole = group is None or group is default_group()
+    return None if whole and _torch.c10d_vars[_torch.WORLD] is _torch.world else group or default_group()
 
 
 def _end_engines(target: object, patience: timedelta) -> None:
@@ -48,6 +52,10 @@ def _end_engines(target: object, patience: timedelta) -> None:
 def destroy_process_group(group: Any = None) -> None:
     target = _target(group)
     process_group = group or default_group()
+    if target is not None and target is default_group():
+        for other in _torch.all_groups():
+            if other is not target:
+                destroy_process_group(other)
     patience = GRACE
     if default_group() is not None and group is not c10d.GroupMember.NON_GROUP_MEMBER:
         captures.refuse_live(target)

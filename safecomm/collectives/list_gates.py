@@ -19,7 +19,7 @@ from safecomm.collectives.holding import counter, hold_list
 from safecomm.collectives.regions import REGIONS
 from safecomm.collectives.routes import ROUTES, RootOptions, Route
 from safecomm.collectives.table import ROWS, Row
-from safecomm.collectives.takers import BUCKETS, DECLINED, ENGINES, GENERAL, offer
+from safecomm.collectives.takers import BUCKETS, DECLINED, ENGINES, GENERAL, default_group, offer
 from safecomm.collectives.tensors import storages_of
 from safecomm.core.ledger import LEDGER
 from safecomm.core.work import Work
@@ -34,6 +34,9 @@ _getframe = sys._getframe
 _has_torch_function = _torch.has_torch_function
 _groups = _torch.groups
 _DEFAULT = _torch.DEFAULT
+_names = _torch.c10d_vars
+_WORLD = _torch.WORLD
+_world = _torch.world
 _routes = ROUTES.fast
 _modes = _torch.dispatch_modes
 _profiler = _torch.profiler
@@ -171,7 +174,7 @@ def all_to_all(
         return _c10d_all_to_all(output_tensor_list, input_tensor_list, group, async_op)
     if _nonempty and not _can_skip_sweep():
         LEDGER.sweep()
-    to = _groups[_DEFAULT] if group is None else group
+    to = group if group is not None else _groups[_DEFAULT] if _names[_WORLD] is _world else default_group()
     if ENGINES or BUCKETS or REGIONS:
         taken = offer(_row_all_to_all, to, (output_tensor_list, input_tensor_list), None, async_op)
     else:
@@ -217,7 +220,7 @@ def gather(
         return _c10d_gather(tensor, gather_list, dst, group, async_op, group_dst)
     if _nonempty and not _can_skip_sweep():
         LEDGER.sweep()
-    to = _groups[_DEFAULT] if group is None else group
+    to = group if group is not None else _groups[_DEFAULT] if _names[_WORLD] is _world else default_group()
     if ENGINES or BUCKETS or REGIONS:
         taken = offer(_row_gather, to, (tensor, gather_list), None, async_op)
     else:
@@ -237,7 +240,7 @@ def scatter(
         return _c10d_scatter(tensor, scatter_list, src, group, async_op, group_src)
     if _nonempty and not _can_skip_sweep():
         LEDGER.sweep()
-    to = _groups[_DEFAULT] if group is None else group
+    to = group if group is not None else _groups[_DEFAULT] if _names[_WORLD] is _world else default_group()
     if ENGINES or BUCKETS or REGIONS:
         taken = offer(_row_scatter, to, (tensor, scatter_list), None, async_op)
     else:

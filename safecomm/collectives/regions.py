@@ -69,4 +69,7 @@ class Region(list[Any]):
 
 
 REGIONS: dict[Any, list[Any]] = _torch.world.pg_coalesce_state
-"""c10d's table of the coalescing regions that are open, by group: what each has collected. Ours are :class:`Region`."""
+"""c10d's table of the coalescing regions that are open, by group: what each has collected. Ours are :class:`Region`.
+
+Where ranks are threads, each of these has a table of c10d's own. There ours are in both, so that a gate asks one.
+"""

@@ -46,6 +46,7 @@ _current = LEDGER.streams.current
 _alloc_stream = LEDGER.streams.alloc_stream
 _compiling = torch.compiler.is_dynamo_compiling
 _NOTHING: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+default_group = _torch.default_group
 
 
 class Deferring(Protocol):
@@ -189,11 +190,6 @@ def is_true(flag: object) -> bool:
         return bool(flag)
     except (RuntimeError, TypeError, ValueError):  # such as an array of several
         return False
-
-
-def default_group() -> Any:
-    """Return c10d's default group, None before ``init_process_group``."""
-    return _torch.groups[_torch.DEFAULT]
 
 
 def at_once(group: object) -> contextlib.AbstractContextManager[object]:

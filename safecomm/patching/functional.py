@@ -215,7 +215,7 @@ class Functional:
             # A mode or a transform would see what is done here, and may keep what it sees.
             seen = _torch.dispatch_modes() or _torch.transform() is not None or _torch.has_torch_function(1)
             # In a coalescing region a work may tell that it is complete before it has begun.
-            if group is None or seen or group in _torch.world.pg_coalesce_state:
+            if group is None or seen or group in _torch.open_regions():
                 return original(*args, **kwargs)
             tap, key = self._tap(group), id(group)
             calls: list[Any] = []
