@@ -55,6 +55,7 @@ from safecomm._torch.driver import swap_capture_mode as swap_capture_mode
 from safecomm._torch.functional import functional_collectives as functional_collectives
 from safecomm._torch.functional import group_named as group_named
 from safecomm._torch.functional import inflight_as_graph_input as inflight_as_graph_input
+from safecomm._torch.functional import register_work as register_work
 from safecomm._torch.functional import unwaited as unwaited
 from safecomm._torch.kernels import OVERRIDDEN as OVERRIDDEN
 from safecomm._torch.kernels import Override as Override

@@ -9,10 +9,16 @@ from __future__ import annotations
 import types
 from collections.abc import Callable
 
-from torch.distributed import ProcessGroup
+import torch
+from torch.distributed import ProcessGroup, Work
 
 from safecomm._torch.names import C_C10D, answers, look_up
 from safecomm._torch.registry import HOOKS
+
+register_work: Callable[[torch.Tensor, Work], object] | None = look_up(
+    f"{C_C10D}._register_work", None, "under patch() a program can't register works of its own", since="2.5"
+)
+"""Put a work into the registry, which takes none but c10d's own."""
 
 
 def _never() -> bool:

@@ -22,6 +22,7 @@ from safecomm.patching.functional import Functional
 from safecomm.patching.megatron import Buffers
 from safecomm.patching.strict import Strict
 from safecomm.patching.table import MODULES, ORIGINALS, REPLACEMENTS
+from safecomm.patching.works import Works
 from safecomm.record_stream import avoid_record_streams as _avoid_record_streams
 
 log: logging.Logger = logging.getLogger("safecomm")
@@ -39,6 +40,7 @@ class _State:
     functional: Functional | None = None
     strict: Strict | None = None
     last_strict: Strict | None = None  # also when it is off again
+    works: Works | None = None
     avoided: _avoid_record_streams | None = None
 
 
@@ -235,8 +237,10 @@ def _apply() -> None:
     _state.buffers = Buffers()
     _state.functional = Functional()
     functional = _state.functional.changes
-    changes = {ORIGINALS[name]: replacement for name, replacement in REPLACEMENTS.items()} | functional
-    found = aliases.sweep(changes, (*_KEEP, functional))
+    _state.works = Works()
+    works = _state.works.changes
+    changes = {ORIGINALS[name]: replacement for name, replacement in REPLACEMENTS.items()} | functional | works
+    found = aliases.sweep(changes, (*_KEEP, functional, works))
     log.info(
         "patched %d functions of torch.distributed, %d functional ones, and %d aliases of them: %s",
         len(REPLACEMENTS),
@@ -262,7 +266,12 @@ def _remove() -> None:
         functional, _state.functional = _state.functional, None
         functional.remove()
         changes |= {replacement: original for original, replacement in functional.changes.items()}
-        keep = (*_KEEP, functional.changes)
+        keep = (*keep, functional.changes)
+    if _state.works is not None:
+        works, _state.works = _state.works, None
+        works.remove()
+        changes |= {replacement: original for original, replacement in works.changes.items()}
+        keep = (*keep, works.changes)
     aliases.sweep(changes, keep)
     drain()
     left = pending()
