@@ -1,6 +1,7 @@
 """Works that go to torch's C++ while the patch is on: DDP's Join, the registry of works, groups of Python."""
 
 import gc
+from datetime import timedelta
 
 import pytest
 import torch
@@ -113,7 +114,7 @@ def test_a_work_that_is_registered_is_waited_for_by_torchs_wait(call):
             work = stock.all_reduce(output, async_op=True)
         elif call == "reduce_scatter":
             # Of which gloo's work copies again when it is waited for again.
-            work = stock.reduce_scatter(output, [given[:2], given[2:]], async_op=True)
+            work = getattr(stock, SCATTER)(output, given, async_op=True)
         else:
             output += rank
             with stock._coalescing_manager(async_ops=True) as region:
@@ -322,3 +323,24 @@ def test_what_is_no_work_of_ours_stays_and_a_work_stays_held():
     assert theirs.wait()
     safecomm.drain(wait=True)
     assert tensor.tolist() == [2.0] * 8
+
+
+@on(1)
+def test_a_wait_of_cpp_without_a_limit_has_none():
+    """C++ says 0, and a wait that another thread is in is waited for."""
+
+    class Lock:
+        def acquire(self, blocking, timeout):
+            asked.append((blocking, timeout))
+            return True
+
+        def release(self):
+            asked.append("released")
+
+    asked, output = [], torch.zeros(2)
+    work = getattr(safecomm, SCATTER)(output, torch.ones(2), async_op=True)
+    work._wait_lock = Lock()
+    assert for_cpp(work).wait(timedelta())
+    assert asked == [(True, -1), "released"]
+    assert output.tolist() == [1.0, 1.0]
+    assert safecomm.pending() == []

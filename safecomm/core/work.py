@@ -41,7 +41,7 @@ class Work(WorkHold, _Base):
     them alive, as in torch.
 
     Made by the collectives, not by callers. May be used from any thread. ``isinstance(work, torch.distributed.Work)``
-    is true, but torch's C++ takes only the backend's own handle, which is :attr:`inner`.
+    is true, but torch's C++ takes only the backend's own handle, which is :attr:`inner`. Under ``patch()`` it gets one.
 
     Examples
     --------
@@ -298,8 +298,8 @@ class OnceWork(Work):
             return
         # What is done in C leaves its outcome behind before a signal handler can raise. Else the lock would stay
         # locked, or the backend would be waited for again.
-        waits = itertools.starmap(self.inner.wait, [() if timeout is None else (timeout,)])
-        locks = map(self._wait_lock.acquire, [True], [-1 if timeout is None else timeout.total_seconds()])
+        waits = itertools.starmap(self.inner.wait, [(timeout,) if timeout else ()])  # 0 is no limit, as C++ has it
+        locks = map(self._wait_lock.acquire, [True], [timeout.total_seconds() if timeout else -1])
         locked: list[bool] = []
         try:
             locked.extend(locks)
