@@ -47,6 +47,7 @@ def _begun(op: str, group_name: str) -> Iterator[tuple[Any, Any]]:
     """Begin a call as :func:`now` says, with the reduce operation and the group that are meant."""
     if op not in _OPS:
         raise ValueError(f"torch.ops.safecomm: the operation {op!r} is none of {', '.join(_OPS)}")
+    group: object
     try:
         group = _torch.group_named(group_name)
     except (RuntimeError, ValueError):  # c10d knows none of the name

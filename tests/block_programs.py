@@ -20,7 +20,7 @@ import multiprocessing
 import random
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -30,7 +30,9 @@ import torch.distributed as stock
 import torch.distributed.distributed_c10d as c10d
 
 import safecomm
-from safecomm import functional
+from safecomm import functional, operators
+from safecomm.collectives import objects, takers
+from safecomm.core.ledger import Ledger
 
 SIZE = 12
 """Rows and columns of a tensor: 2, 3 and 4 ranks can share them."""
@@ -75,7 +77,9 @@ COMPLETE: dict[str, Callable[[torch.Tensor, Any], Any]] = {
 """What has its result when it returns, and is refused in a region of its group and on a rank outside of it."""
 
 REFUSED: dict[str, Callable[[torch.Tensor, Any], Any]] = {
-    "operator, conj": lambda t, group: torch.ops.safecomm.all_reduce_(t.to(torch.complex64).conj(), "sum", _name(group)),
+    "operator, conj": lambda t, group: torch.ops.safecomm.all_reduce_(
+        t.to(torch.complex64).conj(), "sum", _name(group)
+    ),
     "operator, neg": lambda t, group: torch.ops.safecomm.all_reduce_(
         t.to(torch.complex64).conj().imag, "sum", _name(group)
     ),
@@ -101,6 +105,9 @@ class Step:
     refused: bool = False
     deferred: list[str] = field(default_factory=list)  # the groups of which buckets have something, after it
     waiting: list[int] = field(default_factory=list)  # the tensors that wait for a call, after it
+
+
+_SMALL = ("small", "bucket")
 
 
 class Maker:
@@ -148,6 +155,9 @@ class Maker:
 
     def _call(self, kind: str, group: str) -> Step | None:
         tensor, large = self.dice.randrange(TENSORS), self.dice.randrange(LARGE)
+        deferred = [(of, place) for (what, place), (block, of) in self.waiting.items() if (what, block) == _SMALL]
+        if kind != "deferred" and deferred and self.dice.random() < 0.5:
+            group, tensor = self.dice.choice(deferred)  # what reads it has to come after
         if kind == "drain":
             return Step(self.dice.choice(DRAINS), group)
         if kind == "complete" and self.dice.random() < 0.1:
@@ -203,7 +213,9 @@ def _gradient(tensor: torch.Tensor, call: Callable[[torch.Tensor], torch.Tensor]
 
 
 def _copied(found: Any) -> Any:
-    return [_copied(one) for one in found] if isinstance(found, list) else found.clone() if torch.is_tensor(found) else found
+    if isinstance(found, list):
+        return [_copied(one) for one in found]
+    return found.clone() if isinstance(found, torch.Tensor) else found
 
 
 class Run:
@@ -275,12 +287,11 @@ class Run:
     def _refused(self, step: Step, group: Any) -> str:
         before = [one.clone() for one in self.small]
         try:
-            found = self._call(step.what, step, group)
-        except (safecomm.SafecommError, ValueError) as error:
-            assert len(str(error)) > 30, error
-            assert all(map(torch.equal, before, self.small)), f"{step.what} was refused, and has done something"
-            return "refused"
-        return f"not refused: {found}"
+            found = f"not refused: {self._call(step.what, step, group)}"
+        except (safecomm.SafecommError, ValueError):
+            found = "refused"
+        assert all(map(torch.equal, before, self.small)), f"{step.what} was refused, and has done something"
+        return found
 
     def _call(self, what: str, step: Step, group: Any) -> Any:
         tensor, dist = self.small[step.tensor], self.library
@@ -355,9 +366,28 @@ def check(seed: int, number: int, groups: dict[str, Any]) -> None:
     assert safecomm.drain() == 0, safecomm.pending()
 
 
-def _serve(rank: int, world: int, port: int, numbers: range, seed: int, result: Any) -> None:
+def _launches_nothing(what: str, group: Any) -> Any:
+    return contextlib.nullcontext()
+
+
+def _refuses_nothing(what: str, group: Any) -> Any:
+    return takers.at_once(group)
+
+
+BREAKS: dict[str, list[tuple[Any, str, Any]]] = {
+    "nothing is launched first": [(functional, "now", _launches_nothing), (operators, "now", _launches_nothing)],
+    "nothing is refused": [(functional, "now", _refuses_nothing), (operators, "now", _refuses_nothing)],
+    "objects overtake": [(objects, "at_once", contextlib.nullcontext)],
+    "what is deferred is not told": [(Ledger, "deferred", lambda ledger, group=None: [])],
+}
+"""What is replaced in every rank to see that the programs find it."""
+
+
+def _serve(rank: int, world: int, port: int, numbers: Sequence[int], seed: int, broken: str, result: Any) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
+    for where, name, wrong in BREAKS.get(broken, []):
+        setattr(where, name, wrong)
     store = stock.TCPStore("127.0.0.1", port, is_master=False)
     stock.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
     groups = {"world": None, "pair": stock.new_group([0, 1])}
@@ -374,13 +404,14 @@ def _serve(rank: int, world: int, port: int, numbers: range, seed: int, result: 
     stock.destroy_process_group()
 
 
-def run(seed: int, numbers: range, world: int) -> str:
-    """Play programs on ranks of their own; return what is wrong with the first that is."""
+def run(seed: int, numbers: Sequence[int], world: int, broken: str = "") -> str:
+    """Play programs on ranks of their own; return what is wrong with the first that is. ``broken``: of BREAKS."""
     context = multiprocessing.get_context("spawn")
     result = context.SimpleQueue()
     server = stock.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = [
-        context.Process(target=_serve, args=(rank, world, server.port, numbers, seed, result)) for rank in range(world)
+        context.Process(target=_serve, args=(rank, world, server.port, numbers, seed, broken, result))
+        for rank in range(world)
     ]
     for one in ranks:
         one.start()
