@@ -14,7 +14,7 @@ from safecomm import leaks
 from safecomm.diagnostics.files import make_reports
 from safecomm.diagnostics.recording import read_recording
 from safecomm.diagnostics.snapshot import read_snapshot
-from safecomm.diagnostics.snapshot_report import waiting
+from safecomm.diagnostics.snapshot_report import lines_of
 from safecomm.tools.doctor import diagnose
 
 
@@ -65,10 +65,10 @@ def diagnostics_snapshots_of_a_program_with_stripes():
             (trace.allocated[-1], stats["allocated_bytes.all.current"]),
         ):
             require(abs(told - counted) <= 0.01 * counted, name, told, counted)
-        stripes = waiting(trace, snapshot.stacks)
+        stripes = lines_of(trace, snapshot.stacks, waited=True)
         if name == "stock":
             require(max(trace.unusable) >= 10 * 64 * MIB, max(trace.unusable))
-            require(stripes[0][0].endswith(f"diagnostics.py:{LINE} in layers"), stripes[0])
+            require(stripes[0].sites[0].endswith(f"diagnostics.py:{LINE} in layers"), stripes[0])
             require(any("avoid_record_streams" in text for text in report.advice), report.advice)
         else:
             require(max(trace.unusable) < MIB, max(trace.unusable))
