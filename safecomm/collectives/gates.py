@@ -4,8 +4,8 @@ Made by ``python -m safecomm.collectives.generate`` of ``gate.py.in`` and ``tabl
 
 A gate asks, in this order: whether something that is held may be over; whether somebody takes the call before the
 backend does (``takers.py``); whether it is an ordinary call, of plain tensors on a group that has a route. Then it
-launches, and holds. What is not ordinary goes the general way, which is c10d's own function with a hold around it. The
-gates of lists are in ``list_gates.py``.
+launches, and holds. What is not ordinary goes the general way, which is c10d's own function with a hold around it; so
+does a call that leaves its group to c10d where ranks are threads. The gates of lists are in ``list_gates.py``.
 """
 
 # ruff: noqa: E501
@@ -36,7 +36,7 @@ from safecomm.collectives.holding import counter, wait_for
 from safecomm.collectives.regions import REGIONS
 from safecomm.collectives.routes import ROUTES
 from safecomm.collectives.table import ROWS
-from safecomm.collectives.takers import BUCKETS, DECLINED, ENGINES, GENERAL, default_group, offer, splits
+from safecomm.collectives.takers import BUCKETS, DECLINED, ENGINES, GENERAL, offer, splits
 from safecomm.collectives.tensors import storages_of
 from safecomm.core.ledger import LEDGER
 from safecomm.core.streams import HOST
@@ -101,7 +101,7 @@ def _all_reduce(tensor: torch.Tensor, op: c10d.ReduceOp | c10d.ReduceOp.RedOpTyp
         return _c10d_all_reduce(tensor, op, group, async_op)
     if _nonempty and not _can_skip_sweep():
         LEDGER.sweep()
-    to = group if group is not None else _groups[_DEFAULT] if _names[_WORLD] is _world else default_group()
+    to = group if group is not None or _names[_WORLD] is not _world else _groups[_DEFAULT]
     if ENGINES or BUCKETS or REGIONS:
         taken = offer(_row_all_reduce, to, (tensor,), op, async_op)
         if taken is not DECLINED:
@@ -175,7 +175,7 @@ def _all_gather_single(output_tensor: torch.Tensor, input_tensor: torch.Tensor, 
         return _c10d_all_gather_single(output_tensor, input_tensor, group, async_op)
     if _nonempty and not _can_skip_sweep():
         LEDGER.sweep()
-    to = group if group is not None else _groups[_DEFAULT] if _names[_WORLD] is _world else default_group()
+    to = group if group is not None or _names[_WORLD] is not _world else _groups[_DEFAULT]
     if ENGINES or BUCKETS or REGIONS:
         taken = offer(_row_all_gather_single, to, (output_tensor, input_tensor,), None, async_op)
         if taken is not DECLINED:
@@ -272,7 +272,7 @@ def _reduce_scatter_single(output: torch.Tensor, input: torch.Tensor, op: c10d.R
         return _c10d_reduce_scatter_single(output, input, op, group, async_op)
     if _nonempty and not _can_skip_sweep():
         LEDGER.sweep()
-    to = group if group is not None else _groups[_DEFAULT] if _names[_WORLD] is _world else default_group()
+    to = group if group is not None or _names[_WORLD] is not _world else _groups[_DEFAULT]
     if ENGINES or BUCKETS or REGIONS:
         taken = offer(_row_reduce_scatter_single, to, (output, input,), op, async_op)
         if taken is not DECLINED:
@@ -372,7 +372,7 @@ def _broadcast(tensor: torch.Tensor, src: int | None = None, group: c10d.Process
         return _c10d_broadcast(tensor, src, group, async_op, group_src)
     if _nonempty and not _can_skip_sweep():
         LEDGER.sweep()
-    to = group if group is not None else _groups[_DEFAULT] if _names[_WORLD] is _world else default_group()
+    to = group if group is not None or _names[_WORLD] is not _world else _groups[_DEFAULT]
     if ENGINES or BUCKETS or REGIONS:
         taken = offer(_row_broadcast, to, (tensor,), None, async_op)
         if taken is not DECLINED:
@@ -446,7 +446,7 @@ def _reduce(tensor: torch.Tensor, dst: int | None = None, op: c10d.ReduceOp | c1
         return _c10d_reduce(tensor, dst, op, group, async_op, group_dst)
     if _nonempty and not _can_skip_sweep():
         LEDGER.sweep()
-    to = group if group is not None else _groups[_DEFAULT] if _names[_WORLD] is _world else default_group()
+    to = group if group is not None or _names[_WORLD] is not _world else _groups[_DEFAULT]
     if ENGINES or BUCKETS or REGIONS:
         taken = offer(_row_reduce, to, (tensor,), op, async_op)
         if taken is not DECLINED:
@@ -520,7 +520,7 @@ def _all_to_all_single(output: torch.Tensor, input: torch.Tensor, output_split_s
         return _c10d_all_to_all_single(output, input, output_split_sizes, input_split_sizes, group, async_op)
     if _nonempty and not _can_skip_sweep():
         LEDGER.sweep()
-    to = group if group is not None else _groups[_DEFAULT] if _names[_WORLD] is _world else default_group()
+    to = group if group is not None or _names[_WORLD] is not _world else _groups[_DEFAULT]
     if ENGINES or BUCKETS or REGIONS:
         taken = offer(_row_all_to_all_single, to, (output, input,), splits(output_split_sizes, input_split_sizes), async_op)
         if taken is not DECLINED:

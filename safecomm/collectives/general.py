@@ -234,7 +234,7 @@ def prepared_for_all(launch: _torch.Launch | None) -> tuple[Any, tuple[object, o
 
 def prepared_by_root(
     row: Row,
-) -> tuple[Any, Callable[[Route, c10d.ProcessGroup, Any, int | None, object, bool], RootOptions | None]]:
+) -> tuple[Any, Callable[[Route, object, Any, int | None, object, bool], RootOptions | None]]:
     """Return what launches calls of ``row``, which has a root, and what gives their options.
 
     The function that gives options takes the route, the group, the root as a rank of all and as one of the group (c10d
@@ -244,7 +244,7 @@ def prepared_by_root(
     name, launch = row.name, row.launch
 
     def options(
-        route: Route, group: c10d.ProcessGroup, root: Any, group_root: int | None, op: object, asynchronous: bool
+        route: Route, group: object, root: Any, group_root: int | None, op: object, asynchronous: bool
     ) -> RootOptions | None:
         # Before anything is looked up: an array is no key, a root of 1.0 is as good a key as 1, and c10d takes the one
         # and refuses the other.
@@ -258,7 +258,7 @@ def prepared_by_root(
         if launch is None or id(op) not in OP_IDS:
             return None
         try:
-            rank = c10d.get_group_rank(group, root) if group_root is None else group_root
+            rank = c10d.get_group_rank(group, root) if group_root is None else group_root  # type: ignore[arg-type]
         except (RuntimeError, ValueError):
             return None
         if not 0 <= rank < route.world:

@@ -19,8 +19,8 @@ Made by ``python -m safecomm.collectives.generate`` of ``gate.py.in`` and ``tabl
 
 A gate asks, in this order: whether something that is held may be over; whether somebody takes the call before the
 backend does (``takers.py``); whether it is an ordinary call, of plain tensors on a group that has a route. Then it
-launches, and holds. What is not ordinary goes the general way, which is c10d's own function with a hold around it. The
-gates of lists are in ``list_gates.py``.
+launches, and holds. What is not ordinary goes the general way, which is c10d's own function with a hold around it; so
+does a call that leaves its group to c10d where ranks are threads. The gates of lists are in ``list_gates.py``.
 """
 
 # ruff: noqa: E501
@@ -51,7 +51,7 @@ from safecomm.collectives.holding import counter, wait_for
 from safecomm.collectives.regions import REGIONS
 from safecomm.collectives.routes import ROUTES
 from safecomm.collectives.table import ROWS
-from safecomm.collectives.takers import BUCKETS, DECLINED, ENGINES, GENERAL, default_group, offer, splits
+from safecomm.collectives.takers import BUCKETS, DECLINED, ENGINES, GENERAL, offer, splits
 from safecomm.collectives.tensors import storages_of
 from safecomm.core.ledger import LEDGER
 from safecomm.core.streams import HOST

@@ -19,7 +19,7 @@ from safecomm.collectives.holding import counter, hold_list
 from safecomm.collectives.regions import REGIONS
 from safecomm.collectives.routes import ROUTES, RootOptions, Route
 from safecomm.collectives.table import ROWS, Row
-from safecomm.collectives.takers import BUCKETS, DECLINED, ENGINES, GENERAL, default_group, offer
+from safecomm.collectives.takers import BUCKETS, DECLINED, ENGINES, GENERAL, offer
 from safecomm.collectives.tensors import storages_of
 from safecomm.core.ledger import LEDGER
 from safecomm.core.work import Work
@@ -174,7 +174,7 @@ def all_to_all(
         return _c10d_all_to_all(output_tensor_list, input_tensor_list, group, async_op)
     if _nonempty and not _can_skip_sweep():
         LEDGER.sweep()
-    to = group if group is not None else _groups[_DEFAULT] if _names[_WORLD] is _world else default_group()
+    to = group if group is not None or _names[_WORLD] is not _world else _groups[_DEFAULT]
     if ENGINES or BUCKETS or REGIONS:
         taken = offer(_row_all_to_all, to, (output_tensor_list, input_tensor_list), None, async_op)
     else:
@@ -220,7 +220,7 @@ def gather(
         return _c10d_gather(tensor, gather_list, dst, group, async_op, group_dst)
     if _nonempty and not _can_skip_sweep():
         LEDGER.sweep()
-    to = group if group is not None else _groups[_DEFAULT] if _names[_WORLD] is _world else default_group()
+    to = group if group is not None or _names[_WORLD] is not _world else _groups[_DEFAULT]
     if ENGINES or BUCKETS or REGIONS:
         taken = offer(_row_gather, to, (tensor, gather_list), None, async_op)
     else:
@@ -240,7 +240,7 @@ def scatter(
         return _c10d_scatter(tensor, scatter_list, src, group, async_op, group_src)
     if _nonempty and not _can_skip_sweep():
         LEDGER.sweep()
-    to = group if group is not None else _groups[_DEFAULT] if _names[_WORLD] is _world else default_group()
+    to = group if group is not None or _names[_WORLD] is not _world else _groups[_DEFAULT]
     if ENGINES or BUCKETS or REGIONS:
         taken = offer(_row_scatter, to, (tensor, scatter_list), None, async_op)
     else:
@@ -254,7 +254,7 @@ def scatter(
 
 def _run_by_root(
     way: _Way, options_of: Callable[..., RootOptions | None], tensor: torch.Tensor, parts: list[torch.Tensor] | None,
-    group: c10d.ProcessGroup, root: int | None, group_root: int | None, asynchronous: bool,
+    group: object, root: int | None, group_root: int | None, asynchronous: bool,
 ) -> object:  # fmt: skip
     if parts is None:
         parts = []
