@@ -1,7 +1,9 @@
 """Works that go to torch's C++ while the patch is on: DDP's Join, the registry of works, groups of Python."""
 
+import contextlib
 import gc
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
@@ -21,8 +23,20 @@ GATHER = "all_gather_single" if hasattr(stock, "all_gather_single") else "all_ga
 SCATTER = "reduce_scatter_single" if hasattr(stock, "reduce_scatter_single") else "reduce_scatter_tensor"
 
 
+class DDP(nn.parallel.DistributedDataParallel):
+    """DDP that does not ask Dynamo for what only compiled models need: its import takes minutes on a busy machine."""
+
+    def __init__(self, size, group):
+        model = nn.Sequential(nn.Linear(3, size), nn.Linear(size, 1))
+        with mock.patch.dict(vars(torch), {} if "_dynamo" in vars(torch) else {"_dynamo": mock.MagicMock()}):
+            super().__init__(model, process_group=group)
+
+    def _inside_ddp_forward(self):
+        return contextlib.nullcontext()
+
+
 def learn(model, given):
-    """Make one step. torch.optim would import Dynamo, which takes half a minute."""
+    """Make one step. torch.optim would import Dynamo."""
     model.zero_grad()
     model(given).sum().backward()
     with torch.no_grad():
@@ -34,9 +48,7 @@ def trained(world, size=2, inputs=None, group=None, more=None):
     """Return the parameters that a DDP model has after steps whose number differs between ranks."""
     rank = stock.get_rank()
     torch.manual_seed(7)
-    model = nn.parallel.DistributedDataParallel(
-        nn.Sequential(nn.Linear(3, size), nn.Linear(size, 1)), process_group=group
-    )
+    model = DDP(size, group)
     steps = 2 + rank if inputs is None else inputs
     with Join([model], **(more or {})):
         for step in range(steps):
@@ -227,7 +239,7 @@ holds_python = pytest.mark.skipif(
 def steps(group):
     rank = stock.get_rank()
     torch.manual_seed(3)
-    model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1)), process_group=group)
+    model = DDP(4, group)
     for step in range(3):
         learn(model, torch.full((2, 3), float(rank + step + 1)))
     return [parameter.detach().clone() for parameter in model.parameters()]
