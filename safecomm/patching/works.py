@@ -53,7 +53,7 @@ class Works:
             for kind in kinds:
                 self.changes |= _methods(base, kind)
                 kinds += kind.__subclasses__()
-            base.__init_subclass__ = classmethod(functools.partial(self._made, base))
+            base.__init_subclass__ = classmethod(lambda kind, _base=base, **given: self._made(_base, kind, **given))
 
     def _made(self, base: Any, kind: Any, **kwargs: object) -> None:
         super(base, kind).__init_subclass__(**kwargs)
