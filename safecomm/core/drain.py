@@ -196,12 +196,14 @@ class _Waiter(threading.Thread):
 
 def _await_in_thread(wait: Callable[[], object], hold: Hold, deadline: float | None) -> None:
     """Block the host until ``wait``, called in a thread, has returned; raise PendingWorkError at the deadline."""
-    waiter = _WAITING.get(hold)
+    waiter = earlier = _WAITING.get(hold)
     if waiter is None:
         waiter = _WAITING[hold] = _Waiter(wait, hold)
         waiter.start()
     if not waiter.ended.wait(None if deadline is None else max(deadline - time.monotonic(), 0)):
         raise _pending_error([hold])
+    if earlier is not None:  # the device may have been given more since that began
+        _await_in_thread(wait, hold, deadline)
 
 
 def _await_unpollable(hold: Any, deadline: float | None) -> None:
