@@ -7,8 +7,6 @@ import contextlib
 import ctypes
 import gc
 import logging
-import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -173,37 +171,13 @@ def _await(holds: list[H], done: Callable[[H], bool], deadline: float | None) ->
         pause = min(pause * 2, 1e-2)
 
 
-_WAITING: dict[Hold, _Waiter] = {}
-"""The threads that wait for a hold: the next drain waits for the one that an earlier drain has left."""
-
-
-class _Waiter(threading.Thread):
-    """A thread that waits for ``hold`` by ``wait``."""
-
-    def __init__(self, wait: Callable[[], object], hold: Hold) -> None:
-        super().__init__(name="safecomm.drain", daemon=True)
-        self._wait, self._hold = wait, hold
-        # Not join() and is_alive(): a join that a signal handler interrupts marks the thread as ended (Python 3.11).
-        self.ended: threading.Event = threading.Event()
-
-    def run(self) -> None:
-        try:
-            self._wait()
-        finally:
-            _WAITING.pop(self._hold, None)
-            self.ended.set()
-
-
 def _await_in_thread(wait: Callable[[], object], hold: Hold, deadline: float | None) -> None:
     """Block the host until ``wait``, called in a thread, has returned; raise PendingWorkError at the deadline."""
-    waiter = earlier = _WAITING.get(hold)
-    if waiter is None:
-        waiter = _WAITING[hold] = _Waiter(wait, hold)
-        waiter.start()
-    if not waiter.ended.wait(None if deadline is None else max(deadline - time.monotonic(), 0)):
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    thread.join(None if deadline is None else max(deadline - time.monotonic(), 0))
+    if thread.is_alive():
         raise _pending_error([hold])
-    if earlier is not None:  # the device may have been given more since that began
-        _await_in_thread(wait, hold, deadline)
 
 
 def _await_unpollable(hold: Any, deadline: float | None) -> None:
@@ -250,31 +224,11 @@ def _at_exit(ledger: Ledger) -> None:
         ledger.sweep(thorough=True)
     except Exception as error:  # the device may be gone
         log.debug("sweep at exit: %r", error)
-    _park(_WAITING.values())
     left = [*ledger.holds(), *ledger.quarantine]
     if left:
         # Tearing down modules would free it in some order while a kernel or a gloo thread may be using it. The process
         # is about to give it all back anyway.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(left))
-
-
-def _park(threads: Iterable[_Waiter]) -> None:
-    """Keep ``threads``, which wait in C++, from coming back to an interpreter that is ending.
-
-    Python 3.13 and earlier end such a thread by unwinding it, which terminates the process where the unwinding meets
-    C++ (https://github.com/python/cpython/issues/87135). gloo's wait returns as the peer ends and its connection
-    closes. So the thread is stopped where it is, by a signal whose handler is libc's ``pause``: it runs no Python.
-    """
-    waiting = [thread.ident for thread in tuple(threads)]
-    if not waiting or sys.platform != "linux":
-        return
-    libc = ctypes.CDLL(None)
-    libc.signal.argtypes = ctypes.c_int, ctypes.c_void_p
-    libc.signal.restype = ctypes.c_void_p
-    libc.signal(signal.SIGRTMAX, ctypes.cast(libc.pause, ctypes.c_void_p))
-    for ident in waiting:
-        if ident is not None:
-            signal.pthread_kill(ident, signal.SIGRTMAX)
 
 
 atexit.register(_at_exit, LEDGER)
