@@ -69,7 +69,8 @@ def _unheard() -> Iterator[None]:
 @pytest.fixture
 def busy(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Let the device become idle only when what this returns is set."""
-    idle, threads = threading.Event(), []
+    idle = threading.Event()
+    idle.threads = threads = []
     synchronize = device.synchronize
 
     def blocks(index: int) -> None:
@@ -94,6 +95,9 @@ def test_a_device_that_does_not_become_idle_in_time_keeps_what_failed_s4_s7(devi
     with pytest.raises(PendingWorkError, match="1 works are not over in time: all_reduce"):
         drain_ledger(ledger, wait=True, timeout=AT_ONCE)
     assert [entry.state for entry in ledger.pending()] == ["quarantined"]
+    with pytest.raises(PendingWorkError):
+        drain_ledger(ledger, wait=True, timeout=AT_ONCE)
+    assert len(busy.threads) == 1, "one for each hold"
     busy.set()
     device.settle()
     assert not device.is_free(block), "the thread that has waited released it"
@@ -161,14 +165,18 @@ def test_a_receive_that_nobody_sends_to_is_given_up_in_time_and_not_harmed_s7(de
         return bool(wait())
 
     with mock.patch.object(launched.inner, "wait", blocks):
-        with pytest.raises(PendingWorkError, match=launched.op):
-            drain_ledger(ledger, wait=True, timeout=AT_ONCE)
+        before = threading.active_count()
+        for _ in range(1000):
+            with pytest.raises(PendingWorkError, match=launched.op):
+                drain_ledger(ledger, wait=True, timeout=AT_ONCE)
+        assert threading.active_count() == before + 1, "one for each work that is pending"
         assert [entry.op for entry in ledger.pending()] == [launched.op]
         with pytest.raises(TimeoutError, match=r"is not over after 0:00:00.000001"):  # the first thread still waits
             launched.work.wait(timedelta(microseconds=1))
         assert [entry.state for entry in ledger.pending()] == ["in flight"], "a wait that is too late is no failure"
         sent.set()
-        threads[0].join()
+        threads[0].join(60)
+        assert threading.active_count() == before
         assert [entry.op for entry in ledger.pending()] == [launched.op], "what is released is released by a caller"
         assert launched.work.wait() is True
         assert launched.work.wait(LONG) is True

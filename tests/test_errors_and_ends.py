@@ -3,6 +3,7 @@
 Tests that kill ranks, destroy groups or end interpreters have processes of their own.
 """
 
+import functools
 import gc
 import logging
 import os
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as stock
 import torch.distributed.distributed_c10d as c10d
 from calls import COALESCED, Setting
-from ranks import launch, on, signal_to_peers, wait_for_signal
+from ranks import launch, on, signal_to_peers, until, wait_for_signal
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import safecomm as dist
@@ -510,6 +511,57 @@ def _ends_while_a_thread_waits(rank):
 
 def test_an_interpreter_that_ends_while_a_thread_waits():
     check(2, _ends_while_a_thread_waits, destroyed=False, timeout=30.0)
+
+
+class _Late:
+    """Is taken down as the interpreter ends: lets the peer send, and waits until ``thread`` has come back from gloo."""
+
+    def __init__(self, thread):
+        self.signal = functools.partial(signal_to_peers, "ending")
+        self.status = f"/proc/self/task/{thread.native_id}/status"
+
+    def __del__(self, open=open, exists=os.path.exists):
+        def blocked():
+            with open(self.status) as file:
+                return [line for line in file if line.startswith("voluntary_ctxt_switches")]
+
+        before = blocked()
+        self.signal()
+        while exists(self.status) and blocked() == before:
+            pass
+
+
+def _told_that_a_call_is_pending(rank, how):
+    if rank == 1:
+        wait_for_signal("ending")
+        stock.send(torch.ones(4), 0)
+        os._exit(0)
+    stop = dist.irecv(torch.ones(4), 1)
+    if how == "interrupt":
+
+        def interrupt():
+            until(lambda: stop.waiter is not None and stop.waiter.is_alive())
+            os.kill(os.getpid(), signal.SIGINT)
+
+        threading.Thread(target=interrupt).start()
+        with pytest.raises(KeyboardInterrupt):
+            dist.drain(wait=True)
+    elif how == "destroy":
+        groups.GRACE = timedelta(milliseconds=20)
+        with pytest.raises(dist.PendingWorkError):
+            dist.destroy_process_group()
+    else:
+        for _ in range(3):
+            with pytest.raises(dist.PendingWorkError):
+                dist.drain(wait=True, timeout=timedelta(milliseconds=20))
+    sys.modules["late"] = _Late(stop.waiter)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc tells that the thread has come back")
+@pytest.mark.parametrize("how", ["limit", "destroy", "interrupt"])
+def test_an_interpreter_ends_while_a_thread_of_ours_waits_s7(how):
+    """The thread comes back to an interpreter that is ending: its exit would unwind C++, which terminates."""
+    check(2, _told_that_a_call_is_pending, how)
 
 
 def _without_any_group(rank):

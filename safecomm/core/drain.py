@@ -101,7 +101,7 @@ def await_works(ledger: Ledger, timeout: timedelta | None, group: object, *, unp
     deadline = _deadline(timeout)
     for hold in ledger.holds(group) if unpollable else ():
         if _is_unpollable(hold):
-            _await_unpollable(hold, deadline)
+            _await_unpollable(ledger, hold, deadline)
     _await_all(ledger, group, deadline, unpollable=unpollable)
 
 
@@ -171,23 +171,48 @@ def _await(holds: list[H], done: Callable[[H], bool], deadline: float | None) ->
         pause = min(pause * 2, 1e-2)
 
 
-def _await_in_thread(wait: Callable[[], object], hold: Hold, deadline: float | None) -> None:
-    """Block the host until ``wait``, called in a thread, has returned; raise PendingWorkError at the deadline."""
-    thread = threading.Thread(target=wait, daemon=True)
-    thread.start()
+def _await_in_thread(ledger: Ledger, wait: Callable[[], object], hold: Hold, deadline: float | None) -> None:
+    """Block the host until ``wait``, called in a thread, has returned; raise PendingWorkError at the deadline.
+
+    A hold has one such thread, however many wait for it: ``wait`` is called again only once it has returned.
+    """
+    with ledger.lock:
+        thread = hold.waiter
+        if thread is None or not thread.is_alive():
+            thread = hold.waiter = threading.Thread(target=_without_return_at_exit, args=(wait,), daemon=True)
+            thread.start()
     thread.join(None if deadline is None else max(deadline - time.monotonic(), 0))
     if thread.is_alive():
         raise _pending_error([hold])
 
 
-def _await_unpollable(hold: Any, deadline: float | None) -> None:
+def _without_return_at_exit(wait: Callable[[], object]) -> None:
+    """Call ``wait``. If the interpreter ends meanwhile, the thread never comes back, and the process ends without it.
+
+    Up to version 3.13 Python makes such a thread exit when it asks for the GIL, which unwinds its stack, and C++
+    terminates the process at the first destructor on it. The C library calls what is pushed here before it unwinds.
+    """
+    libc: Any = ctypes.pythonapi  # calls of which keep the GIL, so that no thread can exit in the one that pops
+    push = getattr(libc, "_pthread_cleanup_push", None)
+    if push is None:  # not on Linux
+        wait()
+        return
+    entry = ctypes.create_string_buffer(64)  # twice the size of a _pthread_cleanup_buffer
+    push(entry, libc.pause, None)
+    try:
+        wait()
+    finally:
+        libc._pthread_cleanup_pop(entry, 0)
+
+
+def _await_unpollable(ledger: Ledger, hold: Any, deadline: float | None) -> None:
     # In a thread, because a wait that times out would close the connection (gloo, torch 2.13). The thread only waits;
     # what is released, is released here.
     def wait() -> None:
         with contextlib.suppress(Exception):  # which the wait below raises again
             hold.finish()
 
-    _await_in_thread(wait, hold, deadline)
+    _await_in_thread(ledger, wait, hold, deadline)
     with contextlib.suppress(Exception):  # it is in the quarantine by then
         hold.wait()
 
@@ -204,7 +229,7 @@ def _empty_quarantine(ledger: Ledger, group: object, deadline: float | None) -> 
             if deadline is None:
                 synchronize()
             else:
-                _await_in_thread(synchronize, hold, deadline)
+                _await_in_thread(ledger, synchronize, hold, deadline)
         elif not _is_unpollable(hold):  # the threads of a work that timed out go on
             _await([hold], ledger.is_idle, deadline)
         ledger.release(hold)

@@ -12,6 +12,7 @@ Holds that end in the order in which they were made share a :class:`Queue`.
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 import types
 import warnings
@@ -109,6 +110,7 @@ class Hold:
     in_a_table: bool = False  # it is found by its storage in a table, and taken out of it at release
     # The device is done with it; it is kept while the program might still wait (functional results).
     awaits_others: bool = False
+    waiter: threading.Thread | None = None  # drain()'s, where only a call that blocks tells when it is complete
 
     def on_release(self) -> None:
         """Undo what else than ``storages`` tells of the memory: aliases, or a table. For ``Rules.release()`` alone."""
