@@ -87,7 +87,7 @@ def _replace_in(referrer: object, new: dict[int, types.FunctionType], found: lis
         for holder in _classes_with(referrer):
             for name, value in tuple(vars(holder).items()):
                 if value is referrer and id(referrer.__func__) in new:
-                    type.__setattr__(holder, name, type(referrer)(new[id(referrer.__func__)]))
+                    type.__setattr__(holder, name, _wrapped(referrer, new[id(referrer.__func__)]))
                     found.append(f"{holder.__module__}.{holder.__qualname__}.{name}")
     elif isinstance(referrer, tuple):
         for owner in gc.get_referrers(referrer):
@@ -98,6 +98,16 @@ def _replace_in(referrer: object, new: dict[int, types.FunctionType], found: lis
                 _replace_in_partial(owner, new, found)
     elif not isinstance(referrer, (type, types.FunctionType, types.ModuleType)):
         _replace_in_attributes(referrer, new, found)
+
+
+def _wrapped(before: Any, function: types.FunctionType) -> object:
+    """Return ``function`` as the static or class method that ``before`` is: the very object that it had before."""
+    earlier = vars(before).get("before")
+    if earlier is not None and earlier.__func__ is function:
+        return earlier
+    made = type(before)(function)
+    made.before = before
+    return made
 
 
 def _replace_in_attributes(thing: object, new: dict[int, types.FunctionType], found: list[str]) -> None:
