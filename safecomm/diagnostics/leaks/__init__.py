@@ -10,16 +10,17 @@ from __future__ import annotations
 import gc
 import logging
 import types
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from safecomm import _torch
-from safecomm.diagnostics.leaks.frames import callers, locals_of
-from safecomm.diagnostics.leaks.holders import Holders
+from safecomm.diagnostics.leaks.frames import locals_of, running
+from safecomm.diagnostics.leaks.holders import Held, Holders
 from safecomm.diagnostics.leaks.kept import kept_by
-from safecomm.diagnostics.leaks.made import Made, Place, lines_of, noting
+from safecomm.diagnostics.leaks.made import Made, Stack, lines_of, noting
 from safecomm.diagnostics.record import unwaited_for
 from safecomm.errors import SafecommError
 
@@ -27,7 +28,8 @@ log: logging.Logger = logging.getLogger("safecomm")
 
 __all__ = ["Leak", "watch"]
 
-_WARM_UP = 2  # what only the first steps make, and later ones keep, is a cache
+_AT_ONCE = ("autograd context", "unwaited work")
+"""Kinds of holders that have no business to hold anything, however much."""
 
 
 def __dir__() -> list[str]:
@@ -50,7 +52,7 @@ class Leak:
     """The lines of the program at that moment, innermost first."""
     kind: str
     """What holds them: ``"autograd context"``, ``"retained graph"``, ``"unwaited work"``, ``"closure"``,
-    ``"module attribute"``, ``"list"``, ``"object"``, ``"variable"``, or ``"unknown"``."""
+    ``"module attribute"``, ``"exception"``, ``"list"``, ``"object"``, ``"variable"``, or ``"unknown"``."""
     chain: tuple[str, ...]
     """What refers to what, from the tensor outwards to something that lives on its own."""
 
@@ -60,13 +62,25 @@ class Leak:
         return "\n".join([what, f"  made at {self.created}", *(f"  held by {hop}" for hop in self.chain)])
 
 
+def _variables() -> set[tuple[int, int]]:
+    """Return which objects the local variables of the running functions refer to, by the ids of frame and object."""
+    return {(place, id(value)) for place, frame in running().items() for value in locals_of(frame).values()}
+
+
 class watch:  # noqa: N801
     """Find the tensors that are made inside of it and are still alive at its end without a good reason.
 
     Put it around one training step or several. A step begins at each call of the outermost ``owners`` that are modules;
-    without any, all of it is one step. Parameters, gradients, buffers, what optimizers and gradient scalers keep, and
-    what is in local variables of the functions that are running belong to nobody's step and are no leaks; nor is what
-    only the first two of at least four steps made, which is a cache.
+    without any, all of it is one step.
+
+    Tensors leak if one line made them in two steps or more, they are held in the same way, and more tensors of the line
+    have outlived a whole step than ever before; so does a tensor that a larger one replaced in each of four steps or
+    more. What each step replaces is no leak, nor a ring that has gone round, nor a cache that got nothing in the last
+    two steps. Until then a ring or a cache can't be told from a leak: take two steps more than it has places. After a
+    single step all that outlives it is a leak, except what local variables of running functions have, directly or in
+    an object that is newer than the step. What an autograd context or an unwaited handle keeps always is a leak;
+    parameters, gradients, buffers, what optimizers and gradient scalers keep, and what is in a ``deque`` with a
+    ``maxlen`` never are.
 
     At the end ``leaks`` has a :class:`Leak` for each line and holder, the largest first, with the chain of references
     from the tensor to what keeps it, and each is logged as a warning. An exception that leaves the block is passed on,
@@ -88,7 +102,7 @@ class watch:  # noqa: N801
     Raises
     ------
     TypeError
-        If an owner can't keep anything, as a number or a class.
+        If an owner is nothing that keeps tensors, as a number, a class or a function.
     SafecommError
         If this torch can't be watched.
 
@@ -107,7 +121,7 @@ class watch:  # noqa: N801
                 f"leaks.watch() needs TorchDispatchMode, which torch {torch.__version__} does not have."
             )
         for owner in owners:
-            if isinstance(owner, type) or not hasattr(owner, "__dict__"):
+            if isinstance(owner, (type, types.FunctionType, types.MethodType)) or not hasattr(owner, "__dict__"):
                 kind = "a class" if isinstance(owner, type) else type(owner).__name__
                 raise TypeError(f"leaks.watch(): expected modules, or objects that keep tensors, not {kind}")
         if not isinstance(log_leaks, bool):
@@ -119,14 +133,12 @@ class watch:  # noqa: N801
         self._log_leaks = log_leaks
         self._depth = 0
         self._hooks: list[RemovableHandle] = []
-        self._frames: list[types.FrameType] = []
-        self._before: list[set[tuple[int, int]]] = []
+        self._old: set[tuple[int, int]] = set()
         self._made = Made()
         self._unwaited_before = 0
 
     def __enter__(self) -> watch:
-        self._frames = list(callers())
-        self._before = [self._containers()] * 2
+        self._old = _variables()
         for module in self.owners:
             if isinstance(module, torch.nn.Module):
                 self._hooks.append(module.register_forward_pre_hook(self._enter_module))
@@ -140,15 +152,20 @@ class watch:  # noqa: N801
         self._mode.__exit__(kind, *error)
         for hook in self._hooks:
             hook.remove()
+        collects = gc.isenabled()
+        gc.disable()  # it would run again and again as the search reads the heap
         try:
             if kind is None:
                 gc.collect()
+                self._made.look(self.steps + 1)
                 self.leaks = self._search()
                 self.unwaited = max((_torch.unwaited() or 0) - self._unwaited_before, 0)
         finally:
-            self._frames.clear()
+            if collects:
+                gc.enable()
             self._hooks.clear()
             self._made.known.clear()
+            self._made.lines.clear()
         if self._log_leaks:
             for leak in self.leaks:
                 log.warning("leaks.watch(): %s", leak)
@@ -164,51 +181,44 @@ class watch:  # noqa: N801
         if self._depth == 1:
             self.steps += 1
             self._made.step = self.steps
-            self._before = [self._before[1], self._containers()]
+            self._made.look(self.steps)
+            if self.steps == 1:  # what a variable had before may be gone, and another one be in its place
+                self._old &= _variables()
 
     def _leave_module(self, *_: object) -> None:
         self._depth -= 1
-
-    def _containers(self) -> set[tuple[int, int]]:
-        """Return which objects the local variables of the running functions refer to."""
-        return {(id(frame), id(value)) for frame in self._frames for value in locals_of(frame).values()}
 
     # --- what to look into ----------------------------------------------------------------------------------
 
     def _search(self) -> list[Leak]:
         with torch.no_grad():
-            known = self._made.known
-            alive = {cdata: one for cdata, one in known.items() if not one[0].expired()}
             kept = kept_by(self.owners)
-            survivors = {cdata: one for cdata, one in alive.items() if cdata not in kept}
+            survivors = {cdata: one for cdata, one in self._made.known.items() if cdata not in kept}
             if not survivors:
                 return []
-            # At both moments: what a variable had at one of them may be gone, and another one be in its place.
-            old = self._before[0] & self._before[1]
-            holders = Holders(survivors, self.owners, self._frames, old)
-            found: dict[tuple[tuple[Place, ...], tuple[str, ...], str], list[tuple[int, int]]] = {}
+            by_line: dict[Stack, dict[int, tuple[int, int]]] = {}
             for cdata, (_, nbytes, step, stack) in survivors.items():
-                held = holders.of(cdata)
-                if held is None:
-                    continue
-                kind, chain, shape = held
-                found.setdefault((stack, shape, kind), []).append((nbytes, step))
-                holders.shown.setdefault((stack, shape, kind), chain)
-        leaks = []
-        for (stack, shape, kind), ones in found.items():
-            steps = tuple(sorted({step for _, step in ones}))
-            if self.steps >= 2 * _WARM_UP and steps[-1] <= _WARM_UP and kind not in ("unwaited work",):
-                continue
-            lines = lines_of(stack)
-            leaks.append(
-                Leak(
-                    nbytes=sum(nbytes for nbytes, _ in ones),
-                    count=len(ones),
-                    steps=steps,
-                    created=lines[0] if lines else "an unknown line",
-                    stack=lines,
-                    kind=kind,
-                    chain=holders.shown[stack, shape, kind],
-                )
-            )
+                by_line.setdefault(stack, {})[cdata] = nbytes, step
+            # In a single step the variables of the program may have what they have, but not what was there before it.
+            holders = Holders(survivors, self.owners, self._old if self.steps < 2 else None)
+            ways = {cdata: holders.of(cdata) for cdata in survivors}
+        leaks = (leak for stack, ones in by_line.items() for leak in self._leaks_of(stack, ones, ways))
         return sorted(leaks, key=lambda leak: -leak.nbytes)
+
+    def _leaks_of(self, stack: Stack, ones: dict[int, tuple[int, int]], ways: dict[int, list[Held]]) -> Iterator[Leak]:
+        """Yield what of one line leaks, by who holds it."""
+        steps: dict[Held, set[int]] = {}
+        for cdata, (_, step) in ones.items():
+            for held in ways[cdata]:
+                steps.setdefault(held, set()).add(step)
+        held_by: dict[Held, list[tuple[int, int]]] = {}
+        for cdata, one in ones.items():
+            # Of several holders the one that has tensors of the most steps.
+            if candidates := [held for held in steps if any(map(held.covers, ways[cdata]))]:
+                held_by.setdefault(max(candidates, key=lambda held: len(steps[held])), []).append(one)
+        lines = lines_of(stack)
+        for held, those in held_by.items():
+            made = tuple(sorted({step for _, step in those}))
+            if held.kind in _AT_ONCE or self._made.lines[stack].grew(made, self.steps):
+                nbytes = sum(nbytes for nbytes, _ in those)
+                yield Leak(nbytes, len(those), made, lines[0], lines, held.kind, held.chain)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 import types
-from collections.abc import Iterator
 
 from safecomm.core.refcounts import HELD_ONCE, getrefcount
 
@@ -20,13 +20,10 @@ def is_own(frame: types.FrameType) -> bool:
     return frame.f_code.co_filename.startswith(_HERE)
 
 
-def callers() -> Iterator[types.FrameType]:
-    """Yield the frames of this thread that are not of this package, innermost first."""
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if not is_own(frame):
-            yield frame
-        frame = frame.f_back
+def running() -> dict[int, types.FrameType]:
+    """Return the frames that run, of all threads, by their ids, without those of this package."""
+    frames = (frame for innermost in sys._current_frames().values() for frame, _ in traceback.walk_stack(innermost))
+    return {id(frame): frame for frame in frames if not is_own(frame)}
 
 
 def locals_of(frame: types.FrameType) -> dict[str, object]:

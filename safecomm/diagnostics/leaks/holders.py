@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import itertools
+import re
 import sys
+import threading
 import types
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,14 +19,19 @@ from torch.autograd.function import FunctionCtx
 
 from safecomm import _torch
 from safecomm.core.ledger import LEDGER
-from safecomm.diagnostics.leaks.frames import CO_OPTIMIZED, is_own, locals_of
+from safecomm.diagnostics.leaks.frames import CO_OPTIMIZED, is_own, locals_of, running
 from safecomm.diagnostics.leaks.tensors import cdata_of_tensor
 
 DEPTH = 24
 """References that a chain is followed for."""
 
 MOST = 2000
-"""Survivors that are looked into; others are counted with those that were made by the same line."""
+"""Objects that are looked at, of those who refer to one survivor."""
+
+_CACHED = type(functools.lru_cache(len))
+"""What a function is that ``functools`` gave a cache."""
+
+_FRAMES = {types.GeneratorType: "gi_frame", types.CoroutineType: "cr_frame", types.AsyncGeneratorType: "ag_frame"}
 
 
 class _Memory:
@@ -31,19 +41,27 @@ class _Memory:
         self.cdata = cdata
 
 
+@dataclass(frozen=True)
+class Held:
+    """A way to be held. Two are the same if they differ in numbers and keys at most."""
+
+    kind: str
+    shape: frozenset[str]
+    """What comes in the chain, without numbers and keys: however long a list of linked objects is, it is the same."""
+    chain: tuple[str, ...] = field(compare=False)
+    """What refers to what, in words, from the tensor outwards."""
+
+    def covers(self, other: Held) -> bool:
+        """Return whether ``other`` is held like this, or nearer to the end of the same chain."""
+        return self.kind == other.kind and self.shape >= other.shape
+
+
 class Holders:
     """Who refers to whom, from the survivors outwards."""
 
-    def __init__(
-        self,
-        survivors: Mapping[int, object],
-        owners: tuple[object, ...],
-        frames: list[types.FrameType],
-        old: set[tuple[int, int]],
-    ) -> None:
-        self.shown: dict[object, tuple[str, ...]] = {}
+    def __init__(self, survivors: Iterable[int], owners: tuple[object, ...], old: set[tuple[int, int]] | None) -> None:
+        objects = gc.get_objects()  # before there are any of this search
         self._old = old
-        self._own: set[int] = set()
         self._modules: dict[int, str] = {}
         for name, module in list(sys.modules.items()):
             if isinstance(module, types.ModuleType):
@@ -55,35 +73,47 @@ class Holders:
                     self._names.setdefault(id(part), name)
         self._variables: dict[int, list[tuple[types.FrameType, str]]] = {}
         self._namespaces: dict[int, types.FrameType] = {}  # of modules that are running
-        others = [f for thread, f in sys._current_frames().items() if not is_own(f)]
-        for frame in {id(f): f for f in [*frames, *others]}.values():
-            if not is_own(frame):
-                if not frame.f_code.co_flags & CO_OPTIMIZED:
-                    self._namespaces[id(frame.f_locals)] = frame
-                    continue
-                for name, value in locals_of(frame).items():
-                    self._variables.setdefault(id(value), []).append((frame, name))
         self._referrers: dict[int, list[object]] = {}
-        self._objects: dict[int, object] = {}  # keeps the ids true
-        self._works: dict[int, list[str]] = {}
+        self._array: Any = getattr(sys.modules.get("numpy"), "ndarray", ())  # unknown to the garbage collector
+        self._running = running()
+        for frame in self._running.values():
+            if not frame.f_code.co_flags & CO_OPTIMIZED:
+                self._namespaces[id(frame.f_locals)] = frame
+                continue
+            value: Any
+            for name, value in locals_of(frame).items():
+                self._variables.setdefault(id(value), []).append((frame, name))
+                if type(value) is self._array:
+                    self._refer(value.base, value)
+        self._works: dict[int, str] = {}
         for hold in [*LEDGER.holds(), *LEDGER.quarantine]:
             for storage in hold.storages:
                 if isinstance(storage, torch.UntypedStorage):
                     pending = hold.describe()
-                    what = f"{pending.op} launched at {pending.site}, {pending.state}"
-                    self._works.setdefault(_torch.cdata_of(storage), []).append(what)
-        self._find_tensors_and_graphs(set(survivors))
-        self._follow()
+                    what = f"the unwaited {pending.op} launched at {pending.site}, {pending.state}"
+                    self._works.setdefault(_torch.cdata_of(storage), what)
+        self._read_heap(objects, set(survivors))
 
-    def _find_tensors_and_graphs(self, survivors: set[int]) -> None:
-        tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
-        self._own.add(id(tensors))
+    def _read_heap(self, objects: list[Any], survivors: set[int]) -> None:
+        """Take note of who refers to whom: of what the garbage collector knows, of arrays, and in the graph."""
+        tensors: list[torch.Tensor] = []
+        for holder in objects:
+            kind = type(holder)
+            if holder is self or (kind is types.FrameType and (id(holder) in self._running or is_own(holder))):
+                continue
+            if issubclass(kind, torch.Tensor):
+                tensors.append(holder)
+            elif kind is threading.local:  # of a subclass, to ask may run the program's __init__
+                self._refer(vars(holder), holder)
+            for thing in gc.get_referents(holder):
+                if gc.is_tracked(thing):
+                    self._referrers.setdefault(id(thing), []).append(holder)
+                elif type(thing) is self._array:
+                    self._refer(thing, holder)
         self._start: dict[int, list[object]] = {}  # by storage: the tensors and nodes that have it
         self._saved: dict[tuple[int, int], str] = {}
         nodes: list[torch.autograd.graph.Node] = []
-        self._own.add(id(nodes))
         self._nodes: dict[int, object] = {}
-        self._own.add(id(self._nodes))
         for tensor in tensors:
             cdata = cdata_of_tensor(tensor)
             if cdata in survivors:
@@ -114,110 +144,62 @@ class Holders:
                         self._nodes[id(following)] = following
                         nodes.append(following)
 
-    def _refer(self, thing: object, referrer: object) -> None:
-        self._objects[id(thing)] = thing
-        self._objects[id(referrer)] = referrer
+    def _refer(self, thing: Any, referrer: object) -> None:
         self._referrers.setdefault(id(thing), []).append(referrer)
-
-    def _follow(self) -> None:
-        """Ask the garbage collector who refers to the survivors, to those, and so on."""
-        starts = [thing for things in self._start.values() for thing in things][: MOST * 2]
-        seen = {id(thing) for thing in starts}
-        self._own.update(map(id, (self._objects, self._referrers, self._start, self._variables, starts, seen)))
-        self._own.update(map(id, self._start.values()))
-        self._own.update(map(id, self._referrers.values()))
-        self._own.update(map(id, self._variables.values()))
-        for places in self._variables.values():
-            self._own.update(map(id, places))
-        frontier = starts
-        for _ in range(DEPTH):
-            following: list[object] = []
-            self._own.update((id(frontier), id(following)))
-            wanted = {id(thing): thing for thing in frontier}
-            self._own.add(id(wanted))
-            for thing in frontier:  # the edges that the garbage collector does not know
-                for referrer in self._referrers.get(id(thing), ()):
-                    if id(referrer) not in seen and not self._ends(referrer):
-                        seen.add(id(referrer))
-                        following.append(referrer)
-            found = gc.get_referrers(*frontier) if frontier else []
-            self._own.add(id(found))
-            for referrer in found:
-                if id(referrer) in self._own or isinstance(referrer, (types.FrameType, Holders)):
-                    continue
-                if referrer is self.__dict__:
-                    continue
-                for thing in gc.get_referents(referrer):
-                    if id(thing) in wanted and thing is not referrer:
-                        mine = self._referrers.get(id(thing))
-                        if mine is None:
-                            mine = self._referrers[id(thing)] = []
-                            self._own.add(id(mine))
-                        self._objects[id(referrer)] = referrer
-                        self._objects[id(thing)] = thing
-                        if not any(known is referrer for known in mine):
-                            mine.append(referrer)
-                if id(referrer) not in seen and not self._ends(referrer):
-                    seen.add(id(referrer))
-                    following.append(referrer)
-            frontier = following
-            if not frontier or len(seen) > 50 * MOST:
-                break
+        if type(thing) is self._array:
+            self._refer(thing.base, thing)
 
     def _ends(self, thing: object) -> bool:
         """Return whether ``thing`` lives on its own, so that a chain may end there."""
         return isinstance(thing, (torch.nn.Module, type, types.ModuleType)) or id(thing) in self._modules
 
-    def of(self, cdata: int) -> tuple[str, tuple[str, ...], tuple[str, ...]] | None:
-        """Return the kind of holder of a storage, the chain, and its shape without numbers; None if it may live."""
+    def of(self, cdata: int) -> list[Held]:
+        """Return in which ways a storage is held, the shortest first; none if all who hold it may."""
         if cdata in self._works:
-            chain = tuple(f"the unwaited {work}" for work in self._works[cdata][:1])
-            return "unwaited work", chain, chain
+            return [_held("unwaited work", [self._works[cdata]])]
         start = _Memory(cdata)
         queue: deque[list[object]] = deque([[start]])
         seen = {id(start)}
         expected = False
+        found: dict[Held, None] = {}
         longest: list[object] = [start]
-        while queue:
+        while queue and len(seen) < MOST:
             path = queue.popleft()
             thing = path[-1]
+            if isinstance(thing, deque) and thing.maxlen is not None:
+                expected = True  # the program has bounded it
+                continue
             if len(path) > 1 and self._ends(thing):
-                running = self._namespaces.get(id(thing))
-                if running is not None and self._expected(path[:-1], running):
+                frame = self._namespaces.get(id(thing))
+                if frame is not None and self._expected(path[:-1], frame):
                     expected = True
-                    continue
-                return self._told(path, None)
+                else:
+                    found.setdefault(self._told(path, None))
+                continue
             for frame, name in self._variables.get(id(thing), ()):
                 if self._expected(path, frame):
                     expected = True
                 else:
-                    return self._told(path, f"local variable {name!r} of {_where(frame)}")
+                    found.setdefault(self._told(path, f"local variable {name!r} of {_where(frame)}"))
             if len(path) > DEPTH:
                 continue
-            if any(isinstance(t, FunctionCtx) for t in path) > any(isinstance(t, FunctionCtx) for t in longest) or (
-                len(path) > len(longest) and not any(isinstance(t, FunctionCtx) for t in longest)
-            ):
-                longest = path
+            longest = max(longest, path, key=lambda path: (any(isinstance(t, FunctionCtx) for t in path), len(path)))
             for referrer in self._start.get(cdata, ()) if thing is start else self._referrers.get(id(thing), ()):
                 if id(referrer) not in seen:
                     seen.add(id(referrer))
                     queue.append([*path, referrer])
-        if expected:
-            return None
-        return self._told(longest, None)
+        return list(found) or ([] if expected else [self._told(longest, None)])
 
     def _expected(self, path: list[object], frame: types.FrameType) -> bool:
-        """Return whether a local variable may keep the memory at the start of ``path``."""
-        if any(id(thing) in self._nodes or isinstance(thing, FunctionCtx) for thing in path):
+        """Return whether a local variable may keep the memory at the start of ``path``, whether or not that grows."""
+        if self._old is None or any(id(thing) in self._nodes or isinstance(thing, FunctionCtx) for thing in path):
             return False  # the variable is of the result, not of what the graph has saved for it
-        if isinstance(path[-1], torch.Tensor):
-            return True
-        # A container that was there when the step before the last one began collects.
-        return (id(frame), id(path[-1])) not in self._old
+        # What was there before the only step collects.
+        return isinstance(path[-1], torch.Tensor) or (id(frame), id(path[-1])) not in self._old
 
     # --- words ------------------------------------------------------------------------------------------------
 
-    def _told(self, path: list[object], end: str | None) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
+    def _told(self, path: list[object], end: str | None) -> Held:
         hops: list[str] = []
         kinds: list[str] = []
         place = 1
@@ -226,8 +208,9 @@ class Holders:
             if isinstance(thing, _Memory) and isinstance(referrer, torch.Tensor):
                 place += 1
                 continue  # the tensor itself
-            if type(referrer) is dict and place + 1 < len(path) and _dictionary(path[place + 1]) is referrer:
-                kind, hop = self._attribute(path[place + 1], _key(referrer, thing))
+            owner = path[place + 1] if place + 1 < len(path) else None
+            if type(referrer) is dict and (isinstance(owner, type) or _dictionary(owner) is referrer):
+                kind, hop = self._attribute(owner, _key(referrer, thing))
                 place += 1
             elif isinstance(referrer, types.CellType) and (function := _closed_over_by(path[place + 1 : place + 3])):
                 names = dict(zip(map(id, function.__closure__ or ()), function.__code__.co_freevars, strict=True))
@@ -244,14 +227,13 @@ class Holders:
         if end is not None:
             hops.append(end)
         if not hops:
-            hops.append("something outside of Python: no Python object refers to it")
+            hops.append("nothing that the garbage collector knows: something in C++, or an object that it can't follow")
         elif end is None and not self._ends(path[-1]):
             hops.append("nothing else that Python knows of: a reference cycle through the graph, or something in C++")
-        shape = tuple("".join("#" if c.isdigit() else c for c in hop) for hop in hops)
-        return self._kind(kinds, end), tuple(hops), shape
+        return _held(self._kind(kinds, end), hops)
 
     def _kind(self, kinds: list[str], end: str | None) -> str:
-        for kind in ("autograd context", "retained graph", "closure", "module attribute"):
+        for kind in ("autograd context", "exception", "retained graph", "closure", "module attribute"):
             if kind in kinds:
                 return kind
         if "graph" in kinds:
@@ -268,6 +250,8 @@ class Holders:
             path = self._names.get(id(owner))
             which = type(owner).__name__ if path is None else f"{path or 'the model'} ({type(owner).__name__})"
             return "module attribute", f"attribute {name!r} of module {which}"
+        if isinstance(owner, type):
+            return "object", f"attribute {name!r} of class {owner.__qualname__}"
         if isinstance(owner, types.FunctionType):
             return "object", f"attribute {name!r} of function {_function(owner)}"
         return "object", f"attribute {name!r} of a {type(owner).__name__}"
@@ -286,7 +270,12 @@ class Holders:
             place = next((i for i, one in enumerate(referrer) if one is thing), None)
             return "list", f"item {place} of a {type(referrer).__name__} of {len(referrer)}"
         if isinstance(referrer, dict):
-            return "list", f"key {_key(referrer, thing)!r} of a {type(referrer).__name__}"
+            key = _key(referrer, thing)
+            if key is None and None not in referrer:
+                return "list", f"a key of a {type(referrer).__name__} of {len(referrer)}"
+            # The repr of an object may be long, or take long.
+            which = repr(key) if isinstance(key, (str, int, float, type(None))) else f"of type {type(key).__name__}"
+            return "list", f"key {which} of a {type(referrer).__name__}"
         if isinstance(referrer, (set, frozenset)):
             return "list", f"a set of {len(referrer)}"
         if isinstance(referrer, types.CellType):
@@ -295,6 +284,17 @@ class Holders:
             return "closure", f"an argument default of function {_function(referrer)}"
         if isinstance(referrer, torch.Tensor):
             return "object", f"the gradient or an attribute of a tensor of shape {tuple(referrer.shape)}"
+        if isinstance(referrer, types.TracebackType):
+            return "exception", "a traceback"
+        if isinstance(referrer, _CACHED):
+            return "object", f"the cache of function {referrer.__module__}.{referrer.__qualname__}"
+        frame = getattr(referrer, _FRAMES[type(referrer)]) if type(referrer) in _FRAMES else referrer
+        if isinstance(frame, types.FrameType):
+            variable = _key(locals_of(frame), thing)
+            return (
+                "variable",
+                f"{'the frame' if variable is None else f'local variable {variable!r}'} of {_where(frame)}",
+            )
         for name in _slots(referrer):
             if getattr(referrer, name, None) is thing:
                 return self._attribute(referrer, name)
@@ -309,7 +309,14 @@ def _closed_over_by(path: list[object]) -> types.FunctionType | None:
     return next((thing for thing in path if isinstance(thing, types.FunctionType)), None)
 
 
+def _held(kind: str, hops: list[str]) -> Held:
+    shape = frozenset(re.sub(r"(?s)^key .* of a |\d+", "#", hop) for hop in hops)
+    return Held(kind, shape, tuple(hop for hop, _ in itertools.groupby(hops)))
+
+
 def _dictionary(thing: object) -> dict[str, object] | None:
+    if type(thing) is threading.local:
+        return vars(thing)
     try:
         found = object.__getattribute__(thing, "__dict__")
     except AttributeError:
