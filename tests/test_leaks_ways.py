@@ -500,6 +500,16 @@ def test_deep_copies_of_the_state(steps):
     assert counted(Run(steps).run(best)) == []
 
 
+@pytest.mark.parametrize("steps", [2, 3])
+def test_what_something_nearer_has_too_counts_with_the_others(steps):
+    def way(run, step):
+        run.newest = run.tensor(step)
+        run.oldest = getattr(run, "oldest", run.newest)
+        run.all_of("nested", lambda: [[]])[0].append(run.newest)
+
+    assert counted(Run(steps).run(way)) == [(steps, 128 * steps, 1, steps)]
+
+
 def test_thousands_are_counted_and_named():
     def way(run, step):
         for _ in range(1500):

@@ -9,7 +9,7 @@ import re
 import sys
 import threading
 import types
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +27,9 @@ DEPTH = 24
 
 MOST = 2000
 """Objects that are looked at, of those who refer to one survivor."""
+
+MEETING = 8
+"""Ways that are followed on from an object in which they meet."""
 
 _CACHED = type(functools.lru_cache(len))
 """What a function is that ``functools`` gave a cache."""
@@ -159,7 +162,7 @@ class Holders:
             return [_held("unwaited work", [self._works[cdata]])]
         start = _Memory(cdata)
         queue: deque[list[object]] = deque([[start]])
-        seen = {id(start)}
+        seen: Counter[int] = Counter()
         expected = False
         found: dict[Held, None] = {}
         longest: list[object] = [start]
@@ -185,8 +188,9 @@ class Holders:
                 continue
             longest = max(longest, path, key=lambda path: (any(isinstance(t, FunctionCtx) for t in path), len(path)))
             for referrer in self._start.get(cdata, ()) if thing is start else self._referrers.get(id(thing), ()):
-                if id(referrer) not in seen:
-                    seen.add(id(referrer))
+                # Ways that meet in an object, such as two attributes of it, are two all the same.
+                if seen[id(referrer)] < MEETING and all(referrer is not thing for thing in path):
+                    seen[id(referrer)] += 1
                     queue.append([*path, referrer])
         return list(found) or ([] if expected else [self._told(longest, None)])
 
