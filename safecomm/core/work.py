@@ -105,7 +105,8 @@ class Work(WorkHold, _Base):
             else:
                 done = self.inner.wait() if timeout is None else self.inner.wait(timeout)
         except Exception as error:
-            queue.ledger.fail(self, error)
+            if _is_time(timeout):  # else torch has refused the argument, and the work goes on
+                queue.ledger.fail(self, error)
             raise
         if done and self.storages:
             # The ordinary program: the oldest work of its queue, waited for on the stream that its memory was
@@ -252,6 +253,11 @@ class Work(WorkHold, _Base):
         return f"<safecomm.Work {self.op} from {self.site}: {self.nbytes} bytes held, {state}>"
 
 
+def _is_time(timeout: object) -> bool:
+    """Return whether c10d's ``wait`` takes ``timeout``: a float is seconds."""
+    return timeout is None or isinstance(timeout, (timedelta, float))
+
+
 class StagedWork(Work):
     """A :class:`Work` of which c10d stages memory on the stream of the launch, and gives it back at the first wait."""
 
@@ -298,8 +304,11 @@ class OnceWork(Work):
             return
         # What is done in C leaves its outcome behind before a signal handler can raise. Else the lock would stay
         # locked, or the backend would be waited for again.
+        if not _is_time(timeout):
+            self.inner.wait(timeout)  # type: ignore[arg-type]  # raises what torch raises, before it waits
+        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         waits = itertools.starmap(self.inner.wait, [(timeout,) if timeout else ()])  # 0 is no limit, as C++ has it
-        locks = map(self._wait_lock.acquire, [True], [timeout.total_seconds() if timeout else -1])
+        locks = map(self._wait_lock.acquire, [True], [seconds or -1])
         locked: list[bool] = []
         try:
             locked.extend(locks)
