@@ -34,6 +34,7 @@ memory is. ``help(safecomm.all_reduce)`` ends with what safecomm does beside tor
 #     _torch, _submodules    private names of torch and of the driver; torch.distributed's submodules under our name
 #     versions               the versions of torch, and what was tested on them
 #     replacing              the switch that forbids what replaces anything of torch's
+#     arguments              what arguments have to be, and how others are refused
 #     errors, block          few, flat; blocks of a with statement that no exception leaves open
 #     _version               the version
 

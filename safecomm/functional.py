@@ -23,12 +23,13 @@ the group, and dimensions that are none, raise ValueError or IndexError before a
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, overload
 
 import torch
 import torch.distributed as dist
 
+from safecomm import arguments
 from safecomm.arena.staging import buffer, contiguous
 from safecomm.collectives import gates as _gates
 from safecomm.collectives.table import ROWS
@@ -47,6 +48,16 @@ _LINEAR = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
 # The name that torch 2.13 knows them by, and does not warn of.
 _gather_into = getattr(_gates, ROWS["all_gather_single"].name)
 _scatter_into = getattr(_gates, ROWS["reduce_scatter_single"].name)
+
+_OP = arguments.is_a("a torch.distributed.ReduceOp", dist.ReduceOp, dist.ReduceOp.RedOpType)
+_ROWS = arguments.Rule(
+    "a list of numbers of rows, 0 or more",
+    lambda splits: (
+        isinstance(splits, Collection)
+        and not isinstance(splits, (str, bytes))
+        and all(arguments.WHOLE.fits(n) and n >= 0 for n in splits)
+    ),
+)
 
 _Finish = Callable[[], None]
 _Launched = tuple[torch.Tensor, Work | None, _Finish | None]
@@ -325,19 +336,27 @@ def _run(function: type[_Function], async_op: bool, *arguments: Any) -> torch.Te
     return AsyncResult(output, *running)
 
 
-def _check_op(op: _Op, tensor: torch.Tensor, name: str) -> None:
+def _check(name: str, tensor: torch.Tensor, group: _Group, async_op: bool = False, op: _Op = dist.ReduceOp.SUM) -> str:
+    """Refuse arguments that no collective of this module takes; return what messages call it."""
+    call = f"functional.{name}"
+    arguments.check(call, arguments.TENSOR, tensor=tensor)
+    arguments.check(call, arguments.GROUP, group=group)
+    arguments.check(call, arguments.FLAG, async_op=async_op)
+    arguments.check(call, _OP, op=op)
     if op not in _LINEAR and tensor.requires_grad and torch.is_grad_enabled():
-        raise ValueError(f"functional.{name}(op={op}): only sums and averages have a gradient; detach() the tensor")
+        raise ValueError(f"{call}(op={op}): only sums and averages have a gradient; detach() the tensor")
+    return call
 
 
-def _dim_of(tensor: torch.Tensor, dim: int, name: str, *, parts: int = 1) -> int:
-    """Return ``dim`` counted from the front, and check that it can be cut into ``parts``."""
+def _dim_of(name: str, tensor: torch.Tensor, group: _Group, dim: int, *check: Any, cut: bool = False) -> int:
+    """As :func:`_check`; return ``dim`` counted from the front, which with ``cut`` each rank gets a part of."""
+    call = _check(name, tensor, group, *check)
+    arguments.check(call, arguments.WHOLE, dim=dim)
+    parts = dist.get_world_size(group) if cut else 1
     if not -tensor.dim() <= dim < tensor.dim():
-        raise IndexError(f"functional.{name}(dim={dim}): the tensor has {tensor.dim()} dimensions")
+        raise IndexError(f"{call}(dim={arguments.shown(dim)}): the tensor has {tensor.dim()} dimensions")
     if tensor.shape[dim] % parts:
-        raise ValueError(
-            f"functional.{name}(dim={dim}): the size {tensor.shape[dim]} can't be divided by the {parts} ranks"
-        )
+        raise ValueError(f"{call}(dim={dim}): the size {tensor.shape[dim]} can't be divided by the {parts} ranks")
     return dim % tensor.dim()
 
 
@@ -375,7 +394,7 @@ def all_reduce(
     --------
     >>> total = functional.all_reduce(tensor)
     """
-    _check_op(op, tensor, "all_reduce")
+    _check("all_reduce", tensor, group, async_op, op)
     return _run(_AllReduce, async_op, tensor, group, op)
 
 
@@ -396,7 +415,7 @@ def all_gather(
     --------
     >>> whole = functional.all_gather(part, dim=-1)
     """
-    return _run(_AllGather, async_op, tensor, group, _dim_of(tensor, dim, "all_gather"))
+    return _run(_AllGather, async_op, tensor, group, _dim_of("all_gather", tensor, group, dim, async_op))
 
 
 @overload
@@ -434,8 +453,7 @@ def reduce_scatter(
     --------
     >>> part = functional.reduce_scatter(whole, dim=-1)
     """
-    _check_op(op, tensor, "reduce_scatter")
-    dim = _dim_of(tensor, dim, "reduce_scatter", parts=dist.get_world_size(group))
+    dim = _dim_of("reduce_scatter", tensor, group, dim, async_op, op, cut=True)
     return _run(_ReduceScatter, async_op, tensor, group, dim, op)
 
 
@@ -466,9 +484,11 @@ def all_to_all(
     --------
     >>> tokens = functional.all_to_all(tokens, output_splits=received, input_splits=sent)
     """
-    _dim_of(tensor, 0, "all_to_all", parts=1 if input_splits is not None else dist.get_world_size(group))
+    _dim_of("all_to_all", tensor, group, 0, async_op, cut=input_splits is None)
     if (output_splits is None) != (input_splits is None):
         raise ValueError("functional.all_to_all(): give both output_splits and input_splits, or neither")
+    if output_splits is not None:
+        arguments.check("functional.all_to_all", _ROWS, output_splits=output_splits, input_splits=input_splits)
     splits = [None if one is None else list(one) for one in (output_splits, input_splits)]
     return _run(_AllToAll, async_op, tensor, group, *splits)
 
@@ -485,6 +505,7 @@ def copy_to_tensor_parallel_region(tensor: torch.Tensor, group: dist.ProcessGrou
     --------
     >>> h = functional.copy_to_tensor_parallel_region(x, group)
     """
+    _check("copy_to_tensor_parallel_region", tensor, group)
     return _CopyTo.apply(tensor, group)
 
 
@@ -505,6 +526,7 @@ def reduce_from_tensor_parallel_region(
     --------
     >>> y = functional.reduce_from_tensor_parallel_region(h @ w, group)
     """
+    _check("reduce_from_tensor_parallel_region", tensor, group, async_op)
     return _run(_ReduceFrom, async_op, tensor, group)
 
 
@@ -525,7 +547,8 @@ def gather_from_tensor_parallel_region(
     --------
     >>> logits = functional.gather_from_tensor_parallel_region(part, group)
     """
-    return _run(_GatherFrom, async_op, tensor, group, _dim_of(tensor, dim, "gather_from_tensor_parallel_region"))
+    dim = _dim_of("gather_from_tensor_parallel_region", tensor, group, dim, async_op)
+    return _run(_GatherFrom, async_op, tensor, group, dim)
 
 
 def scatter_to_tensor_parallel_region(
@@ -537,7 +560,7 @@ def scatter_to_tensor_parallel_region(
     --------
     >>> part = functional.scatter_to_tensor_parallel_region(x, group)
     """
-    dim = _dim_of(tensor, dim, "scatter_to_tensor_parallel_region", parts=dist.get_world_size(group))
+    dim = _dim_of("scatter_to_tensor_parallel_region", tensor, group, dim, cut=True)
     return _ScatterTo.apply(tensor, group, dim)
 
 
@@ -560,7 +583,8 @@ def gather_from_sequence_parallel_region(
     --------
     >>> h = functional.gather_from_sequence_parallel_region(x, group)
     """
-    return _run(_AllGather, async_op, tensor, group, _dim_of(tensor, dim, "gather_from_sequence_parallel_region"))
+    dim = _dim_of("gather_from_sequence_parallel_region", tensor, group, dim, async_op)
+    return _run(_AllGather, async_op, tensor, group, dim)
 
 
 @overload
@@ -582,6 +606,5 @@ def reduce_scatter_to_sequence_parallel_region(
     --------
     >>> y = functional.reduce_scatter_to_sequence_parallel_region(h @ w, group)
     """
-    parts = dist.get_world_size(group)
-    dim = _dim_of(tensor, dim, "reduce_scatter_to_sequence_parallel_region", parts=parts)
+    dim = _dim_of("reduce_scatter_to_sequence_parallel_region", tensor, group, dim, async_op, cut=True)
     return _run(_ReduceScatter, async_op, tensor, group, dim, dist.ReduceOp.SUM)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed
 
-from safecomm import replacing
+from safecomm import arguments, replacing
 from safecomm.core import captures
 from safecomm.core.captures import CapturedGraph
 from safecomm.core.drain import await_before_capture
@@ -62,8 +62,16 @@ class graph:  # noqa: N801
         groups: Iterable[torch.distributed.ProcessGroup] = (),
         **newer: Any,
     ) -> None:
+        arguments.check("graph", arguments.is_a("a torch.cuda.CUDAGraph", torch.cuda.CUDAGraph), cuda_graph=cuda_graph)
+        arguments.check("graph", arguments.is_a("a torch.cuda.Stream", torch.cuda.Stream, type(None)), stream=stream)
+        arguments.check("graph", arguments.is_a("what pool() of a graph returns", tuple, type(None)), pool=pool)
+        modes = arguments.one_of(("global", "thread_local", "relaxed"))
+        arguments.check("graph", modes, capture_error_mode=capture_error_mode)
+        arguments.check("graph", arguments.is_a("process groups", Iterable), groups=groups)
         self._cuda_graph = cuda_graph
         self._groups = tuple(groups)
+        for one in self._groups:
+            arguments.check("graph", arguments.MEMBER, groups=one)
         self._capture = torch.cuda.graph(
             cuda_graph, pool=pool, stream=stream, capture_error_mode=capture_error_mode, **newer
         )
@@ -98,7 +106,7 @@ class graph:  # noqa: N801
                     raise
 
 
-def settle_before_capture(timeout: timedelta | None = None) -> None:
+def settle_before_capture(timeout: timedelta | float | None = None) -> None:
     """Block the host until all eager works are over, so that a capture may wait for them too.
 
     Inside a CUDA graph capture, ``wait()`` for a work that was launched before it is refused. After this it does
@@ -107,7 +115,7 @@ def settle_before_capture(timeout: timedelta | None = None) -> None:
     Raises
     ------
     PendingWorkError
-        If works are not over after ``timeout``.
+        If works are not over after ``timeout``, in seconds or as a timedelta.
     CaptureBoundaryError
         Inside a capture.
 
@@ -116,4 +124,4 @@ def settle_before_capture(timeout: timedelta | None = None) -> None:
     >>> work = dist.all_reduce(tensor, async_op=True)
     >>> settle_before_capture()
     """
-    await_before_capture(LEDGER, timeout)
+    await_before_capture(LEDGER, arguments.seconds("settle_before_capture", timeout=timeout))

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from safecomm import _torch, replacing, stream_methods
+from safecomm import _torch, arguments, replacing, stream_methods
 from safecomm.arena.arena import OPEN
 from safecomm.block import Block
 from safecomm.core import captures
@@ -104,10 +104,9 @@ class avoid_record_streams(Block):  # noqa: N801
     def __init__(
         self, mode: str = "convert", *, release: str = "auto", this_thread: bool = False, strict: bool = False
     ) -> None:
-        if mode not in MODES:
-            raise ValueError(f"avoid_record_streams(mode={mode!r}): expected one of {', '.join(MODES)}")
-        if release not in RELEASES:
-            raise ValueError(f"avoid_record_streams(release={release!r}): expected one of {', '.join(RELEASES)}")
+        arguments.check("avoid_record_streams", arguments.one_of(MODES), mode=mode)
+        arguments.check("avoid_record_streams", arguments.one_of(RELEASES), release=release)
+        arguments.check("avoid_record_streams", arguments.FLAG, this_thread=this_thread, strict=strict)
         self.mode = mode
         self.release = release
         self.this_thread = this_thread

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.multiprocessing
 from ranks import on, until
+from torch.distributed import ProcessGroup
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import safecomm
@@ -551,8 +552,8 @@ def test_a_check_names_the_first_request_that_differs_between_ranks():
         ({"buckets": {"a": 1 << 20, "b": 1}}, ValueError, "must fit"),
         ({"buckets": {"": 1}}, ValueError, "need names"),
         ({"buckets": {"a": 0}}, ValueError, "bucket 'a'=0"),
-        ({"register": object()}, ValueError, 'Arena(register=...): expected full="raise"'),
-        ({"register": object(), "full": "raise"}, ArenaError, "the group has no backend on cpu"),
+        ({"register": ProcessGroup(0, 1)}, ValueError, 'Arena(register=...): expected full="raise"'),
+        ({"register": ProcessGroup(0, 1), "full": "raise"}, ArenaError, "the group has no backend on cpu"),
     ],
 )
 def test_an_arena_that_can_not_be_is_refused(arguments, error, message):

@@ -19,9 +19,10 @@ import torch
 import torch.distributed
 from torch.distributed import ProcessGroup
 
-from safecomm import _torch
-from safecomm.arena.arguments import bytes_of, device_of, shape_of
+from safecomm import _torch, arguments
+from safecomm.arena.arguments import bytes_of, device_of, options_of, shape_of
 from safecomm.arena.layout import Layout
+from safecomm.arena.plan import Plan
 from safecomm.arena.size_class import SizeClass, Slot, idle, rounded
 from safecomm.arena.stats import ArenaStats, bucket_stats, lines_of
 from safecomm.arena.stats import BucketStats as BucketStats
@@ -33,12 +34,9 @@ from safecomm.core.streams import HOST, Streams
 from safecomm.errors import ArenaError, ArenaFullError
 
 if TYPE_CHECKING:
-    from safecomm.arena.plan import Plan
     from safecomm.arena.registration import Registration
 
 log: logging.Logger = logging.getLogger("safecomm")
-
-POLICIES = ("fallback", "raise")
 
 LIMIT = 1 << 13
 """How many requests that say different things are known to an arena by their size class."""
@@ -145,17 +143,10 @@ class Arena:
         symmetric: bool = False,
     ) -> None:
         self._device, self.index = device_of(device)
-        self.symmetric = symmetric and register is not None
         capacity = rounded(bytes_of(nbytes, "Arena: nbytes"))
-        if full not in POLICIES:
-            raise ValueError(f"Arena(full={full!r}): expected one of {', '.join(POLICIES)}")
-        if register is not None and full != "raise":
-            raise ValueError(
-                'Arena(register=...): expected full="raise", because the ranks of a registered group must not mix '
-                "registered memory with ordinary memory"
-            )
-        sizes = {name: bytes_of(size, f"Arena: bucket {name!r}") for name, size in (buckets or {}).items()}
-        if "" in sizes or sum(map(rounded, sizes.values())) > capacity:
+        sizes = options_of(full, buckets, check, register, symmetric)
+        self.symmetric = symmetric and register is not None
+        if not all(isinstance(name, str) and name for name in sizes) or sum(map(rounded, sizes.values())) > capacity:
             raise ValueError(f"Arena: the buckets {sizes} need names, and must fit into {capacity} bytes")
         if not _torch.MAKES_STORAGES:
             raise ArenaError(f"Arena: torch {torch.__version__} can't make slots, which are storages over given memory")
@@ -198,6 +189,7 @@ class Arena:
         ValueError
             For a plan without requests. Also as the class does.
         """
+        arguments.check("Arena.from_plan", arguments.is_a("a Plan", Plan), plan=plan)
         if not plan.requests:
             raise ValueError("Arena.from_plan(): nothing was asked for while the plan was recorded")
         arena = cls(plan.nbytes, device, full=full, buckets=plan.buckets, check=check, register=register)
@@ -304,8 +296,7 @@ class Arena:
     def _empty(self, size: Any, dtype: torch.dtype, stream: int, bucket: str, last: bool = False) -> torch.Tensor:
         self._refuse_ended("Arena.empty()")
         shape = shape_of(size, dtype, "Arena.empty()")
-        if bucket not in self._layout.buckets:
-            raise ValueError(f"Arena.empty(bucket={bucket!r}): expected one of {sorted(self._layout.buckets)}")
+        arguments.check("Arena.empty", arguments.one_of(self._layout.buckets), bucket=bucket)
         with self._layout.lock:
             self._refuse_ended("Arena.empty()")  # another thread may have closed the arena meanwhile
             tensor = self._take(size, shape, dtype, stream, bucket)
@@ -510,6 +501,7 @@ class Arena:
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Return whether the memory of ``tensor`` is the arena's."""
+        arguments.check("Arena", arguments.TENSOR, tensor=tensor)
         return self._base <= tensor.untyped_storage().data_ptr() < self._base + self._layout.nbytes
 
     def offset(self, tensor: torch.Tensor) -> int:

@@ -13,7 +13,7 @@ from typing import SupportsIndex
 
 import torch
 
-from safecomm import _torch
+from safecomm import _torch, arguments
 from safecomm.arena.arguments import device_of, shape_of
 from safecomm.arena.layout import Layout
 from safecomm.arena.size_class import rounded
@@ -54,6 +54,11 @@ class Plan:
 
     requests: list[Request] = field(default_factory=list)
     """The requests."""
+
+    def __post_init__(self) -> None:
+        arguments.check("Plan", arguments.is_a("a list of requests", list), requests=self.requests)
+        for request in self.requests:
+            arguments.check("Plan", arguments.is_a("requests of a recording", Request), requests=request)
 
     @property
     def buckets(self) -> dict[str, int]:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
+from safecomm import arguments
 from safecomm.arena.arena import OPEN, Arena
 from safecomm.arena.arguments import bytes_of, device_of
 from safecomm.arena.plan import Plan, Recorder
@@ -85,7 +86,7 @@ class use_arena(Block):  # noqa: N801
     arena
         The arena, or the size of a new one, which is closed when the last block with it ends.
     device, full, buckets, check, register
-        For a new arena, as for :class:`Arena`.
+        For a new arena, as for :class:`Arena`, and for no other.
 
     Raises
     ------
@@ -111,6 +112,8 @@ class use_arena(Block):  # noqa: N801
         register: ProcessGroup | None = None,
     ) -> None:
         self._made = not isinstance(arena, (Arena, Recorder))
+        if not self._made and (full != "fallback" or any(x is not None for x in (device, buckets, check, register))):
+            raise ValueError(f"use_arena({arena!r}): expected nothing else, which is for an arena that it makes")
         self.arena: Any = (
             Arena(arena, device, full=full, buckets=buckets, check=check, register=register)  # type: ignore[arg-type]
             if self._made
@@ -241,6 +244,8 @@ def empty(
     >>> empty(2, 3).shape
     torch.Size([2, 3])
     """
+    if type(bucket) is not str:
+        arguments.check("empty", arguments.TEXT, bucket=bucket)
     if device is None:
         if _innermost:
             return _innermost[0].empty(*size, dtype=dtype, bucket=bucket)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed.distributed_c10d as c10d
 
-from safecomm import _torch
+from safecomm import _torch, arguments
 from safecomm.arena.staging import buffer
 from safecomm.block import Block
 from safecomm.collectives import gates
@@ -309,8 +309,10 @@ def bucketed(
         size = _tuned(os.fspath(bucket_mb))
     else:
         size = BUCKET_MB if bucket_mb is None else bucket_mb
+        arguments.check("bucketed", arguments.is_a("MiB, or a path", int, float), bucket_mb=size)
+    arguments.check("bucketed", arguments.GROUP, group=group)
     if not 0 < size < LARGEST_MB:
-        raise ValueError(f"bucketed(): a bucket of {size} MiB; it has to be larger than 0, and finite")
+        raise ValueError(f"bucketed(): a bucket of {arguments.shown(size)} MiB; it has to be larger than 0, and finite")
     return _Bucketed(group, int(size * 2**20))
 
 

@@ -119,9 +119,11 @@ class _Manager(Block):
             cm = manager.__enter__()
             self._open = cm, region, manager, frame, beside
             REGIONS[group] = table[group] = region
-        except BaseException:
+        except BaseException as error:
             if not was_open:  # c10d would go on collecting the group's calls without running them
                 _forget(group)
+            if isinstance(error, TypeError):  # of C++, which has begun nothing on a device that is none
+                self._closed()
             beside.__exit__(None, None, None)
             raise
         return cm

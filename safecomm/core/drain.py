@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from torch.distributed import ProcessGroup
 
+from safecomm import arguments
 from safecomm.core.holds import Hold, Pending, Queue, keys_of
 from safecomm.core.ledger import LEDGER, Ledger, WorkHold
 from safecomm.core.streams import HOST
@@ -41,7 +42,7 @@ def pending() -> list[Pending]:
     return LEDGER.pending()
 
 
-def drain(*, wait: bool = False, timeout: timedelta | None = None, group: ProcessGroup | None = None) -> int:
+def drain(*, wait: bool = False, timeout: timedelta | float | None = None, group: ProcessGroup | None = None) -> int:
     """Give back the memory of all works that are complete; with ``wait``, of all works, once they are complete.
 
     Every call of a collective does the first by itself, for the oldest works of each group; this is for the end of a
@@ -55,7 +56,7 @@ def drain(*, wait: bool = False, timeout: timedelta | None = None, group: Proces
         Block the host until all works are complete. What failed works hold is given back too, after the device has
         become idle. Without it, the host never blocks.
     timeout
-        Of ``wait``. None: there is no limit.
+        Of ``wait``, in seconds or as a timedelta. None: there is no limit.
     group
         Wait for the works of this group, and count its bytes. None: of all groups.
 
@@ -71,7 +72,9 @@ def drain(*, wait: bool = False, timeout: timedelta | None = None, group: Proces
     >>> drain()
     0
     """
-    return drain_ledger(LEDGER, wait=wait, timeout=timeout, group=group)
+    arguments.check("drain", arguments.FLAG, wait=wait)
+    arguments.check("drain", arguments.GROUP, group=group)
+    return drain_ledger(LEDGER, wait=wait, timeout=arguments.seconds("drain", timeout=timeout), group=group)
 
 
 def drain_ledger(

@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 import torch.distributed
 
-from safecomm import _torch
+from safecomm import _torch, arguments
 from safecomm.arena.arena import OPEN, taken
 from safecomm.collectives.holding import counted
 from safecomm.core.holds import Hold, Pending
@@ -178,12 +178,11 @@ class record_memory(contextlib.ContextDecorator):  # noqa: N801
     """
 
     def __init__(self, path: str | os.PathLike[str] = "safecomm-memory.jsonl", *, interval: float = INTERVAL) -> None:
-        if isinstance(interval, bool) or not isinstance(interval, (int, float)):
-            raise TypeError(f"record_memory(interval={interval!r}): expected seconds, not {type(interval).__name__}")
+        arguments.check("record_memory", arguments.is_a("seconds", int, float), interval=interval)
         if not 0 < interval <= threading.TIMEOUT_MAX:
-            raise ValueError(f"record_memory(interval={interval!r}): expected seconds, more than 0, and finite")
-        if not isinstance(path, (str, os.PathLike)):
-            raise TypeError(f"record_memory({path!r}): expected a path, not {type(path).__name__}")
+            shown = arguments.shown(interval)
+            raise ValueError(f"record_memory(interval={shown}): expected seconds, more than 0, and finite")
+        arguments.check("record_memory", arguments.PATH, path=path)
         if Path(path).name in ("", "..") or "\0" in os.fspath(path):
             raise ValueError(f"record_memory({os.fspath(path)!r}): expected the path of a file")
         self.path: Path = Path(path)

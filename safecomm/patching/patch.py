@@ -14,14 +14,14 @@ from typing import Any
 import torch
 import torch.distributed
 
-from safecomm import replacing, stream_methods, versions
+from safecomm import arguments, replacing, stream_methods, versions
 from safecomm.core import captures
 from safecomm.core.drain import drain, pending
 from safecomm.patching import aliases
 from safecomm.patching.functional import Functional
 from safecomm.patching.megatron import Buffers
 from safecomm.patching.strict import Strict
-from safecomm.patching.table import MODULES, ORIGINALS, REPLACEMENTS
+from safecomm.patching.table import MODULES, NAMES, ORIGINALS, REPLACEMENTS
 from safecomm.patching.works import Works
 from safecomm.record_stream import avoid_record_streams as _avoid_record_streams
 
@@ -30,6 +30,8 @@ log: logging.Logger = logging.getLogger("safecomm")
 STRICT, AVOID = "SAFECOMM_STRICT", "SAFECOMM_AVOID_RECORD_STREAMS"
 
 _lock = threading.RLock()
+
+_MAYBE = arguments.is_a("True, False or None", bool, type(None))
 
 
 class _State:
@@ -150,6 +152,8 @@ def patched(*, strict: bool | None = None, avoid_record_streams: bool | None = N
 def is_patched(name: str | None = None) -> bool:
     """Return whether ``torch.distributed.<name>`` is safecomm's now; without a name, whether a patch is on.
 
+    Raises ValueError for a name that ``torch.distributed`` does not have.
+
     Examples
     --------
     >>> is_patched("ReduceOp")
@@ -157,6 +161,9 @@ def is_patched(name: str | None = None) -> bool:
     """
     if name is None:
         return _state.on
+    arguments.check("is_patched", arguments.TEXT, name=name)
+    if name not in NAMES and not hasattr(torch.distributed, name):
+        raise ValueError(f"is_patched(name={arguments.shown(name)}): expected a name of torch.distributed")
     return name in REPLACEMENTS and all(vars(module).get(name) is REPLACEMENTS[name] for module in MODULES)
 
 
@@ -173,6 +180,7 @@ def original(name: str) -> Any:
     >>> original("ReduceOp") is torch.distributed.ReduceOp
     True
     """
+    arguments.check("original", arguments.TEXT, name=name)
     return ORIGINALS[name] if name in ORIGINALS else getattr(torch.distributed, name)
 
 
@@ -210,6 +218,7 @@ def converted() -> int:
 
 def wanted(strict: bool | None, avoid_record_streams: bool | None) -> tuple[bool, bool]:
     """Return what :func:`patch` is to do, by its arguments or else by the variables; ValueError if these are wrong."""
+    arguments.check("patch", _MAYBE, strict=strict, avoid_record_streams=avoid_record_streams)
     return (
         replacing.flag(STRICT, os.environ.get(STRICT, "0")) if strict is None else strict,
         replacing.flag(AVOID, os.environ.get(AVOID, "0")) if avoid_record_streams is None else avoid_record_streams,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from safecomm.arguments import shown
 from safecomm.collectives.table import EXCHANGE, GATHER, REDUCE, SCATTER
 from safecomm.peers.staging import StagingLayout
 
@@ -61,7 +62,7 @@ class LowLatencyLimits:
         for name, value in asdict(self).items():
             largest = RING_LARGEST if name.startswith(RING) else LARGEST
             if type(value) is not int or not 0 <= value <= largest:
-                raise ValueError(f"LowLatencyLimits({name}={value!r}): expected bytes, from 0 to {largest}")
+                raise ValueError(f"LowLatencyLimits({name}={shown(value)}): expected bytes, from 0 to {largest}")
 
     def layout(self, world: int) -> StagingLayout:
         """Return where the staging of a group of ``world`` ranks has what."""

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed.distributed_c10d as c10d
 
-from safecomm import _torch, backends, replacing
+from safecomm import _torch, arguments, backends, replacing
 from safecomm.collectives.table import EXCHANGE, GATHER, REDUCE, SCATTER
 from safecomm.collectives.takers import DECLINED, ENGINES, default_group
 from safecomm.core import captures
@@ -42,6 +42,8 @@ PATIENCE = timedelta(seconds=30)
 
 FIRST_PATIENCE = timedelta(seconds=30)
 """How long the first calls, which try the kernels, wait for their peers."""
+
+_LIMITS = arguments.is_a("LowLatencyLimits, or the path of a file of them", LowLatencyLimits, str, Path, type(None))
 
 _KEPT: list[Engine] = []
 """Engines whose memory a peer may still use."""
@@ -75,8 +77,8 @@ class low_latency:  # noqa: N801
         Up to how many bytes calls are taken, as :class:`LowLatencyLimits`, or the file that ``python -m safecomm tune
         --low-latency`` has written; by default values for the number of ranks on Hopper GPUs.
     timeout
-        How long a call waits for its peers; by default the group's own timeout. After that the call's result is NaN,
-        and the next call or wait raises :class:`PeerTimeoutError`.
+        Seconds for which a call waits for its peers, or a timedelta; by default the group's own. After that its result
+        is NaN, and the next call or wait raises :class:`PeerTimeoutError`.
     check
         For debugging: each call is compared with those of the other ranks before it is launched. It blocks the host.
     functional
@@ -104,13 +106,16 @@ class low_latency:  # noqa: N801
         group: c10d.ProcessGroup | None = None,
         *,
         limits: LowLatencyLimits | str | Path | None = None,
-        timeout: timedelta | None = None,
+        timeout: timedelta | float | None = None,
         check: bool = False,
         functional: bool = True,
     ) -> None:
+        arguments.check("low_latency", arguments.MEMBER, group=group)
+        arguments.check("low_latency", _LIMITS, limits=limits)
+        arguments.check("low_latency", arguments.FLAG, check=check, functional=functional)
         self._group = group
         self._limits = limits
-        self._timeout = timeout
+        self._timeout = arguments.seconds("low_latency", timeout=timeout)
         self._check = check
         self._functional = functional
         self._engine: Engine | None = None
@@ -130,8 +135,8 @@ class low_latency:  # noqa: N801
     def enable(self) -> low_latency:
         """Switch it on, on all ranks of the group together."""
         group = self._group or default_group()
-        if not isinstance(group, c10d.ProcessGroup):
-            raise LowLatencyError(f"low_latency({group!r}): expected a process group that this rank is in")
+        if group is None:
+            c10d.get_rank()  # raises what torch raises before init_process_group
         replacing.ask("low_latency()")  # which sees captures
         captures.refuse_capture("low_latency()")
         before = ENGINES.get(group)

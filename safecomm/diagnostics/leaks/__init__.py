@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from safecomm import _torch
+from safecomm import _torch, arguments
 from safecomm.diagnostics.leaks.frames import locals_of, running
 from safecomm.diagnostics.leaks.holders import Held, Holders
 from safecomm.diagnostics.leaks.kept import kept_by
@@ -30,6 +30,8 @@ __all__ = ["Leak", "watch"]
 
 _AT_ONCE = ("autograd context", "unwaited work")
 """Kinds of holders that have no business to hold anything, however much."""
+
+_NO_OWNERS = (type, types.FunctionType, types.MethodType, torch.Tensor)
 
 
 def __dir__() -> list[str]:
@@ -102,7 +104,7 @@ class watch:  # noqa: N801
     Raises
     ------
     TypeError
-        If an owner is nothing that keeps tensors, as a number, a class or a function.
+        If an owner can't keep anything, as a number, a class, a function or a tensor.
     SafecommError
         If this torch can't be watched.
 
@@ -121,11 +123,10 @@ class watch:  # noqa: N801
                 f"leaks.watch() needs TorchDispatchMode, which torch {torch.__version__} does not have."
             )
         for owner in owners:
-            if isinstance(owner, (type, types.FunctionType, types.MethodType)) or not hasattr(owner, "__dict__"):
+            if isinstance(owner, _NO_OWNERS) or not hasattr(owner, "__dict__"):
                 kind = "a class" if isinstance(owner, type) else type(owner).__name__
                 raise TypeError(f"leaks.watch(): expected modules, or objects that keep tensors, not {kind}")
-        if not isinstance(log_leaks, bool):
-            raise TypeError(f"leaks.watch(log_leaks={log_leaks!r}): expected True or False")
+        arguments.check("leaks.watch", arguments.FLAG, log_leaks=log_leaks)
         self.leaks: list[Leak] = []
         self.unwaited: int = 0
         self.owners = owners
