@@ -10,7 +10,7 @@ import os
 import threading
 from collections.abc import Callable, Collection
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.distributed import GroupMember, ProcessGroup
@@ -20,7 +20,7 @@ class Rule(NamedTuple):
     """What an argument has to be, in words and as a test, and what is raised for another one."""
 
     expected: str
-    fits: Callable[[Any], bool]
+    fits: Callable[[object], bool]
     error: type[Exception] = TypeError
 
 
@@ -45,6 +45,7 @@ WHOLE = Rule(
     "a whole number", lambda value: hasattr(type(value), "__index__") and not isinstance(value, (bool, torch.Tensor))
 )
 SECONDS = is_a("seconds or a timedelta", int, float)
+TIME = is_a("what c10d takes for a time", timedelta, float, _NONE)
 MEMBER = is_a("a process group that this rank is in, or None", ProcessGroup, _NONE)
 GROUP = Rule(
     "a process group of torch.distributed, or None",

@@ -348,9 +348,18 @@ def _check(name: str, tensor: torch.Tensor, group: _Group, async_op: bool = Fals
     return call
 
 
-def _dim_of(name: str, tensor: torch.Tensor, group: _Group, dim: int, *check: Any, cut: bool = False) -> int:
+def _dim_of(
+    name: str,
+    tensor: torch.Tensor,
+    group: _Group,
+    dim: int,
+    async_op: bool = False,
+    op: _Op = dist.ReduceOp.SUM,
+    *,
+    cut: bool = False,
+) -> int:
     """As :func:`_check`; return ``dim`` counted from the front, which with ``cut`` each rank gets a part of."""
-    call = _check(name, tensor, group, *check)
+    call = _check(name, tensor, group, async_op, op)
     arguments.check(call, arguments.WHOLE, dim=dim)
     parts = dist.get_world_size(group) if cut else 1
     if not -tensor.dim() <= dim < tensor.dim():

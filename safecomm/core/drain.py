@@ -114,11 +114,11 @@ def await_before_capture(ledger: Ledger, timeout: timedelta | None) -> None:
     await_works(ledger, timeout, None)
     # The program may still wait for those that were released before because a stream had waited for them: the host has
     # not, and the ledger does not know them any more.
-    handles = (one for one in gc.get_objects() if issubclass(type(one), WorkHold))
     works: list[WorkHold] = [
         work
-        for work in handles
-        if getattr(work, "storages", None) == ()  # else it is a member of a region, or is held
+        for work in gc.get_objects()
+        if issubclass(type(work), WorkHold)
+        and getattr(work, "storages", None) == ()  # else it is a member of a region, or is held
         and work.queue.ledger is ledger
         and work.queue.index != HOST
         and not work.queue.capture
@@ -239,9 +239,9 @@ def _empty_quarantine(ledger: Ledger, group: object, deadline: float | None) -> 
 
 
 def _pending_error(holds: Sequence[Hold]) -> PendingWorkError:
-    shown = "; ".join(str(hold.describe()) for hold in holds[:8])
     return PendingWorkError(
-        f"{len(holds)} works are not over in time: {shown}{'; ...' if len(holds) > 8 else ''}. "
+        f"{len(holds)} works are not over in time: "
+        f"{'; '.join(str(hold.describe()) for hold in holds[:8])}{'; ...' if len(holds) > 8 else ''}. "
         "Their memory is still held. Wait for them, or abort their group."
     )
 
@@ -252,8 +252,7 @@ def _at_exit(ledger: Ledger) -> None:
         ledger.sweep(thorough=True)
     except Exception as error:  # the device may be gone
         log.debug("sweep at exit: %r", error)
-    left = [*ledger.holds(), *ledger.quarantine]
-    if left:
+    if left := [*ledger.holds(), *ledger.quarantine]:
         # Tearing down modules would free it in some order while a kernel or a gloo thread may be using it. The process
         # is about to give it all back anyway.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(left))

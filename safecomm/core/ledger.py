@@ -198,8 +198,7 @@ class WorkQueue(Queue):
         In the relaxed capture mode always, and not only where a capture is known to go on: a capture that another
         thread begins is known of only when it has begun.
         """
-        relaxed = self.ledger.streams.relaxed_capture_mode() if self.asks_in_wait else _NOTHING
-        with relaxed:
+        with self.ledger.streams.relaxed_capture_mode() if self.asks_in_wait else _NOTHING:
             return inner.wait() if timeout is None else inner.wait(timeout)  # type: ignore[no-any-return]
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch.distributed.distributed_c10d import Work as C10dWork
 
-from safecomm import _torch
+from safecomm import _torch, arguments
 from safecomm.core.ledger import WorkHold
 from safecomm.core.streams import HOST
 from safecomm.errors import SafecommError
@@ -105,7 +105,7 @@ class Work(WorkHold, _Base):
             else:
                 done = self.inner.wait() if timeout is None else self.inner.wait(timeout)
         except Exception as error:
-            if _is_time(timeout):  # else torch has refused the argument, and the work goes on
+            if arguments.TIME.fits(timeout):  # else torch has refused the argument, and the work goes on
                 queue.ledger.fail(self, error)
             raise
         if done and self.storages:
@@ -253,11 +253,6 @@ class Work(WorkHold, _Base):
         return f"<safecomm.Work {self.op} from {self.site}: {self.nbytes} bytes held, {state}>"
 
 
-def _is_time(timeout: object) -> bool:
-    """Return whether c10d's ``wait`` takes ``timeout``: a float is seconds."""
-    return timeout is None or isinstance(timeout, (timedelta, float))
-
-
 class StagedWork(Work):
     """A :class:`Work` of which c10d stages memory on the stream of the launch, and gives it back at the first wait."""
 
@@ -304,11 +299,14 @@ class OnceWork(Work):
             return
         # What is done in C leaves its outcome behind before a signal handler can raise. Else the lock would stay
         # locked, or the backend would be waited for again.
-        if not _is_time(timeout):
+        if not arguments.TIME.fits(timeout):
             self.inner.wait(timeout)  # type: ignore[arg-type]  # raises what torch raises, before it waits
-        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         waits = itertools.starmap(self.inner.wait, [(timeout,) if timeout else ()])  # 0 is no limit, as C++ has it
-        locks = map(self._wait_lock.acquire, [True], [seconds or -1])
+        locks = map(
+            self._wait_lock.acquire,
+            [True],
+            [(timeout.total_seconds() if isinstance(timeout, timedelta) else timeout) or -1],
+        )
         locked: list[bool] = []
         try:
             locked.extend(locks)
