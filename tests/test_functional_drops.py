@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import gc
 import sys
+import random
 import tempfile
 import threading
 import weakref
@@ -119,6 +120,32 @@ def test_one_that_runs_is_left_alone_and_named():
         safecomm.drain(wait=True)
         assert _torch.unwaited() == 0
         assert not results()
+
+
+@on(2)
+@pytest.mark.parametrize("seed", range(6))
+def test_results_come_back_whatever_is_dropped_and_destroyed_in_what_order(seed):
+    """Results of several groups are dropped, waited for or kept, before their group is destroyed or after it (S4)."""
+    dice = random.Random(seed)
+    with safecomm.patched():
+        for _ in range(8):
+            group = stock.new_group([0, 1])
+            found = [funcol.all_reduce(torch.ones(8), "sum", group) for _ in range(dice.randrange(1, 4))]
+            stock.barrier()
+            destroyed = False
+            while found or not destroyed:
+                what = dice.choice(["drop", "wait", "destroy", "drain"])
+                if what == "destroy" and not destroyed:
+                    stock.destroy_process_group(group)
+                    destroyed = True
+                elif what == "drain":
+                    safecomm.drain()
+                elif found:
+                    one = found.pop(dice.randrange(len(found)))
+                    if what == "wait":
+                        assert funcol.wait_tensor(one).tolist() == [2] * 8
+                    del one
+            comes_back()
 
 
 @on(2)

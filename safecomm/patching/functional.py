@@ -92,9 +92,6 @@ class Result(WorkHold):
             return True
         if self.owner.exiting:
             return False
-        if not _torch.group_name(self.of_group()):  # the group was destroyed
-            self.forget()
-            return True
         works = self.works
         if not all(work.is_completed() for work in works):
             return False
