@@ -3,8 +3,8 @@
 import contextlib
 import ctypes
 import gc
-import sys
 import random
+import sys
 import tempfile
 import threading
 import weakref
