@@ -80,11 +80,11 @@ def _all_reduce_(x: torch.Tensor, op: str, group_name: str) -> None:
         _torch.increment_versions([x])
 
 
-def _refuse_lazy(x: torch.Tensor, op: str, group_name: str) -> None:
-    raise ValueError(
-        "torch.ops.safecomm.all_reduce_: the tensor is conjugated, negated or zero by a bit of its own, and not in its "
-        "memory. Reduce what resolve_conj() and resolve_neg() return, or call all_reduce. Nothing was done."
-    )
+def _all_reduce_lazy(x: torch.Tensor, op: str, group_name: str) -> None:
+    """As ``all_reduce_``, of a tensor that is conjugated or negated by a bit of its own, and not in its memory."""
+    values = x.resolve_conj().resolve_neg()
+    torch.ops.safecomm.all_reduce_(values, op, group_name)
+    x.copy_(values)
 
 
 def _refuse_gradient(x: torch.Tensor) -> None:
@@ -123,9 +123,9 @@ def _define() -> None:
     library.define("all_reduce_(Tensor(a!) x, str op, str group_name) -> ()", tags=tags)
     library.impl("all_reduce", _all_reduce, "CompositeExplicitAutograd")
     library.impl("all_reduce_", _all_reduce_, "CompositeExplicitAutograd")
-    for key in ("Conjugate", "Negative", "ZeroTensor"):
+    for key in ("Conjugate", "Negative"):
         # torch's own fallback would run the call on a copy, and want the tensor back, which nobody returns.
-        library.impl("all_reduce_", _refuse_lazy, key)
+        library.impl("all_reduce_", _all_reduce_lazy, key)
     torch.library.register_fake("safecomm::all_reduce", _fake_all_reduce, lib=library)
     torch.library.register_fake("safecomm::all_reduce_", _fake_all_reduce_, lib=library)
     torch.library.register_autograd("safecomm::all_reduce", _backward, setup_context=_keep, lib=library)

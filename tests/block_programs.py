@@ -72,17 +72,13 @@ COMPLETE: dict[str, Callable[[torch.Tensor, Any], Any]] = {
     ),
     "operator": lambda t, group: torch.ops.safecomm.all_reduce(t, "sum", _name(group)),
     "operator, max": lambda t, group: torch.ops.safecomm.all_reduce(t, "max", _name(group)),
+    "operator, conj": lambda t, group: _reduced(t.to(torch.complex64).conj(), group),
+    "operator, neg": lambda t, group: _reduced(t.to(torch.complex64).conj().imag, group),
     "operator, in place": lambda t, group: torch.ops.safecomm.all_reduce_(t, "sum", _name(group)),
 }
 """What has its result when it returns, and is refused in a region of its group and on a rank outside of it."""
 
 REFUSED: dict[str, Callable[[torch.Tensor, Any], Any]] = {
-    "operator, conj": lambda t, group: torch.ops.safecomm.all_reduce_(
-        t.to(torch.complex64).conj(), "sum", _name(group)
-    ),
-    "operator, neg": lambda t, group: torch.ops.safecomm.all_reduce_(
-        t.to(torch.complex64).conj().imag, "sum", _name(group)
-    ),
     "operator, zero": lambda t, group: torch.ops.safecomm.all_reduce_(
         torch._efficientzerotensor(t.shape), "sum", _name(group)
     ),
@@ -216,6 +212,11 @@ def _copied(found: Any) -> Any:
     if isinstance(found, list):
         return [_copied(one) for one in found]
     return found.clone() if isinstance(found, torch.Tensor) else found
+
+
+def _reduced(tensor: torch.Tensor, group: Any) -> torch.Tensor:
+    torch.ops.safecomm.all_reduce_(tensor, "sum", _name(group))
+    return torch.view_as_real((tensor + 0j).resolve_conj())
 
 
 class Run:

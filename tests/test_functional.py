@@ -256,3 +256,17 @@ def test_what_no_collective_takes_is_refused_before_anything_is_launched(name):
         run()
     assert safecomm.pending() == []
     assert functional.all_reduce(torch.ones(2), stock.ReduceOp.MAX).tolist() == [1.0, 1.0]
+
+
+@on(2)
+def test_the_operator_in_place_reduces_values_and_not_what_a_lazy_bit_covers():
+    """Also where the bit is set on one rank alone."""
+    rank, name = stock.get_rank(), stock.group.WORLD.group_name
+    for lazy in (torch.conj, lambda x: x.conj().imag):
+        for which in (0, 1, 2):
+            values = torch.tensor([1 + 2j, 3 - 1j])
+            tensor, want = lazy(values * (rank + 1)), lazy(values * 3)
+            given = tensor if which in (rank, 2) else tensor.resolve_conj().resolve_neg()
+            torch.ops.safecomm.all_reduce_(given, "sum", name)
+            assert given.tolist() == want.tolist(), which
+    assert safecomm.drain() == 0
