@@ -161,6 +161,7 @@ def arena_stress_with_a_slow_peer():
                         with torch.cuda.stream(stream):
                             counters[stream.cuda_stream] += (kept != mark).sum()
                         del kept
+                    del tensor  # else the last one of all is in use at the end
                     continue
                 launching.wait_stream(home)
                 with torch.cuda.stream(launching):
