@@ -82,9 +82,10 @@ def _all_reduce_(x: torch.Tensor, op: str, group_name: str) -> None:
 
 def _all_reduce_lazy(x: torch.Tensor, op: str, group_name: str) -> None:
     """As ``all_reduce_``, of a tensor that is conjugated or negated by a bit of its own, and not in its memory."""
-    values = x.resolve_conj().resolve_neg()
-    torch.ops.safecomm.all_reduce_(values, op, group_name)
-    x.copy_(values)
+    with _begun(op, group_name):  # before the values are read
+        values = x.resolve_conj().resolve_neg()
+        torch.ops.safecomm.all_reduce_(values, op, group_name)
+        x.copy_(values)
 
 
 def _refuse_gradient(x: torch.Tensor) -> None:

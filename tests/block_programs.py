@@ -72,8 +72,8 @@ COMPLETE: dict[str, Callable[[torch.Tensor, Any], Any]] = {
     ),
     "operator": lambda t, group: torch.ops.safecomm.all_reduce(t, "sum", _name(group)),
     "operator, max": lambda t, group: torch.ops.safecomm.all_reduce(t, "max", _name(group)),
-    "operator, conj": lambda t, group: _reduced(t.to(torch.complex64).conj(), group),
-    "operator, neg": lambda t, group: _reduced(t.to(torch.complex64).conj().imag, group),
+    "operator, conj": lambda t, group: torch.ops.safecomm.all_reduce_(_complex(t).conj(), "sum", _name(group)),
+    "operator, neg": lambda t, group: torch.ops.safecomm.all_reduce_(_complex(t).conj().imag, "sum", _name(group)),
     "operator, in place": lambda t, group: torch.ops.safecomm.all_reduce_(t, "sum", _name(group)),
 }
 """What has its result when it returns, and is refused in a region of its group and on a rank outside of it."""
@@ -214,9 +214,9 @@ def _copied(found: Any) -> Any:
     return found.clone() if isinstance(found, torch.Tensor) else found
 
 
-def _reduced(tensor: torch.Tensor, group: Any) -> torch.Tensor:
-    torch.ops.safecomm.all_reduce_(tensor, "sum", _name(group))
-    return torch.view_as_real((tensor + 0j).resolve_conj())
+def _complex(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view: a copy would be the program's own look at a tensor that may be deferred."""
+    return torch.view_as_complex(tensor.view(SIZE, SIZE // 2, 2))
 
 
 class Run:

@@ -270,3 +270,13 @@ def test_the_operator_in_place_reduces_values_and_not_what_a_lazy_bit_covers():
             torch.ops.safecomm.all_reduce_(given, "sum", name)
             assert given.tolist() == want.tolist(), which
     assert safecomm.drain() == 0
+
+
+@on(2)
+def test_a_lazy_view_of_what_is_deferred_is_read_after_it_was_launched():
+    values = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    with safecomm.bucketed():
+        safecomm.all_reduce(values)
+        view = torch.view_as_complex(values.view(2, 2)).conj()
+        torch.ops.safecomm.all_reduce_(view, "sum", stock.group.WORLD.group_name)
+        assert values.tolist() == [4, 8, 12, 16]
