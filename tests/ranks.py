@@ -387,6 +387,7 @@ def start_ranks(world: int, *arguments: str, cwd: str, limit: float, **environme
     """Begin ``python arguments`` on ``world`` ranks, which find one another as those of torchrun do."""
     store = _server()
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    where["TORCHELASTIC_RESTART_COUNT"] = "0"  # torch 2.4 asks for it
     environment = {**environment, **where, "WORLD_SIZE": str(world)}
     started = Launch(world, _run_python, arguments, cwd, environment, limit=limit)
     started.store = store

@@ -860,7 +860,7 @@ for name in calls.ALL:
         try:
             result, _ = calls.invoke(dist, name, calls.Setting(asynchronous=asynchronous))
             calls.finish(result)
-        except RuntimeError:
+        except (RuntimeError, UnboundLocalError):  # the latter of an empty region, torch 2.4
             continue
         after = counted()
         made = {{one: after[one] - before.get(one, 0) for one in after if after[one] != before.get(one, 0)}}
