@@ -536,16 +536,22 @@ def _told_that_a_call_is_pending(rank, how):
         wait_for_signal("ending")
         stock.send(torch.ones(4), 0)
         os._exit(0)
+
+    def waiting():
+        return [thread for thread in threading.enumerate() if thread.name == "safecomm.drain"]
+
     stop = dist.irecv(torch.ones(4), 1)
     if how == "interrupt":
 
         def interrupt():
-            until(lambda: stop.waiter is not None and stop.waiter.is_alive())
+            until(waiting)
             os.kill(os.getpid(), signal.SIGINT)
 
         threading.Thread(target=interrupt).start()
         with pytest.raises(KeyboardInterrupt):
             dist.drain(wait=True)
+        with pytest.raises(dist.PendingWorkError):
+            dist.drain(wait=True, timeout=timedelta(milliseconds=20))
     elif how == "destroy":
         groups.GRACE = timedelta(milliseconds=20)
         with pytest.raises(dist.PendingWorkError):
@@ -554,7 +560,8 @@ def _told_that_a_call_is_pending(rank, how):
         for _ in range(3):
             with pytest.raises(dist.PendingWorkError):
                 dist.drain(wait=True, timeout=timedelta(milliseconds=20))
-    sys.modules["late"] = _Late(stop.waiter)
+    [thread] = waiting()
+    sys.modules["late"] = _Late(thread)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc tells that the thread has come back")

@@ -180,32 +180,33 @@ def _await_in_thread(ledger: Ledger, wait: Callable[[], object], hold: Hold, dea
     A hold has one such thread, however many wait for it: ``wait`` is called again only once it has returned.
     """
     with ledger.lock:
-        thread = hold.waiter
-        if thread is None or not thread.is_alive():
-            thread = hold.waiter = threading.Thread(target=_without_return_at_exit, args=(wait,), daemon=True)
-            thread.start()
-    thread.join(None if deadline is None else max(deadline - time.monotonic(), 0))
-    if thread.is_alive():
+        over = hold.waiter
+        if over is None or over.is_set():
+            # Not the thread: an interrupted join() of a thread marks it as ended (Python up to 3.12).
+            over = hold.waiter = threading.Event()
+            told = (wait, over)
+            threading.Thread(target=_without_return_at_exit, args=told, name="safecomm.drain", daemon=True).start()
+    if not over.wait(None if deadline is None else max(deadline - time.monotonic(), 0)):
         raise _pending_error([hold])
 
 
-def _without_return_at_exit(wait: Callable[[], object]) -> None:
-    """Call ``wait``. If the interpreter ends meanwhile, the thread never comes back, and the process ends without it.
+def _without_return_at_exit(wait: Callable[[], object], over: threading.Event) -> None:
+    """Call ``wait``, then set ``over``. If the interpreter ends meanwhile, the process ends without this thread.
 
     Up to version 3.13 Python makes such a thread exit when it asks for the GIL, which unwinds its stack, and C++
     terminates the process at the first destructor on it. The C library calls what is pushed here before it unwinds.
     """
     libc: Any = ctypes.pythonapi  # calls of which keep the GIL, so that no thread can exit in the one that pops
-    push = getattr(libc, "_pthread_cleanup_push", None)
-    if push is None:  # not on Linux
-        wait()
-        return
     entry = ctypes.create_string_buffer(64)  # twice the size of a _pthread_cleanup_buffer
-    push(entry, libc.pause, None)
+    on_linux = hasattr(libc, "_pthread_cleanup_push")
+    if on_linux:
+        libc._pthread_cleanup_push(entry, libc.pause, None)
     try:
         wait()
     finally:
-        libc._pthread_cleanup_pop(entry, 0)
+        if on_linux:
+            libc._pthread_cleanup_pop(entry, 0)
+        over.set()
 
 
 def _await_unpollable(ledger: Ledger, hold: Any, deadline: float | None) -> None:

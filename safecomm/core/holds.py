@@ -110,7 +110,8 @@ class Hold:
     in_a_table: bool = False  # it is found by its storage in a table, and taken out of it at release
     # The device is done with it; it is kept while the program might still wait (functional results).
     awaits_others: bool = False
-    waiter: threading.Thread | None = None  # drain()'s, where only a call that blocks tells when it is complete
+    # Set once drain()'s call has returned, where only a call that blocks tells when the hold is complete.
+    waiter: threading.Event | None = None
 
     def on_release(self) -> None:
         """Undo what else than ``storages`` tells of the memory: aliases, or a table. For ``Rules.release()`` alone."""
