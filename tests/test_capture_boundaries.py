@@ -291,7 +291,18 @@ class Graph:
         pass
 
 
-Begin = Callable[[], tuple[Graph, CapturedGraph]]
+class GraphInTwo(Graph):
+    """``torch.cuda.CUDAGraph`` of torch 2.14, which ends a capture and makes a graph of it in two steps."""
+
+    def capture_end_pre(self) -> None:
+        self.device.end_capture()
+
+    def capture_end(self) -> None:
+        self.capture_end_pre()
+        self.made = True
+
+
+Begin = Callable[..., tuple[Graph, CapturedGraph]]
 
 
 @pytest.fixture
@@ -299,14 +310,36 @@ def capturing(device: SimulatedDevice, ledger: Ledger, monkeypatch: pytest.Monke
     """Return what begins a capture on stream 1, recorded."""
     monkeypatch.setattr(captures, "LEDGER", ledger)
 
-    def begin() -> tuple[Graph, CapturedGraph]:
+    def begin(kind: type[Graph] = Graph) -> tuple[Graph, CapturedGraph]:
         device.begin_capture(1)
-        graph = Graph(device)
+        graph = kind(device)
         captured = CapturedGraph(ledger, graph, (device.capturing,), [], INDEX, 1, device.capturing, sys._getframe())
         captured.begin(graph)
         return graph, captured
 
     return begin
+
+
+def test_a_capture_that_torch_gives_up_as_it_begins_is_over_s6(device, capturing) -> None:
+    """``torch.cuda.graph.__enter__`` of torch 2.15 ends it without ``capture_end()``; calls would be slow from then."""
+    graph, captured = capturing(GraphInTwo)
+    graph.capture_end_pre()
+    assert captures.RECORDING == {}
+    assert "capture_end_pre" not in vars(graph)
+    device.switch(0)
+    graph.reset()
+    assert captured.leases() == []
+
+
+def test_a_capture_that_ends_in_two_steps_is_one_that_is_replayed_s6(device, capturing) -> None:
+    graph, captured = capturing(GraphInTwo)
+    tensor = device.allocate(1, 64)
+    captured.add("all_reduce", device, tensor, sys._getframe())
+    graph.capture_end()
+    assert graph.made
+    assert captures.RECORDING == {}
+    assert vars(graph)["replay"] == captured.replay
+    assert len(captured.leases()) == 1
 
 
 @pytest.fixture

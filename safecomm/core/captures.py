@@ -106,6 +106,9 @@ class CapturedGraph:
         self._groups: dict[int, weakref.ref[object]] = {}
         self._replayed: dict[int, None] = {}  # the streams that it was replayed on
         self.before_replay: list[Callable[[int], None]] = []  # called with the stream of a replay that is about to be
+        # The method that ends the capture and nothing else, from torch 2.14 on. torch.cuda.graph calls it alone for a
+        # capture that it gives up as it begins; capture_end() calls it, and then makes the graph one that is replayed.
+        self._end_method = "capture_end_pre" if hasattr(graph, "capture_end_pre") else "capture_end"
         self._during = contextlib.ExitStack()
         self._finalizer: weakref.finalize[[], torch.cuda.CUDAGraph] | None = None
         self._deaths: tuple[weakref.ref[torch.cuda.CUDAGraph], ...] = ()
@@ -233,13 +236,13 @@ class CapturedGraph:
         self._ledger.sweep()
 
     def begin(self, graph: torch.cuda.CUDAGraph) -> None:
-        """Record what is captured into ``graph`` from now on, until its ``capture_end``, or until it dies."""
+        """Record what is captured into ``graph`` from now on, until its capture ends, or until it dies."""
         try:
             self._follow(graph)
             for context in DURING:
                 self._during.enter_context(context())
             # On the object, so that it ends with the capture, whoever is still there then.
-            graph.__dict__["capture_end"] = functools.partial(_end_capture, self)
+            graph.__dict__[self._end_method] = functools.partial(_end_capture, self)
             RECORDING[self.capture] = self
         except BaseException:
             self._end()
@@ -256,7 +259,7 @@ class CapturedGraph:
         if RECORDING.get(self.capture) is self:  # without a driver all captures have one id
             RECORDING.pop(self.capture, None)
         self._during.close()
-        graph.__dict__.pop("capture_end", None)
+        graph.__dict__.pop(self._end_method, None)
 
     def _follow(self, graph: Any) -> None:
         """See to it that the death of ``graph`` is the end of this."""
@@ -283,7 +286,7 @@ class CapturedGraph:
         _live.pop(id(self), None)
         graph = self._graph()
         if graph is not None:
-            for name in ("capture_end", "replay", "reset"):
+            for name in (self._end_method, "replay", "reset"):
                 graph.__dict__.pop(name, None)
         self._deaths = ()
         if self._finalizer is not None:
@@ -377,7 +380,7 @@ def _around_begin(original: Callable[..., object]) -> Callable[..., None]:
 
 
 def _end_capture(captured: CapturedGraph) -> None:
-    """Stand in for ``capture_end()`` of a graph whose capture is recorded."""
+    """Stand in for the method that ends the capture of a graph, of one that is recorded."""
     graph = captured._graph()
     unjoined: list[str] = []
     try:
@@ -388,7 +391,7 @@ def _end_capture(captured: CapturedGraph) -> None:
                 where = captured.site, "; ".join(unjoined)
                 log.warning("the capture at %s ended with works that nobody has waited for, and waits for: %s", *where)
                 unjoined = []
-        type(graph).capture_end(graph)  # type: ignore[union-attr]
+        getattr(type(graph), captured._end_method)(graph)
     except BaseException as error:
         if _has_ended(graph):  # a signal handler has raised: the graph is one that can be replayed
             captured.seal()
