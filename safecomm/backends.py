@@ -39,6 +39,8 @@ class Kind:
     hides_failures: bool = False
     """``synchronize()`` does nothing for a work that has failed, and does not say so; asking for the future orders the
     current stream, and ``block_current_stream()`` goes by the future."""
+    stages_lists: bool = True
+    """A reduce_scatter of a list goes through a flat buffer of the list's size. Else it takes no memory."""
     pollable_p2p: bool = True
     """A send or receive says that it is complete also before it has been waited for."""
 
@@ -46,9 +48,13 @@ class Kind:
 NCCL = Kind("nccl", direct=True, stream_ordered=True, wait_is_stream_order=True, single_call_equivalent=True)
 """ProcessGroupNCCL. An asynchronous work keeps its inputs and outputs until it is waited for (torch 2.8 and later)."""
 
-NCCL2 = Kind("nccl", direct=True, stream_ordered=True, needs_aliases=False, asks_in_wait=True, hides_failures=True)
+NCCL2 = Kind(
+    "nccl", direct=True, stream_ordered=True, needs_aliases=False, asks_in_wait=True, hides_failures=True,
+    stages_lists=False,
+)  # fmt: skip
 """ProcessGroupNCCL2, and the one that has a communicator for each peer. A work keeps its inputs; its outputs are kept
-by the handle alone, and what is received is not kept (torch 2.15)."""
+by the handle alone, and what is received is not kept. A list form is a group of NCCL's broadcasts or reductions of its
+tensors, which a rank that called the flat form would not take part in (``nccl2/ProcessGroupNCCL.cpp``, torch 2.15)."""
 
 GLOO = Kind("gloo", direct=True, pollable_p2p=False)
 

@@ -11,7 +11,7 @@ an arena in use there are two better ways:
 
 On NCCL these two and c10d's way run the same ncclAllGather or ncclReduceScatter and count as one call of the group, so
 ranks that go different ways take part in one collective. c10d's flight recorder shows the name of the way that each
-rank went. gloo's list forms are other algorithms, and stay c10d's.
+rank went. The list forms of gloo and of ProcessGroupNCCL2 (torch 2.15) are other algorithms, and stay c10d's.
 """
 
 from __future__ import annotations
@@ -244,7 +244,9 @@ def _found(tensors: list[torch.Tensor], tensor: torch.Tensor, group: object, asy
         return None
     backend = route.backend
     if (
-        type(backend) is not _NCCL  # another class compares the names of what the ranks call, which differ (DETAIL)
+        # DETAIL's wrapper compares the names of what the ranks call, which differ. ProcessGroupNCCL2's list forms are
+        # other collectives than the flat ones, and how a rank's list lies is not known to the others.
+        type(backend) is not _NCCL
         or not would_be_used(index)  # slices need none of its memory
         # NCCL's symmetric kernels are for buffers that lie in the window on all ranks, and c10d stages outside of it.
         or ((arena := IN_USE.get(index)) is not None and arena.symmetric)

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed.distributed_c10d as c10d
 
-from safecomm import _torch
+from safecomm import _torch, backends
 from safecomm.collectives.holding import relaxed
 from safecomm.collectives.lists import STAGED
 from safecomm.collectives.table import COLLECTIVE_OF, EXCHANGE, GATHER, LISTS, OPS, REDUCE, SCATTER
@@ -122,6 +122,7 @@ class Engine:
         self._plans: dict[object, _Plan] = {}
         self._lock = threading.Lock()  # between putting a call in order and launching it, no other may come
         self.order: Order = Order(LEDGER.streams, index)
+        self._stages_lists = backends.of(group, device.type).stages_lists
         self._through = group if _torch.HOOKS else _torch.backend_of(group, device.type)
         self._bulk = bulk.Bulk(kernels, layout, index, self._rank, len(head))
         self._unused = (0,) * (MOST - self._world)
@@ -241,6 +242,8 @@ class Engine:
         small = scatter and tensor.nbytes <= min(ROUNDS * self.limits.scatter, LIST_LARGEST)
         if capture and capture not in captures.RECORDING:
             small = False  # as in run()
+        if scatter and not small and not self._stages_lists:
+            taken = False  # what is received here would take memory, and the backend's own call takes none
         if self._check:
             how = "by a kernel" if taken and small else "from tensor to tensor" if taken else "by the backend"
             self.compare(f"{name} of {tensor.numel()} elements of {tensor.dtype}, operation {op}, {how}")

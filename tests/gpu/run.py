@@ -50,7 +50,8 @@ def versions():
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", required=True)
-    parser.add_argument("--only", default="", help="run the cases with this in their names")
+    parser.add_argument("--only", nargs="*", default=[""], help="run the cases with one of these in their names")
+    parser.add_argument("--share", default="0/1", help="run every n-th case from the k-th on, as k/n")
     parser.add_argument("--skip", nargs="*", default=[], help="leave these cases out")
     arguments = parser.parse_args()
     local = int(os.environ["LOCAL_RANK"])
@@ -58,14 +59,17 @@ def main():
     stock.init_process_group("nccl", device_id=torch.device("cuda", local))
     stock.all_reduce(torch.ones(1, device="cuda"))
     command = f"torchrun --nproc-per-node {stock.get_world_size()} tests/gpu/run.py"
-    if arguments.only:
-        command += f" --only {arguments.only}"
+    if arguments.only != [""]:
+        command += f" --only {' '.join(arguments.only)}"
     if arguments.skip:
         command += f" --skip {' '.join(arguments.skip)}"
+    first, step = map(int, arguments.share.split("/"))
+    if step > 1:
+        command += f" --share {arguments.share}"
     results = {"command": command, **versions(), "cases": {}}
     failures = 0
-    for name, (function, limit, ranks) in CASES.items():
-        if arguments.only not in name or name in arguments.skip:
+    for name, (function, limit, ranks) in list(CASES.items())[first::step]:
+        if name in arguments.skip or not any(part in name for part in arguments.only):
             continue
         if stock.get_world_size() < ranks:
             results.setdefault("not run: they take more ranks", []).append(name)
