@@ -540,7 +540,7 @@ def _told_that_a_call_is_pending(rank, how):
     def waiting():
         return [thread for thread in threading.enumerate() if thread.name == "safecomm.drain"]
 
-    stop = dist.irecv(torch.ones(4), 1)
+    _stop = dist.irecv(torch.ones(4), 1)
     if how == "interrupt":
 
         def interrupt():

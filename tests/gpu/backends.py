@@ -130,7 +130,11 @@ def s3_functional_results_nobody_waited_for():
     """40 functional collectives of 16 MiB that are dropped: MiB that stay, and what is right of one that is used."""
     tensor, small, figures = torch.ones(4 * MIB, device="cuda"), torch.ones(1, device="cuda"), {}
     world, group = stock.get_world_size(), stock.group.WORLD
-    gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
+    gathering = "all_gather_single" if hasattr(functional, "all_gather_single") else "all_gather_tensor"
+
+    def gather(*arguments):
+        return getattr(functional, gathering)(*arguments)  # the module's own, which patch() has replaced by then
+
     part = tensor[: 4 * MIB // world]
     finishes = _torch.functional_collectives() is not None  # from torch 2.14 on
     for label in ("patched", "plain"):

@@ -10,6 +10,7 @@ import torch.distributed as stock
 from harness import case, require
 
 import safecomm
+from safecomm import backends
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # where the table is
 counters = importlib.import_module("counters")
@@ -32,19 +33,25 @@ def contexts(device):
 
 
 def compared(device):
-    """Return what differs from torch, by context, over the whole table: direct, forwarded, lists, regions, p2p."""
+    """Return what differs from torch, by context, over the whole table: direct, forwarded, lists, regions, p2p.
+
+    The list forms of ProcessGroupNCCL2 raise no version (torch 2.15), which ``low_latency()`` does not do without.
+    """
     different = {}
+    at_least = device == "cuda" and backends.of(stock.group.WORLD, "cuda") is backends.NCCL2
     for name, context in contexts(device).items():
         with context():
             for asynchronous in (False, True):
-                if found := counters.differences(stock, safecomm, device, ROWS, asynchronous=asynchronous):
+                if found := counters.differences(
+                    stock, safecomm, device, ROWS, at_least=at_least, asynchronous=asynchronous
+                ):
                     different[f"{name}, async_op={asynchronous}"] = found
-            if found := slices(device):
+            if found := slices(device, at_least):
                 different[f"{name}, slices"] = found
     return different
 
 
-def slices(device):
+def slices(device, at_least):
     """Return what differs from torch for lists that are slices of one buffer, which share its version."""
     world = stock.get_world_size()
     different = []
@@ -65,14 +72,18 @@ def slices(device):
                 if asynchronous:
                     work.wait()
                 outcomes.append((buffer._version, given._version))
-            if outcomes[0] != outcomes[1]:
+            theirs, ours = outcomes
+            if theirs != ours and not (at_least and theirs[0] == 0 < ours[0] and theirs[1] == ours[1]):
                 different.append((name, asynchronous, *outcomes))
     return different
 
 
 @case(120)
 def s8_version_counters_are_torchs():
-    """Every collective, sync and async, its outputs' and inputs' versions and a backward that saved them: differing."""
+    """Every collective, sync and async: versions of outputs and inputs, and a backward that saved them.
+
+    They are torch's; where torch leaves the version of what it has written to, at least that.
+    """
     different = compared("cuda")
     safecomm.drain(wait=True)
     require(not different, different)
