@@ -2,21 +2,26 @@
 
     torchrun --nproc-per-node 2 benchmarks/low_latency.py --out FILE
 
-In graphs: 20 calls each, the engines in turns, the median of the slowest rank; each graph is replayed four times, and
-the last replay is timed, so that the ranks begin it together and no host is late with it. Of large calls several graphs
-of each take turns, because two graphs of one call can differ for good by a few percent, and NCCL is also timed against
-itself. Then every operation and type, at fewer sizes, and NCCL against itself where a call is NCCL's. Host time: bursts
-of eager calls in turns. The decode step: a tensor-parallel transformer, hidden size 4096, 32 layers, bf16, one token
-for each sequence of the batch, two all_reduces a layer, captured into one graph. Beside a GEMM: asynchronous
-all_reduces and a product of two matrices on the current stream, how long the product takes, and all of it.
+In graphs: 20 calls each, in two ways. As in a model, an elementwise kernel makes the next call's input of each call's
+output, and counts; and back to back, where NCCL's small calls take twice as long. The engines take turns, and what
+counts is the median of the slowest rank; each graph is replayed four times, and the last replay is timed, so that the
+ranks begin it together and no host is late with it. Of large calls several graphs of each take turns, because two
+graphs of one call can differ for good by a few percent, and NCCL is also timed against itself. Then every operation and
+type, at fewer sizes, and NCCL against itself where a call is NCCL's. Host time: bursts of eager calls in turns. The
+decode step: a tensor-parallel transformer, hidden size 4096, 32 layers, bf16, one token for each sequence of the batch,
+two all_reduces a layer, captured into one graph. Beside a GEMM: asynchronous all_reduces and a product of two matrices
+on the current stream, how long the product takes, and all of it. ``--parts`` runs some of these, and keeps the others'
+figures in FILE.
 """
 
 import argparse
 import functools
 import itertools
+import json
 import statistics
 import time
 import warnings
+from pathlib import Path
 
 import torch
 import torch.distributed as stock
@@ -26,11 +31,13 @@ import safecomm
 from safecomm.collectives.table import EXCHANGE, GATHER, REDUCE, SCATTER
 from safecomm.tools.tune_low_latency import NCCL, calls, prepare, slowest
 
-OURS, ONE_SHOT, TWO_SHOT = "safecomm", "torch one-shot", "torch two-shot"
+OURS, ONE_SHOT, COPIED, TWO_SHOT = "safecomm", "torch one-shot", "torch one-shot, copied", "torch two-shot"
+ALONE = "kernel alone"
+WAYS = {"us in graphs, a kernel between": True, "us in graphs, back to back": False}
 SIZES = {
     REDUCE: [512, *(1 << power for power in range(11, 29))],
-    SCATTER: [1 << power for power in range(13, 28)],
-    GATHER: [1 << power for power in range(13, 28)],
+    SCATTER: [1 << power for power in range(13, 27)],
+    GATHER: [1 << power for power in range(13, 27)],
     EXCHANGE: [1 << power for power in range(9, 19)],
 }
 SYMMETRIC_MOST = 4 << 20  # bytes up to which torch's own are timed
@@ -43,17 +50,23 @@ FEW_SIZES = (512, 16 << 10, 256 << 10, 2 << 20, 4 << 20, 32 << 20)
 BESIDE, MATRIX = 32 << 20, 8192
 
 
-def symmetric(nbytes, device):
-    """Return torch's one-shot and two-shot all_reduce on a tensor of symmetric memory."""
+def symmetric(nbytes, device, between):
+    """Return torch's all_reduces of symmetric memory: of a tensor that lies there, and of one that is copied there."""
     import torch.distributed._symmetric_memory as memory
 
     tensor = memory.empty(nbytes // 2, dtype=torch.bfloat16, device=device)
     memory.rendezvous(tensor, stock.group.WORLD)
     tensor.zero_()
-    name = stock.group.WORLD.group_name
+    elsewhere, name = torch.zeros_like(tensor), stock.group.WORLD.group_name
+
+    def then(result, given):
+        if between:
+            torch.mul(result, 1, out=given)
+
     return {
-        ONE_SHOT: lambda: torch.ops.symm_mem.one_shot_all_reduce(tensor, "sum", name),
-        TWO_SHOT: lambda: torch.ops.symm_mem.two_shot_all_reduce_(tensor, "sum", name),
+        ONE_SHOT: lambda: then(torch.ops.symm_mem.one_shot_all_reduce(tensor, "sum", name), tensor),
+        COPIED: lambda: then(torch.ops.symm_mem.one_shot_all_reduce_copy(tensor, elsewhere, "sum", name), elsewhere),
+        TWO_SHOT: lambda: then(torch.ops.symm_mem.two_shot_all_reduce_(tensor, "sum", name), tensor),
     }
 
 
@@ -63,29 +76,41 @@ def in_turns(call, device):
     return lambda: next(graphs)()
 
 
+def rounds_of(size, rounds):
+    """Return in how many rounds calls of ``size`` bytes are timed."""
+    return rounds if size < LARGE else max(rounds, 40) if size <= 4 * LARGE else min(rounds, 16)
+
+
 def in_graphs(device, rounds):
-    table = {}
-    for collective, sizes in SIZES.items():
-        rows = table.setdefault(collective, {})
-        for size in sizes:
-            theirs, ours = calls(collective, size, torch.bfloat16, device)
-            prepared = in_turns if size >= LARGE else prepare
-            runs = {NCCL: prepared(theirs, device), OURS: prepared(ours, device)}
-            if size >= LARGE:
-                runs[AGAIN] = prepared(theirs, device)
-            if collective == REDUCE and 2048 <= size <= SYMMETRIC_MOST:
-                runs |= {name: prepare(call, device) for name, call in symmetric(size, device).items()}
-            us = slowest(runs, rounds if size < 4 << 20 else max(rounds, 40), device)
-            rows[size] = {name: round(took, 2) for name, took in us.items()}
-            rows[size]["ratio"] = round(us[OURS] / us[NCCL], 3)
-            if AGAIN in us:
-                rows[size]["NCCL to itself"] = round(us[AGAIN] / us[NCCL], 3)
-            del runs, theirs, ours
-    return {"us in graphs": table}
+    tables = {}
+    for way, between in WAYS.items():
+        for collective, sizes in SIZES.items():
+            rows = tables.setdefault(way, {}).setdefault(collective, {})
+            for size in sizes:
+                theirs, ours = calls(collective, size, torch.bfloat16, device, between=between)
+                prepared = in_turns if size >= LARGE else prepare
+                runs = {NCCL: prepared(theirs, device), OURS: prepared(ours, device)}
+                if size >= LARGE:
+                    runs[AGAIN] = prepared(theirs, device)
+                if collective == REDUCE and 2048 <= size <= SYMMETRIC_MOST:
+                    runs |= {name: prepare(call, device) for name, call in symmetric(size, device, between).items()}
+                if collective == REDUCE and between:
+                    tensor = torch.zeros(size // 2, dtype=torch.bfloat16, device=device)
+                    runs[ALONE] = prepare(functools.partial(torch.mul, tensor, 1, out=tensor), device)
+                us = slowest(runs, rounds_of(size, rounds), device)
+                rows[size] = {name: round(took, 2) for name, took in us.items()}
+                rows[size]["ratio"] = round(us[OURS] / us[NCCL], 3)
+                if AGAIN in us:
+                    rows[size]["NCCL to itself"] = round(us[AGAIN] / us[NCCL], 3)
+                del runs, theirs, ours
+    return tables
 
 
 def every_kind(device, rounds):
-    """Return by operation and type the ratios of ours to NCCL, for an all_reduce of few sizes; and NCCL's to itself."""
+    """Return by operation and type the ratios of ours to NCCL, for an all_reduce of few sizes; and NCCL's to itself.
+
+    A kernel lies between the calls, as in the first way of :func:`in_graphs`.
+    """
     table, itself = {}, {}
     for op, name in KINDS:
         ratios = table[f"{op}, {name}"] = {}
@@ -95,13 +120,17 @@ def every_kind(device, rounds):
             operation = getattr(stock.ReduceOp, op)
 
             def call(library, tensor=tensor, operation=operation):
-                return lambda: library.all_reduce(tensor, op=operation)
+                def run():
+                    library.all_reduce(tensor, op=operation)
+                    torch.mul(tensor, 1, out=tensor)
+
+                return run
 
             prepared = in_turns if name in RINGS_TYPES or size >= LARGE else prepare
             runs = {NCCL: prepared(call(stock), device), OURS: prepared(call(safecomm), device)}
             if name in RINGS_TYPES:
                 runs[AGAIN] = prepared(call(stock), device)
-            us = slowest(runs, max(rounds, 40) if name in RINGS_TYPES else rounds, device)
+            us = slowest(runs, rounds_of(size, max(rounds, 40) if name in RINGS_TYPES else rounds), device)
             ratios[size] = round(us[OURS] / us[NCCL], 3)
             if AGAIN in us:
                 itself.setdefault(f"{op}, {name}", {})[size] = round(us[AGAIN] / us[NCCL], 3)
@@ -232,21 +261,26 @@ def beside(device, rounds):
     return {f"us of a GEMM of {MATRIX}^3 beside asynchronous all_reduces of {BESIDE >> 20} MiB": table}
 
 
+PARTS = {one.__name__: one for one in (in_graphs, every_kind, host_time, decode, beside)}
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", required=True)
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--limits", help="a file of tune --low-latency")
+    parser.add_argument("--parts", nargs="*", choices=tuple(PARTS), default=tuple(PARTS))
     arguments = parser.parse_args()
     device = begin()
     warnings.simplefilter("ignore", FutureWarning)  # the names of torch 2.13
-    results = setting("torchrun benchmarks/low_latency.py")
+    results = json.loads(Path(arguments.out).read_text()) if Path(arguments.out).exists() else {}
+    results |= setting("torchrun benchmarks/low_latency.py")
     with safecomm.low_latency(limits=arguments.limits) as on:
         if on.reason:
             raise SystemExit(on.reason)
         results["bytes of staging"] = on.nbytes
-        for part in (in_graphs, every_kind, host_time, decode, beside):
-            found = part(device, arguments.rounds)
+        for part in arguments.parts:
+            found = PARTS[part](device, arguments.rounds)
             results |= found
             write(arguments.out, results)
             if stock.get_rank() == 0:

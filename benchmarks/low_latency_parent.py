@@ -76,7 +76,7 @@ def one_side(side, turns_path, out):
         raise SystemExit(on.reason)
     with turns:
         runs = {
-            f"{name}, {size}": captured(calls(name, size, torch.bfloat16, device)[1], CALLS, LEAD)
+            f"{name}, {size}": captured(calls(name, size, torch.bfloat16, device, between=False)[1], CALLS, LEAD)
             for name, sizes in SIZES.items()
             for size in sizes
         }

@@ -114,7 +114,8 @@ DEFAULTS = {
         ring=128 * MiB, ring_scatter=32 * MiB, ring_gather=32 * MiB,
     ),
     4: LowLatencyLimits(
-        one_shot=256 * KiB, two_shot=4 * MiB, scatter=MiB, gather=MiB, exact=32 * KiB, exchange=64 * KiB
+        one_shot=256 * KiB, two_shot=8 * MiB, scatter=MiB, gather=MiB, exact=32 * KiB, exchange=64 * KiB,
+        ring=128 * MiB, ring_scatter=32 * MiB, ring_gather=32 * MiB,
     ),
     8: LowLatencyLimits(
         one_shot=192 * KiB, two_shot=4 * MiB, scatter=256 * KiB, gather=256 * KiB, exact=16 * KiB, exchange=32 * KiB

@@ -1,7 +1,9 @@
 """python -m safecomm tune --low-latency: up to which sizes the kernels are faster than NCCL, on the GPUs at hand.
 
-Each size is timed as it is used: 20 calls in a CUDA graph. NCCL and the kernels take turns, and the figure of each is
-the median of its turns, of the slowest rank. A kernel gets the sizes up to the first at which it is slower; the ring
+Each size is timed as a model uses it: 20 calls in a CUDA graph, and behind each an elementwise kernel, which counts,
+from its output to the next one's input. Back to back NCCL's small calls take twice as long (seen with NCCL 2.28 on H100
+and H200). NCCL and the kernels take turns, and the figure of each is the median of its turns, of the slowest rank.
+A kernel gets the sizes up to the first at which it is slower; the ring
 those up to the first at which it is not faster than NCCL by 3 %.
 """
 
@@ -60,20 +62,35 @@ KERNELS = {
 Call = Callable[[], None]
 
 
-def calls(collective: str, nbytes: int, dtype: torch.dtype, device: torch.device) -> tuple[Call, Call]:
-    """Return a call of torch.distributed's and the same of ours, on one pair of tensors of ``nbytes`` a part."""
+def calls(
+    collective: str, nbytes: int, dtype: torch.dtype, device: torch.device, *, between: bool = True
+) -> tuple[Call, Call]:
+    """Return a call of torch.distributed's and the same of ours, on one pair of tensors of ``nbytes`` a part.
+
+    ``between``: each is followed by a kernel that makes the next call's input of its output, element by element.
+    """
     world = stock.get_world_size()
     part = torch.zeros(nbytes // dtype.itemsize, dtype=dtype, device=device)
-    whole = torch.zeros(world * part.numel(), dtype=dtype, device=device)
-    if collective == REDUCE:
-        return lambda: stock.all_reduce(part), lambda: gates.all_reduce(part)
-    if collective == EXCHANGE:
-        given = torch.zeros_like(whole)
-        return lambda: stock.all_to_all_single(whole, given), lambda: gates.all_to_all_single(whole, given)
-    name = _SCATTER if collective == SCATTER else _GATHER
-    theirs, ours = getattr(stock, name), getattr(gates, name)
-    tensors = (part, whole) if collective == SCATTER else (whole, part)
-    return lambda: theirs(*tensors), lambda: ours(*tensors)
+    whole = part if collective == REDUCE else torch.zeros(world * part.numel(), dtype=dtype, device=device)
+    name = {REDUCE: "all_reduce", SCATTER: _SCATTER, GATHER: _GATHER, EXCHANGE: "all_to_all_single"}[collective]
+    output, given = {
+        REDUCE: (part, part), SCATTER: (part, whole), GATHER: (whole, part), EXCHANGE: (whole, torch.zeros_like(whole)),
+    }[collective]  # fmt: skip
+    tensors = (part,) if collective == REDUCE else (output, given)
+    rows = given.view(-1, min(output.numel(), given.numel()))  # of as many elements as the smaller has
+    source = output[: rows.shape[1]]
+
+    def of(library: Any) -> Call:
+        function = getattr(library, name)
+
+        def call() -> None:
+            function(*tensors)
+            if between:
+                torch.mul(source.expand_as(rows), 1, out=rows)
+
+        return call
+
+    return of(stock), of(gates)
 
 
 def prepare(call: Call, device: torch.device) -> Callable[[], float]:
@@ -201,7 +218,7 @@ def tune(
     if not first:
         return
     found = limits_of(us)
-    print("us of one call in a graph, bf16, on the slowest rank, median\n")
+    print("us of one call and an elementwise kernel in a graph, bf16, on the slowest rank, median\n")
     for collective, engines in us.items():
         rows = [
             (_readable(size), *(f"{took[size]:.1f}" if size in took else "" for took in engines.values()))
