@@ -114,8 +114,8 @@ DEFAULTS = {
         ring=128 * MiB, ring_scatter=32 * MiB, ring_gather=32 * MiB,
     ),
     4: LowLatencyLimits(
-        one_shot=256 * KiB, two_shot=8 * MiB, scatter=MiB, gather=MiB, exact=32 * KiB, exchange=64 * KiB,
-        ring=128 * MiB, ring_scatter=32 * MiB, ring_gather=32 * MiB,
+        one_shot=256 * KiB, two_shot=8 * MiB, scatter=4 * MiB, gather=4 * MiB, exact=32 * KiB, exchange=128 * KiB,
+        ring=64 * MiB, ring_scatter=32 * MiB, ring_gather=32 * MiB,
     ),
     8: LowLatencyLimits(
         one_shot=192 * KiB, two_shot=4 * MiB, scatter=256 * KiB, gather=256 * KiB, exact=16 * KiB, exchange=32 * KiB
@@ -123,8 +123,7 @@ DEFAULTS = {
 }  # fmt: skip
 """By the largest number of ranks, for Hopper GPUs with NVLink.
 
-Those for 8, and of what is exact those for 4, follow from a model of what has been measured on fewer. Nobody has
-measured them, nor the ring on more than 2.
+Those for 8 follow from a model of what has been measured on fewer: nobody has measured them, nor the ring on more than 4.
 """
 
 
