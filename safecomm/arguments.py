@@ -40,7 +40,10 @@ _OUTSIDE: object = GroupMember.NON_GROUP_MEMBER  # a number, or an object
 FLAG = is_a("True or False", bool)
 TEXT = is_a("text", str)
 PATH = is_a("a path", str, os.PathLike)
-TENSOR = is_a("a tensor", torch.Tensor)
+TENSOR = Rule(
+    "a dense tensor",
+    lambda value: isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_nested,
+)
 WHOLE = Rule(
     "a whole number", lambda value: hasattr(type(value), "__index__") and not isinstance(value, (bool, torch.Tensor))
 )

@@ -11,15 +11,14 @@ kernel, without a copy; anything else is the backend's, here as there. A compile
 ``group_name`` is ``group.group_name``. ``all_reduce`` returns new contiguous memory of the shape and type of ``x``;
 sums and averages have a gradient, of the sum of all ranks' losses. ``all_reduce_`` writes to ``x``, and has none.
 
-Raises ValueError for another ``op`` or a gradient that there is not, and what ``torch.distributed`` raises.
+Raises ValueError for another ``op``, for a gradient that there is not and on a rank that is not in the group,
+SafecommError inside of a coalescing region of the group, and what ``torch.distributed`` raises.
 
     >>> total = torch.ops.safecomm.all_reduce(tensor, "sum", torch.distributed.group.WORLD.group_name)
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
@@ -42,9 +41,11 @@ class _Call(Protocol):
     call: tuple[str, str]
 
 
-@contextlib.contextmanager
-def _begun(op: str, group_name: str) -> Iterator[tuple[Any, Any]]:
-    """Begin a call as :func:`now` says, with the reduce operation and the group that are meant."""
+_WHAT = "torch.ops.safecomm"
+
+
+def _meant(op: str, group_name: str) -> tuple[Any, Any]:
+    """Return the reduce operation and the group that are meant."""
     if op not in _OPS:
         raise ValueError(f"torch.ops.safecomm: the operation {op!r} is none of {', '.join(_OPS)}")
     group: object
@@ -54,8 +55,7 @@ def _begun(op: str, group_name: str) -> Iterator[tuple[Any, Any]]:
         group = c10d.GroupMember.NON_GROUP_MEMBER
     if group is None:
         raise ValueError(f"torch.ops.safecomm: torch {torch.__version__} does not tell which group is {group_name!r}")
-    with now(f"torch.ops.safecomm, group {group_name!r}", group):
-        yield _OPS[op], group
+    return _OPS[op], group
 
 
 def _new(x: torch.Tensor) -> torch.Tensor:
@@ -63,7 +63,8 @@ def _new(x: torch.Tensor) -> torch.Tensor:
 
 
 def _all_reduce(x: torch.Tensor, op: str, group_name: str) -> torch.Tensor:
-    with _begun(op, group_name) as (operation, group):
+    operation, group = _meant(op, group_name)
+    with now(_WHAT, group):
         out = _new(x)
         if not ENGINES or not take(_ROW, group, (out, x.detach().contiguous()), operation, program):
             _gates.all_reduce(out.copy_(x), operation, group)
@@ -74,15 +75,24 @@ def _all_reduce(x: torch.Tensor, op: str, group_name: str) -> torch.Tensor:
 
 def _all_reduce_(x: torch.Tensor, op: str, group_name: str) -> None:
     _refuse_gradient(x)
-    with _begun(op, group_name) as (operation, group):
+    operation, group = _meant(op, group_name)
+    with now(_WHAT, group):
         _gates.all_reduce(x, operation, group)
     if not x.is_inference():
         _torch.increment_versions([x])
 
 
-def _all_reduce_lazy(x: torch.Tensor, op: str, group_name: str) -> None:
-    """As ``all_reduce_``, of a tensor that is conjugated or negated by a bit of its own, and not in its memory."""
-    with _begun(op, group_name):  # before the values are read
+# Of a tensor that is conjugated or negated by a bit of its own, and not in its memory. Torch's own fallback would read
+# its values before the call begins, and write none back.
+
+
+def _all_reduce_lazy(x: torch.Tensor, op: str, group_name: str) -> torch.Tensor:
+    with now(_WHAT, _meant(op, group_name)[1]):
+        return torch.ops.safecomm.all_reduce(x.resolve_conj().resolve_neg(), op, group_name)  # type: ignore[no-any-return]
+
+
+def _all_reduce_lazy_(x: torch.Tensor, op: str, group_name: str) -> None:
+    with now(_WHAT, _meant(op, group_name)[1]):
         values = x.resolve_conj().resolve_neg()
         torch.ops.safecomm.all_reduce_(values, op, group_name)
         x.copy_(values)
@@ -125,8 +135,8 @@ def _define() -> None:
     library.impl("all_reduce", _all_reduce, "CompositeExplicitAutograd")
     library.impl("all_reduce_", _all_reduce_, "CompositeExplicitAutograd")
     for key in ("Conjugate", "Negative"):
-        # torch's own fallback would run the call on a copy, and want the tensor back, which nobody returns.
-        library.impl("all_reduce_", _all_reduce_lazy, key)
+        library.impl("all_reduce", _all_reduce_lazy, key)
+        library.impl("all_reduce_", _all_reduce_lazy_, key)
     torch.library.register_fake("safecomm::all_reduce", _fake_all_reduce, lib=library)
     torch.library.register_fake("safecomm::all_reduce_", _fake_all_reduce_, lib=library)
     torch.library.register_autograd("safecomm::all_reduce", _backward, setup_context=_keep, lib=library)

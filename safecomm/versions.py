@@ -34,10 +34,10 @@ WHOLE = "all tests"
 TESTED = (
     Tested("2.4.1", ("3.10", "3.12"), COMPAT),
     Tested("2.8.0", ("3.10", "3.13"), COMPAT),
-    Tested("2.11.0", ("3.10", "3.13"), COMPAT, "GPU tests, benchmarks: 2 H100; 2, 4 H200; CUDA 13.0, NCCL 2.28.9"),
+    Tested("2.11.0", ("3.10", "3.13"), COMPAT, "GPU tests, benchmarks: 2, 4 H100; 2, 4 H200; CUDA 13.0, NCCL 2.28.9"),
     Tested("2.13.0", ("3.11",), f"{WHOLE}, at each push"),
     Tested("2.14.1", ("3.10", "3.13"), COMPAT),
-    Tested("2.15.0", ("3.11", "3.13"), f"{COMPAT}, {WHOLE}", "GPU tests of one rank: 1 H200, CUDA 13.2, NCCL 2.30.7"),
+    Tested("2.15.0", ("3.11", "3.13"), f"{COMPAT}, {WHOLE}", "GPU tests: 2 H100; CUDA 13.2, NCCL 2.30.7"),
 )
 """From the oldest to the newest. Versions between them work as far as safecomm's checks of torch go."""
 
@@ -55,8 +55,8 @@ class Support(NamedTuple):
 
 SUPPORT = (
     Support("Python", "3.10 to 3.13", "3.14 with torch 2.15.0", "free-threaded builds: counts of references are off"),
-    Support("CUDA", "13.0", "", "others"),
-    Support("GPUs", "NVIDIA H200", "", "others"),
+    Support("CUDA", "13.0, 13.2", "", "others"),
+    Support("GPUs", "NVIDIA H100, H200", "", "others"),
     Support("GPUs of one machine", "2, 4", "", "8 and others"),
     Support("several machines", "", "", "all of it: torchrun and NCCL do that, nothing of safecomm's own"),
     Support("ROCm", "", "", "all of it"),

@@ -151,6 +151,14 @@ def test_on_the_host_what_has_timed_out_is_kept_until_its_threads_have_ended_s4_
 # --- works that do not tell when they are over ------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("timeout", [timedelta(seconds=-5), timedelta(days=999_999), 1e10, 0.0])
+def test_a_receive_is_waited_for_with_every_time_that_torch_takes_s8(device, ledger, timeout) -> None:
+    launched = call(ledger, FakeGroup(device, "gloo"), [device.allocate(None, 64)], p2p=True, index=HOST)
+    with mock.patch.object(launched.inner, "wait", return_value=True):
+        assert launched.work.wait(timeout) is True
+    assert ledger.pending() == []
+
+
 def test_a_receive_that_nobody_sends_to_is_given_up_in_time_and_not_harmed_s7(device, ledger) -> None:
     """A wait with a timeout would close gloo's connection, so that a later wait could not succeed."""
     group, tensor = FakeGroup(device, "gloo"), device.allocate(None, 64)

@@ -280,3 +280,26 @@ def test_a_lazy_view_of_what_is_deferred_is_read_after_it_was_launched():
         view = torch.view_as_complex(values.view(2, 2)).conj()
         torch.ops.safecomm.all_reduce_(view, "sum", stock.group.WORLD.group_name)
         assert values.tolist() == [4, 8, 12, 16]
+
+
+@on(2)
+def test_a_lazy_view_of_what_is_deferred_is_summed_after_it_was_launched():
+    rank, name = stock.get_rank(), stock.group.WORLD.group_name
+    for requires in (False, True):
+        values = torch.full((2,), 1.0 + rank)
+        with safecomm.bucketed():
+            safecomm.all_reduce(values)
+            view = torch._neg_view(values).detach().requires_grad_(requires)
+            total = torch.ops.safecomm.all_reduce(view, "sum", name)
+        assert total.tolist() == [-6.0, -6.0]
+        assert total.requires_grad is requires
+
+
+@on(2)
+def test_a_conjugated_gradient_is_taken_as_its_values_are():
+    given = torch.tensor([1 + 2j, 3 - 1j, 2j, 1 + 0j], requires_grad=True)
+    functional.reduce_scatter(given).backward(torch.tensor([1 + 1j, 2 - 1j]).conj())
+    assert given.grad.tolist() == [1 - 1j, 2 + 1j] * 2
+    view = torch.tensor([1 + 2j, 3 - 1j]).conj()
+    assert functional.all_gather(view).tolist() == view.tolist() * 2
+    assert functional.all_to_all(view)[stock.get_rank()] == view[stock.get_rank()]

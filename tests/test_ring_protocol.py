@@ -29,6 +29,11 @@ def test_two_ranks_never_read_wrong_or_wait_for_ever_whatever_happens(make, leng
     assert 100 < explore(start(make, 2, lengths), limit=20_000) < 20_000  # so that all states were seen
 
 
+@pytest.mark.parametrize(("make", "lengths"), [(both_ways, (1, 1)), (one_way, (2,)), (one_way, (1, 1))])
+def test_three_ranks_neither(make, lengths):
+    assert 3_000 < explore(start(make, 3, lengths), limit=20_000) < 20_000
+
+
 @settings(max_examples=150, deadline=None)
 @given(
     st.sampled_from([2, 3, 4, 8]), st.sampled_from(SHAPES), st.lists(st.integers(0, 7), min_size=1, max_size=4),

@@ -18,5 +18,6 @@ def buffer(shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
 
 
 def contiguous(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor``, or a contiguous copy of it."""
-    return tensor if tensor.is_contiguous() else buffer(tensor.shape, tensor).copy_(tensor)
+    """Return ``tensor``, or a contiguous copy of it; a copy, too, where a bit says that its memory is conjugated."""
+    as_it_is = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    return tensor if as_it_is else buffer(tensor.shape, tensor).copy_(tensor)

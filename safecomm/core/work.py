@@ -301,12 +301,8 @@ class OnceWork(Work):
         # locked, or the backend would be waited for again.
         if not arguments.TIME.fits(timeout):
             self.inner.wait(timeout)  # type: ignore[arg-type]  # raises what torch raises, before it waits
-        waits = itertools.starmap(self.inner.wait, [(timeout,) if timeout else ()])  # 0 is no limit, as C++ has it
-        locks = map(
-            self._wait_lock.acquire,
-            [True],
-            [(timeout.total_seconds() if isinstance(timeout, timedelta) else timeout) or -1],
-        )
+        seconds = (timeout.total_seconds() if isinstance(timeout, timedelta) else timeout) or -1
+        locks = map(self._wait_lock.acquire, [True], [seconds if 0 < seconds <= threading.TIMEOUT_MAX else -1])
         locked: list[bool] = []
         try:
             locked.extend(locks)
@@ -316,7 +312,8 @@ class OnceWork(Work):
                 raise self._failure
             if not self._ended:
                 try:
-                    self._ended.extend(waits)
+                    # 0 is no limit, as C++ has it.
+                    self._ended.extend(itertools.starmap(self.inner.wait, [(timeout,) if timeout else ()]))
                 except Exception as error:
                     if not self._ended:
                         # Another one of its kind, because the traceback of this one keeps the caller's locals alive.

@@ -13,6 +13,7 @@ import types
 from collections.abc import Sequence
 
 import torch
+from torch.distributed import ProcessGroup
 
 from safecomm import _torch, replacing
 from safecomm.arena.arena import OPEN
@@ -94,7 +95,8 @@ def run(
 
         everywhere(instead=True)
     worlds: list[int] = []
-    _torch.on_each_group(lambda group: worlds.append(group.size()))
+    # A group of the program's own class may not know its size yet.
+    _torch.on_each_group(lambda group: worlds.append(group.size() if type(group) is ProcessGroup else 0))
     patching.patch(strict=strict or None, avoid_record_streams=avoid_record_streams or None)
     atexit.register(_summary, os.getpid(), launched_as.__wrapped__()[1] or 1, worlds)
     sys.argv[:] = target
@@ -158,8 +160,8 @@ def _summary(process: int, started: int, worlds: list[int]) -> None:
     else:
         beside = "--strict counts what went past it"
     lines = [f"{each(counted())} by it{f', on rank 0 of {world}' if world else ''}; {beside}{UNSEEN}"]
-    if not world or world > started:
-        ranks = f"{started} of {world} ranks" if world else "this process, which made no group,"
+    if not worlds or world > started:
+        ranks = f"at least {started} of {world} ranks" if worlds else "this process, which made no group,"
         lines.append(
             f"{ranks} ran under this command: what a program starts by itself (spawn, Lightning without torchrun) is "
             "not patched and not counted, unless it calls safecomm.patch()"

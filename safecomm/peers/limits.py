@@ -123,7 +123,8 @@ DEFAULTS = {
 }  # fmt: skip
 """By the largest number of ranks, for Hopper GPUs with NVLink.
 
-Those for 8 follow from a model of what has been measured on fewer: nobody has measured them, nor the ring on more than 4.
+Those for 8 follow from a model of what has been measured on fewer. Nobody has measured them, nor the ring on more than
+4.
 """
 
 

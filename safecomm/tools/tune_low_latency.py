@@ -14,6 +14,7 @@ import json
 import os
 import statistics
 import time
+import types
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -80,7 +81,7 @@ def calls(
     rows = given.view(-1, min(output.numel(), given.numel()))  # of as many elements as the smaller has
     source = output[: rows.shape[1]]
 
-    def of(library: Any) -> Call:
+    def of(library: types.ModuleType) -> Call:
         function = getattr(library, name)
 
         def call() -> None:

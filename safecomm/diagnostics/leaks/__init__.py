@@ -75,12 +75,12 @@ class watch:  # noqa: N801
     Put it around one training step or several. A step begins at each call of the outermost ``owners`` that are modules;
     without any, all of it is one step.
 
-    Tensors leak if one line made them in two steps or more, they are held in the same way, and more tensors of the line
-    have outlived a whole step than ever before; so does a tensor that a larger one replaced in each of four steps or
-    more. What each step replaces is no leak, nor a ring that has gone round, nor a cache that got nothing in the last
-    two steps. Until then a ring or a cache can't be told from a leak: take two steps more than it has places. After a
-    single step all that outlives it is a leak, except what local variables of running functions have, directly or in
-    an object that is newer than the step. What an autograd context or an unwaited handle keeps always is a leak;
+    Tensors leak if one stack of calls made them in two steps or more, they are held in the same way, and more tensors
+    of the line have outlived a whole step than ever before; so does a tensor that a larger one replaced in each of four
+    steps or more. What each step replaces is no leak, nor a ring that has gone round, nor a cache that got nothing in
+    the last two steps. Until then a ring or a cache can't be told from a leak: take two steps more than it has places.
+    After a single step all that outlives it is a leak, except what local variables of running functions have, directly
+    or in an object that is newer than the step. What an autograd context or an unwaited handle keeps always is a leak;
     parameters, gradients, buffers, what optimizers and gradient scalers keep, and what is in a ``deque`` with a
     ``maxlen`` never are.
 
