@@ -1,4 +1,4 @@
-"""What c10d, graphs and arenas do to the memory of the simulated device, which is ``safecomm/tools/demo/simulated.py``.
+"""What c10d, graphs and arenas do to the memory of the simulated device, which is ``tests/device.py``.
 
 The ledger under test is the real one; only its ``Streams`` and c10d's works are replaced.
 """
@@ -14,6 +14,8 @@ from typing import Any
 from unittest import mock
 
 import torch
+from device import INDEX as INDEX
+from device import Block, Event, SimulatedDevice, Stream, Violation
 
 from safecomm import backends
 from safecomm.collectives.routes import Routes
@@ -22,8 +24,6 @@ from safecomm.core.ledger import Ledger
 from safecomm.core.streams import HOST, alloc_stream_of
 from safecomm.core.work import StagedWork, Work
 from safecomm.core.work import handle as new_handle
-from safecomm.tools.demo.simulated import INDEX as INDEX
-from safecomm.tools.demo.simulated import Block, Event, SimulatedDevice, Stream, Violation
 
 ledgers.INTERVAL = 0  # of the ledgers that are made from here on: each call looks at what is held
 

@@ -14,6 +14,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -21,7 +22,6 @@ import torch
 import safecomm
 from safecomm.__main__ import main
 from safecomm.tools.demo import launch, pictures, program, show, shown
-from safecomm.tools.demo.simulated import SimulatedDevice, Violation
 
 ROOT = Path(__file__).resolve().parent.parent
 FIGURES = json.loads((show.RECORDED / "figures.json").read_text())
@@ -80,21 +80,21 @@ def test_without_gpus_it_shows_what_was_recorded_and_what_is_true_there(runs):
     assert f"takes {peaks[0]} MiB" in text
     assert f"{peaks[1]} MiB, {round(100 - 100 * peaks[1] / peaks[0])} % less." in text
     # What was run here.
-    assert "z is 2: it got y's memory" in text
-    assert "z is 1: y's memory was kept until the all_reduce was over" in text
-    assert "CaptureBoundaryError: wait() for all_reduce" in text
+    assert "SafecommError: safecomm.functional: its group has an open coalescing region" in text
     assert "held by attribute 'losses' of a _Trainer" in text
     assert "\x1b" not in done.stdout, "it is not a terminal"
 
-    assert lines[-1] == str(folder / "safecomm-demo.html")
-    page = (folder / "safecomm-demo.html").read_text()
+    page = Path(lines[-1])
+    assert page.name == "safecomm-demo.html"
+    assert [one.name for one in folder.iterdir()] == ["demo.json"], "nothing that was not asked for"
+    page = page.read_text()
     assert page.count("<figure>") == 2
     for title in ("record_stream", "safecomm.avoid_record_streams()"):
         assert f"{title}, recorded on" in page
     result = json.loads((folder / "demo.json").read_text())
     assert result["ok"] is True
     assert result["recorded"] == FIGURES
-    assert len(result["shown"]) == 3
+    assert len(result["shown"]) == 2
     assert result["versions"]["torch"] == torch.__version__
 
 
@@ -114,23 +114,15 @@ def test_a_narrow_terminal_without_the_letters(monkeypatch, tmp_path):
 # --- what is shown ----------------------------------------------------------------------------------------------------
 
 
-def test_the_corruption_is_one_by_the_rules_that_the_tests_have():
-    """The piece that is shown is corrupted on a device that looks, too, and where it is not shown to be it is not."""
-
-    class Looking(shown._Memory):
-        check_free = SimulatedDevice.check_free
-
-    with pytest.raises(Violation, match="S1"):
-        shown._program(Looking(main_first=True), lambda _: None)
-    assert shown.corruption().ok
+def _accepts(send, rank):
+    with mock.patch.object(shown.functional, "now", return_value=contextlib.nullcontext()):
+        shown._read_too_early(send, rank)
 
 
-def test_without_the_ledger_nothing_is_well(monkeypatch):
-    monkeypatch.setattr(shown.Ledger, "hand_off", lambda *_: None)
-    assert not shown.corruption().ok
-    monkeypatch.setattr(shown.Ledger, "check_boundary", lambda *_: False)
-    monkeypatch.setattr(SimulatedDevice, "_fault", lambda self, what: self.faults.append(what))
-    assert not shown.boundary().ok
+def test_what_is_refused_would_have_read_too_early(monkeypatch):
+    assert shown.boundary().ok
+    ((_, (said, _)),) = launch.launch(1, _accepts, limit=60.0)
+    assert not said
 
 
 def test_what_does_not_come_out_is_status_1(monkeypatch, capsys, tmp_path):

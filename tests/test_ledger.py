@@ -26,6 +26,7 @@ from unittest import mock
 
 import pytest
 import torch
+from device import Event
 from hypothesis import Phase, given, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -51,7 +52,6 @@ from safecomm.core.recorded_uses import RecordedUse, RecordedUses
 from safecomm.core.stream_order import Note, StreamOrder
 from safecomm.core.streams import HOST
 from safecomm.errors import CaptureBoundaryError, StaleGraphError
-from safecomm.tools.demo.simulated import Event
 
 BYTES = st.sampled_from([64, 64, 128, 0])  # few sizes, so that freed memory is handed out again
 PICK = st.integers(0, 5)

@@ -9,6 +9,7 @@ import threading
 
 import pytest
 import torch
+from device import Event, Stream
 from points import interrupt_everywhere
 from simulated import INDEX, FakeEvent, FakeGroup, FakeStream, SimulatedDevice, call, call_sync, events_of_torch
 
@@ -18,7 +19,6 @@ from safecomm.core.drain import drain_ledger
 from safecomm.core.ledger import LEDGER, Ledger
 from safecomm.core.recorded_uses import SCAN
 from safecomm.diagnostics.replaced import replaced
-from safecomm.tools.demo.simulated import Event, Stream
 
 METHODS = torch.cuda.Event.record, torch.cuda.Event.wait
 

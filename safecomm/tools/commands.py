@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
@@ -59,7 +60,7 @@ def _demo(options: argparse.Namespace) -> int:
     from safecomm.tools.demo import pictures
     from safecomm.tools.demo.show import demo
 
-    page: Path = options.html or Path("safecomm-demo.html")
+    page: Path = options.html or Path(tempfile.mkdtemp(prefix="safecomm-demo-"), "safecomm-demo.html")
     for name, path in (("html", page), ("json", options.json)):
         if path is not None and (path.is_dir() or not os.access(path.absolute().parent, os.W_OK)):
             raise ValueError(f"--{name}: {path} can't be written; name another place")

@@ -62,7 +62,7 @@ class Outcome:
         if self.measured is not None:
             parts += [self.measured.table(), *(f"safecomm logged: {message}" for message in self.measured.messages)]
         if self.shown:
-            parts.append("What needs no GPU (1 and 2 are on a simulated one; the ledger is the real one):")
+            parts.append("What needs no GPU:")
             parts += [one.text(width) for one in self.shown]
         # Last, because that is what stays on a small terminal.
         drawn = pictures.draw(self.pictures, width, letters, colour=colour)

@@ -25,7 +25,7 @@ INDEX = 0
 """The index of the simulated device."""
 
 
-class Violation(AssertionError):  # noqa: N818
+class Violation(AssertionError):
     """A promise is broken."""
 
 
