@@ -2,7 +2,8 @@
 
 The name that a program gave does not tell it: ``nccl`` is another class since torch 2.15, ``nccl2`` and
 ``nccl-legacy`` are names of the two, and ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` puts an object around each. A class that
-is not here is nobody that we know: its calls are c10d's, and nothing is taken for granted of its works.
+is not here is nobody that we know: its calls are c10d's, and nothing is taken for granted of its works. c10d passes on
+``wait()`` and ``get_future()`` of a work that was made in Python, and nothing else: such a work can't be asked.
 """
 
 from __future__ import annotations
@@ -43,6 +44,11 @@ class Kind:
     """A reduce_scatter of a list goes through a flat buffer of the list's size. Else it takes no memory."""
     pollable_p2p: bool = True
     """A send or receive says that it is complete also before it has been waited for."""
+    tells: bool = True
+    """Its works say when they are complete. Else ``is_completed()`` is False for ever, and of a dropped handle the
+    future is asked."""
+    records: bool = False
+    """Its asynchronous collectives call ``record_stream`` for all that they use, so that the allocator keeps it."""
 
 
 NCCL = Kind("nccl", direct=True, stream_ordered=True, wait_is_stream_order=True, single_call_equivalent=True)
@@ -58,8 +64,14 @@ tensors, which a rank that called the flat form would not take part in (``nccl2/
 
 GLOO = Kind("gloo", direct=True, pollable_p2p=False)
 
+NCCL4PY = Kind(needs_aliases=False, tells=False, records=True)
+"""The backend of torch 2.15 that is written in Python. A second ``wait()`` for one of its works orders nothing."""
+
 OTHER = Kind()
-"""A class that is not here."""
+"""A class of C++ that is not here."""
+
+PYTHON = Kind(needs_aliases=False, tells=False)
+"""A class of Python that is not here. It gets the caller's tensors, so that its ``record_stream`` does what it says."""
 
 UNKNOWN = Kind(pollable_p2p=False)
 """Torch does not give the object out: it may be gloo's."""
@@ -81,15 +93,18 @@ def kind_of(backend: object) -> Kind:
     """Return what ``backend`` is, the C++ side of a group's backend, also where another wraps it."""
     if backend is None:
         return UNKNOWN
-    for known in type(_torch.unwrapped(backend)).__mro__:
+    backend = _torch.unwrapped(backend)
+    for known in type(backend).__mro__:
         kind = CLASSES.get(known)
         if kind is not None:
             return kind
-    return OTHER
+        if _torch.is_nccl4py(known):
+            return NCCL4PY
+    return PYTHON if hasattr(backend, "__dict__") else OTHER
 
 
 def of(group: Any, device_type: str) -> Kind:
     """Return what serves ``device_type`` in ``group``."""
     if isinstance(group, ProcessGroup) and type(group) is not ProcessGroup:
-        return OTHER  # somebody's own, whose works need not be its backend's
+        return PYTHON  # somebody's own, whose works need not be its backend's
     return kind_of(_torch.backend_of(group, device_type))

@@ -102,6 +102,7 @@ class SimulatedDevice:
         self.done = 0
         self.blocks: list[Block] = []
         self._origin = 0
+        self._spare = 0
         self._thread = _Thread()
         self._next_bit = (1 << n for n in itertools.count()).__next__
         self._next_capture = itertools.count(7).__next__
@@ -147,6 +148,10 @@ class SimulatedDevice:
 
     def claim(self, start: int, end: int, alloc_stream: Callable[[int], int | None]) -> None:
         """Know of no arena."""
+
+    def spare(self, index: int) -> int:
+        self._spare = self._spare or self.new_stream().handle
+        return self._spare
 
     def unclaim(self, start: int) -> None:
         """Know of no arena."""

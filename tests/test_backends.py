@@ -25,6 +25,20 @@ class Somebodys:
     """A backend that nobody knows."""
 
 
+class NCCL4PyBackend:
+    """Stands for torch's backend of Python, which is known by its name."""
+
+    __module__ = "torch.distributed._nccl4py.backend"
+    _record_stream = None
+
+
+class Forgetful:
+    """The same once torch has taken ``record_stream`` out of it."""
+
+    __module__ = "torch.distributed._nccl4py.backend"
+    __qualname__ = "NCCL4PyBackend"
+
+
 class LikeNccl(FakeNccl):
     """A class that was made of one that is known."""
 
@@ -48,7 +62,8 @@ def test_the_classes_of_this_torch_are_told_apart():
     ("backend", "kind"),
     [
         (FakeNccl(), backends.NCCL), (FakeNccl2(), backends.NCCL2), (LikeNccl(), backends.NCCL),
-        (Somebodys(), backends.OTHER), (None, backends.UNKNOWN),
+        (Somebodys(), backends.PYTHON), (None, backends.UNKNOWN), (NCCL4PyBackend(), backends.NCCL4PY),
+        (Forgetful(), backends.PYTHON), (object(), backends.OTHER),
     ],
 )  # fmt: skip
 def test_an_object_is_what_its_class_is(backend, kind):
@@ -83,7 +98,7 @@ def test_a_group_of_somebodys_own_is_nobodys_that_is_known():
     assert backends.of(c10d._get_default_group(), "cpu") is backends.GLOO
     own = Own(0, 1)
     with mock.patch.object(_torch, "backend_of", return_value=FakeNccl()):
-        assert backends.of(own, "cuda") is backends.OTHER
+        assert backends.of(own, "cuda") is backends.PYTHON
     assert backends.of(c10d._get_default_group(), "cuda") in (backends.UNKNOWN, backends.GLOO)
 
 
@@ -266,7 +281,9 @@ class OnTheDevice(torch.Tensor):
         return 0
 
 
-@pytest.mark.parametrize(("backend", "aliased"), [(FakeNccl(), True), (FakeNccl2(), False), (Somebodys(), True)])
+@pytest.mark.parametrize(
+    ("backend", "aliased"), [(FakeNccl(), True), (FakeNccl2(), False), (Somebodys(), False), (object(), True)]
+)
 def test_aliases_are_for_backends_that_hold_too_long(monkeypatch, backend, aliased):
     """ProcessGroupNCCL2 calls no record_stream for sends and receives, and gives a region's tensors back."""
     monkeypatch.setattr(holding, "LEDGER", Ledger(SimulatedDevice()))

@@ -46,6 +46,7 @@ from safecomm._torch.backends import FakeWork as FakeWork
 from safecomm._torch.backends import backend_of as backend_of
 from safecomm._torch.backends import group_timeout as group_timeout
 from safecomm._torch.backends import is_initialized as is_initialized
+from safecomm._torch.backends import is_nccl4py as is_nccl4py
 from safecomm._torch.backends import regions_differ as regions_differ
 from safecomm._torch.backends import unwrapped as unwrapped
 from safecomm._torch.backends import waits_only_block_streams as waits_only_block_streams

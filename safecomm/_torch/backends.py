@@ -60,6 +60,15 @@ def unwrapped(backend: object) -> object:
     return backend
 
 
+def is_nccl4py(known: type) -> bool:
+    """Return whether ``known`` is the backend ``nccl4py``, told by its name: importing it imports NCCL's bindings.
+
+    And whether it calls ``record_stream`` for what it uses, as that of torch 2.15 does.
+    """
+    name = f"{known.__module__}.{known.__qualname__}"
+    return name == "torch.distributed._nccl4py.backend.NCCL4PyBackend" and hasattr(known, "_record_stream")
+
+
 def is_initialized(group: Any, device_type: str) -> bool:
     """Return whether ``group`` has made its communicators for ``device_type``; True if torch does not say."""
     backend = backend_of(group, device_type)

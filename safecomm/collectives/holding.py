@@ -228,18 +228,31 @@ def _ends_in_order(row: Row, group: object, index: int | None) -> bool:
     return row.ordered and (row.pollable or index != HOST or kind_for(group, HOST).pollable_p2p)
 
 
+def _waits_once(group: object, index: int, ordered: bool) -> bool:
+    """Return whether the backend is to be waited for once only, because a second time may hang or copy again."""
+    kind = kind_for(group, index)
+    return not (kind.tells or index != HOST) or not (ordered or kind.pollable_p2p)
+
+
+def _is_kept(group: object, index: int, storages: tuple[object, ...]) -> bool:
+    """Return whether ``record_stream``, if the backend relies on that, works: the allocator gives out all of it."""
+    if not kind_for(group, index).records:
+        return True
+    return all(type(storage) is torch.UntypedStorage and storage.resizable() for storage in storages)
+
+
 def _hold_work(
     row: Row, inner: c10d.Work, group: object, index: int, tensors: list[torch.Tensor], frame: types.FrameType
 ) -> Work:
-    ordered = _ends_in_order(row, group, index)
     storages = storages_of(tensors)
+    ordered = _ends_in_order(row, group, index) and _is_kept(group, index, storages)
     route = ROUTES.fast.get(id(group))
     if route is not None and route.index == index and route.stream_ordered and ordered and not row.staged:
         work = route.hold(Work(), row.name, inner, storages, alloc_stream_of_few(index, storages), frame)
         if type(inner) is not c10d.Work:  # somebody's own, of which only wait() need be what it says
             work.needs_full_wait = "only its wait() can be trusted"
         return work
-    work = handle(once=not (ordered or kind_for(group, index).pollable_p2p))
+    work = handle(once=_waits_once(group, index, ordered))
     return ROUTES.hold(work, row.name, inner, group, index, storages, frame, staged=row.staged, unordered=not ordered)
 
 
@@ -272,9 +285,9 @@ def _hold_future(
     if index == HOST:
         ROUTES.hold(Work(), op, _FutureAsWork(future), group, index, storages, frame).has_future = True
         return
-    # On the device a future is done when the call is launched, and waiting for it orders the current stream: one of its
-    # own, so that the caller's are not delayed.
-    with torch.cuda.stream(torch.cuda.Stream(index)):  # type: ignore[no-untyped-call]
+    # On the device a future is done when the call is launched, and waiting for it orders the current stream: one that
+    # the program does not use, so that its streams are not delayed.
+    with LEDGER.streams.using(index, LEDGER.streams.spare(index)):
         future.wait()
         LEDGER.hand_off(op, group, index, storages, frame)
 
@@ -288,10 +301,10 @@ def hold_region(cm: Any, group: object, region: Region, frame: types.FrameType) 
     storages = storages_of(uses.tensors)
     if cm.works:
         (inner,) = cm.works
-        once = not (region.ordered or kind_for(group, index).pollable_p2p)
+        ordered = region.ordered and _is_kept(group, index, storages)
         work = ROUTES.hold(
-            handle(once=once), "_coalescing_manager", inner, group, index, storages, frame,
-            aliases=tuple(uses.aliases), staged=uses.staged, unordered=not region.ordered,
+            handle(once=_waits_once(group, index, ordered)), "_coalescing_manager", inner, group, index, storages,
+            frame, aliases=tuple(uses.aliases), staged=uses.staged, unordered=not ordered,
             alloc_stream=alloc_stream_of_few(index, storages),
         )  # fmt: skip
         cm.works[:] = [work]

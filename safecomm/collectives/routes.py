@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 
 from safecomm import _torch, backends
 from safecomm.core import captures
-from safecomm.core.holds import keys_of
+from safecomm.core.holds import HeldByHandles, keys_of
 from safecomm.core.ledger import LEDGER, Ledger, W, WorkQueue
 from safecomm.core.refcounts import COUNTED
 from safecomm.core.streams import HOST, capture_of
@@ -146,7 +146,11 @@ class Routes:
         route.ordered = route.stream_ordered and not unordered  # point-to-point may have a communicator for each peer
         # A gloo send or receive does not tell that it is complete before somebody has waited for it (is_completed()
         # stays False, torch 2.13), and a second wait for it hangs. So it is never polled, and waited for once.
-        route.pollable = kind.pollable_p2p or not unordered
+        route.pollable = kind.tells and (kind.pollable_p2p or not unordered)
+        if not (kind.tells or unordered or capture or results) and (index == HOST or kind.records):
+            # On the host whoever works on memory refers to it, and elsewhere the allocator keeps it. To hold it past
+            # the end of the handle would keep it for longer than without safecomm.
+            route.holds, route.held_by_handles = HeldByHandles(), True  # type: ignore[assignment]
         route.asks_in_wait = kind.asks_in_wait and not capture  # where the current stream is captured, nothing is asked
         # Where a dropped handle goes unnoticed, any work may be one that nobody is going to wait for.
         route.defer_polling = not capture and route.pollable and not results and COUNTED
@@ -187,7 +191,7 @@ class Routes:
             route = self.of(group, index, unordered=unordered)
         work.needs_full_wait = "it may be staged, or have aliases"
         work.aliases = aliases
-        work.staged = staged
+        work.staged = staged and route.kind.tells  # where waiting once more orders nothing, the backend is to do it
         work.stream = self.ledger.current(index) if index >= 0 else 0
         return route.hold(work, op, inner, storages, alloc_stream, frame)
 

@@ -157,6 +157,14 @@ class Hold:
         )
 
 
+class HeldByHandles(weakref.WeakKeyDictionary[Any, None]):
+    """Holds that only their handles keep: what a dropped one used is kept by the backend, as without safecomm."""
+
+    def __iter__(self) -> Iterator[Any]:
+        # Python's own raises where another thread changes it meanwhile.
+        return iter([hold for reference in self.keyrefs() if (hold := reference()) is not None])
+
+
 class Observer(Protocol):
     """Who is told of each hold, such as a recording. Nobody, as a rule."""
 

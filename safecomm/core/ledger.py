@@ -88,6 +88,7 @@ class WorkHold(Hold):
     staged: bool = False  # c10d has staging memory of the launch stream, which it gives back at the first wait anywhere
     aliases_emptied: bool = False
     host_waited: bool = False  # the host has waited for it before a capture
+    future: Any = None  # the backend's, of a dropped handle that can't be polled; False if it has none
     has_future: bool = False  # a future stands for the call as well, so a dropped handle is no sign that nobody waits
 
     def on_release(self) -> None:
@@ -102,7 +103,19 @@ class WorkHold(Hold):
 
     def finish(self) -> None:
         """Wait for the backend, and release nothing."""
-        self.inner.wait()
+        queue, index = self.queue, self.queue.index
+        if index == HOST or queue.pollable:
+            self.inner.wait()
+            return
+        # A wait orders a stream, and perhaps only the first one does: the caller's may still come. So the host waits.
+        streams = queue.ledger.streams
+        with streams.using(index, streams.spare(index)), streams.relaxed_capture_mode():
+            with contextlib.suppress(Exception):  # it has none
+                self.inner.get_future().wait()
+            self.inner.wait()
+            event = streams.record_event(index, streams.spare(index))
+            while not streams.query_event(event):
+                time.sleep(1e-4)
 
 
 W = TypeVar("W", bound=WorkHold)
@@ -114,6 +127,7 @@ class WorkQueue(Queue):
     __slots__ = (
         "asks_in_wait",
         "current",
+        "held_by_handles",
         "hides_failures",
         "ledger",
         "ordered",
@@ -133,6 +147,7 @@ class WorkQueue(Queue):
         self.stream_ordered: bool = False
         self.ordered: bool = False  # works end in the order in which they were made
         self.pollable: bool = True  # the backend tells when a work is complete
+        self.held_by_handles: bool = False  # and by nothing else: ``holds`` are weak
         self.asks_in_wait: bool = False  # launches and waits ask the device: they are made by launch() and wait_for()
         # The backend's synchronize() says nothing of a failure, and its future orders streams.
         self.hides_failures: bool = False
@@ -167,7 +182,7 @@ class WorkQueue(Queue):
         work.storages = storages
         queue.holds[work] = None
         queue.nonempty[queue] = None
-        if (observer := self.ledger.observer) is not None:
+        if (observer := self.ledger.observer) is not None and not queue.held_by_handles:
             observer.held(work)
         return work
 
@@ -444,11 +459,8 @@ class Ledger(Rules):
                 # The capture is over. Its works can't be waited for any more, and its memory is the graph's.
                 self.release_all(queue.holds)
         elif not queue.pollable:
-            work = queue.first()
-            if work is not None and not work.storages:
-                self.release(work)  # an exception has come as it was taken out
-            elif work is not None and getrefcount(work) <= QUEUED:
-                self._report(work)
+            if not queue.held_by_handles:
+                self._sweep_unpollable(queue, capturing, len(queue.holds) if thorough else UNORDERED)
         elif not capturing:  # polling a work inside a capture would break the capture
             # In order the first that runs is the end. Else one that never ends must not keep the others: a running one
             # goes to the back, and the next call looks on.
@@ -460,6 +472,41 @@ class Ledger(Rules):
                     if not queue.ordered:
                         with contextlib.suppress(KeyError):
                             queue.holds.move_to_end(work)
+
+    def _sweep_unpollable(self, queue: WorkQueue, capturing: int, most: int) -> None:
+        """Ask the futures of up to ``most`` works whose handles were dropped; those that have none stay."""
+        while most > 0 and (work := queue.first()) is not None:
+            most -= 1
+            if not work.storages:
+                self.release(work)  # an exception has come as it was taken out
+                continue
+            if getrefcount(work) <= QUEUED:
+                self._report(work)
+                if not capturing and self._is_over(queue, work):
+                    continue
+            with contextlib.suppress(KeyError):
+                queue.holds.move_to_end(work)
+
+    def _is_over(self, queue: WorkQueue, work: WorkHold) -> bool:
+        """Release ``work``, whose handle was dropped, if its future is done; return whether it is."""
+        index = queue.index
+        # What the backend orders as it is asked, or waited for, is a stream that the program does not use.
+        with _NOTHING if index == HOST else self.streams.using(index, self.streams.spare(index)):
+            done = False
+            with contextlib.suppress(Exception):  # it has none
+                if work.future is None:
+                    work.future = False
+                    work.future = work.inner.get_future()
+                done = bool(work.future) and work.future.done()
+            if not done:
+                return False
+            # On a device a future can be done as soon as the work is launched. So an event ends the hold.
+            if index == HOST:
+                self.release(work)
+            elif self._wait_here(work):
+                self._make_handoff(work)
+                self.release(work)
+            return True
 
     def _poll(self, queue: WorkQueue, work: WorkHold, dropped: bool) -> bool:
         """Release ``work`` if rule 2 or 3 allows; return whether they do."""

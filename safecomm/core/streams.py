@@ -79,6 +79,9 @@ class Streams(Protocol):
     def pause(self, index: int, stream: int, /) -> None:
         """Let ``stream`` do nothing for a few microseconds, so that kernels ready on other streams start first."""
 
+    def spare(self, index: int, /) -> int:
+        """Return the stream of device ``index`` that safecomm's own waits order, so that the program's do not wait."""
+
     def using(self, index: int, stream: int, /) -> AbstractContextManager[object]:
         """Return a context manager under which ``stream`` is the current one."""
 
@@ -130,6 +133,7 @@ class CudaStreams(Allocations):
         super().__init__()
         self._streams: dict[tuple[int, int], torch.cuda.Stream] = {}
         self._events: dict[int, list[torch.cuda.Event]] = {}
+        self._spare: dict[int, torch.cuda.Stream] = {}
 
     current = staticmethod(_torch.current_raw_stream)
     capture = staticmethod(_torch.capture_id)
@@ -156,6 +160,11 @@ class CudaStreams(Allocations):
     def pause(self, index: int, stream: int) -> None:
         with self.using(index, stream):
             _torch.spin(PAUSE)
+
+    def spare(self, index: int) -> int:
+        if index not in self._spare:
+            self._spare[index] = torch.cuda.Stream(index)  # type: ignore[no-untyped-call]
+        return int(self._spare[index].cuda_stream)
 
     def using(self, index: int, stream: int) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._streams.get((index, stream)) or self._stream(index, stream))
