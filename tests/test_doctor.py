@@ -56,6 +56,13 @@ def test_it_says_whether_low_latency_can_be_used(machine, said):
     assert said in check.sentence
 
 
+def test_it_names_the_backend_that_calls_record_stream():
+    (check,) = [check for check in examine(replace(H200, torch="2.15.0+cu132"), {}) if check.name == "nccl4py"]
+    assert check.ok
+    assert check.sentence.endswith("Capture inside of avoid_record_streams().")
+    assert "nccl4py" not in names(examine(H200, {}))
+
+
 def test_every_known_variable_has_a_sentence_for_every_machine():
     for machine in (H200, OLD, CPU):
         for name in doctor.VARIABLES:

@@ -157,10 +157,10 @@ class Hold:
         )
 
 
-class HeldByHandles(weakref.WeakKeyDictionary[Any, None]):
+class HeldByHandles(weakref.WeakKeyDictionary[Hold, None]):
     """Holds that only their handles keep: what a dropped one used is kept by the backend, as without safecomm."""
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Hold]:
         # Python's own raises where another thread changes it meanwhile.
         return iter([hold for reference in self.keyrefs() if (hold := reference()) is not None])
 

@@ -88,7 +88,7 @@ class WorkHold(Hold):
     staged: bool = False  # c10d has staging memory of the launch stream, which it gives back at the first wait anywhere
     aliases_emptied: bool = False
     host_waited: bool = False  # the host has waited for it before a capture
-    future: Any = None  # the backend's, of a dropped handle that can't be polled; False if it has none
+    is_future_done: Callable[[], bool] | None = None  # asked of a dropped handle that can't be polled
     has_future: bool = False  # a future stands for the call as well, so a dropped handle is no sign that nobody waits
 
     def on_release(self) -> None:
@@ -103,12 +103,11 @@ class WorkHold(Hold):
 
     def finish(self) -> None:
         """Wait for the backend, and release nothing."""
-        queue, index = self.queue, self.queue.index
-        if index == HOST or queue.pollable:
+        index, streams = self.queue.index, self.queue.ledger.streams
+        if index == HOST or self.queue.pollable:
             self.inner.wait()
             return
         # A wait orders a stream, and perhaps only the first one does: the caller's may still come. So the host waits.
-        streams = queue.ledger.streams
         with streams.using(index, streams.spare(index)), streams.relaxed_capture_mode():
             with contextlib.suppress(Exception):  # it has none
                 self.inner.get_future().wait()
@@ -477,36 +476,29 @@ class Ledger(Rules):
         """Ask the futures of up to ``most`` works whose handles were dropped; those that have none stay."""
         while most > 0 and (work := queue.first()) is not None:
             most -= 1
-            if not work.storages:
-                self.release(work)  # an exception has come as it was taken out
-                continue
-            if getrefcount(work) <= QUEUED:
+            dropped = bool(work.storages) and getrefcount(work) <= QUEUED
+            if dropped:
                 self._report(work)
-                if not capturing and self._is_over(queue, work):
-                    continue
-            with contextlib.suppress(KeyError):
-                queue.holds.move_to_end(work)
+            if not work.storages or (dropped and not capturing and self._is_over(work)):
+                self.release(work)  # without storages, an exception has come as it was taken out
+            else:
+                with contextlib.suppress(KeyError):
+                    queue.holds.move_to_end(work)
 
-    def _is_over(self, queue: WorkQueue, work: WorkHold) -> bool:
-        """Release ``work``, whose handle was dropped, if its future is done; return whether it is."""
-        index = queue.index
+    def _is_over(self, work: WorkHold) -> bool:
+        """Return whether the future of ``work``, whose handle was dropped, is done; a handoff holds the memory then."""
+        index, done = work.queue.index, False
         # What the backend orders as it is asked, or waited for, is a stream that the program does not use.
         with _NOTHING if index == HOST else self.streams.using(index, self.streams.spare(index)):
-            done = False
             with contextlib.suppress(Exception):  # it has none
-                if work.future is None:
-                    work.future = False
-                    work.future = work.inner.get_future()
-                done = bool(work.future) and work.future.done()
-            if not done:
-                return False
+                if work.is_future_done is None:
+                    work.is_future_done = bool  # which says False
+                    work.is_future_done = work.inner.get_future().done
+                done = work.is_future_done()
             # On a device a future can be done as soon as the work is launched. So an event ends the hold.
-            if index == HOST:
-                self.release(work)
-            elif self._wait_here(work):
+            if done and index != HOST and (done := self._wait_here(work)):
                 self._make_handoff(work)
-                self.release(work)
-            return True
+        return done
 
     def _poll(self, queue: WorkQueue, work: WorkHold, dropped: bool) -> bool:
         """Release ``work`` if rule 2 or 3 allows; return whether they do."""

@@ -311,6 +311,13 @@ def _of_the_versions(machine: Machine) -> Iterator[Check]:
             f"NCCL {'.'.join(map(str, machine.nccl))} can read the input of a symmetric kernel too early (2.28 to "
             "2.30.6): register no buffers with symm=True. Nothing of safecomm does.",
         )
+    if machine.at_least("2.15"):
+        yield Check(
+            "nccl4py",
+            True,
+            "torch's backend of Python calls record_stream for each asynchronous collective, so a capture on it grows "
+            "with each layer. Capture inside of avoid_record_streams().",
+        )
     yield Check(
         "groups and graphs",
         True,

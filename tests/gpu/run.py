@@ -22,10 +22,12 @@ import ends  # noqa: F401
 import graphs  # noqa: F401
 import low_latency  # noqa: F401
 import operators  # noqa: F401
+import python_backend
 import ring  # noqa: F401
 import stream_order  # noqa: F401
 import torch
 import torch.distributed as stock
+import unknown_backend  # noqa: F401
 import version_counters  # noqa: F401
 from harness import CASES, rank, settle
 from paths import without_directories
@@ -52,13 +54,18 @@ def main():
     parser.add_argument("--out", required=True)
     parser.add_argument("--only", nargs="*", default=[""], help="run the cases with one of these in their names")
     parser.add_argument("--share", default="0/1", help="run every n-th case from the k-th on, as k/n")
+    parser.add_argument("--backend", default="nccl", help="of the group that the cases run on")
     parser.add_argument("--skip", nargs="*", default=[], help="leave these cases out")
     arguments = parser.parse_args()
     local = int(os.environ["LOCAL_RANK"])
     torch.cuda.set_device(local)
-    stock.init_process_group("nccl", device_id=torch.device("cuda", local))
+    if arguments.backend == "nccl4py":
+        python_backend.register()
+    stock.init_process_group(arguments.backend, device_id=torch.device("cuda", local))
     stock.all_reduce(torch.ones(1, device="cuda"))
     command = f"torchrun --nproc-per-node {stock.get_world_size()} tests/gpu/run.py"
+    if arguments.backend != "nccl":
+        command += f" --backend {arguments.backend}"
     if arguments.only != [""]:
         command += f" --only {' '.join(arguments.only)}"
     if arguments.skip:
