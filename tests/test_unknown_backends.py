@@ -1,5 +1,6 @@
 """Backends that safecomm does not know, whose works can't be asked: nothing is worse than without safecomm (S1, S3)."""
 
+import contextlib
 import functools
 import sys
 import typing
@@ -15,6 +16,7 @@ from torch._C._distributed_c10d import Backend
 
 import safecomm
 from safecomm import backends
+from safecomm.collectives import holding
 from safecomm.core.drain import await_before_capture, drain_ledger
 from safecomm.core.ledger import Ledger
 from safecomm.core.streams import HOST
@@ -361,3 +363,29 @@ def test_who_keeps_what_a_dropped_handle_used(monkeypatch, device, kind, index, 
     assert routes.of(group, index).held_by_handles is not held
     assert not routes.of(group, index, unordered=True).held_by_handles
     assert not routes.of(group, index, 1, 7).held_by_handles
+
+
+def test_record_stream_keeps_only_what_the_allocator_gives_out(monkeypatch):
+    """For the buffers of an arena it does nothing, so the ledger holds those of a dropped handle on nccl4py too."""
+    monkeypatch.setattr(holding, "kind_for", lambda group, index: backends.NCCL4PY)
+    with contextlib.closing(safecomm.Arena("1MiB", device="cpu")) as arena:
+        ordinary, buffer = torch.ones(8).untyped_storage(), arena.empty(8).untyped_storage()
+        assert holding._is_kept(None, 0, (ordinary,))
+        assert not holding._is_kept(None, 0, (ordinary, buffer))
+        assert not holding._is_kept(None, 0, (object(),))
+        monkeypatch.setattr(holding, "kind_for", lambda group, index: backends.PYTHON)
+        assert holding._is_kept(None, HOST, (buffer,))
+        del buffer
+
+
+@pytest.mark.parametrize(
+    ("kind", "index", "ordered", "once"),
+    [
+        (backends.PYTHON, HOST, True, True), (backends.PYTHON, 0, False, False), (backends.GLOO, HOST, True, False),
+        (backends.GLOO, HOST, False, True), (backends.NCCL, 0, False, False), (backends.OTHER, HOST, False, False),
+    ],
+)  # fmt: skip
+def test_who_is_waited_for_once(monkeypatch, kind, index, ordered, once):
+    """On a device each wait orders another stream. On the host a second one may hang, as that for a gloo send does."""
+    monkeypatch.setattr(holding, "kind_for", lambda group, index: kind)
+    assert holding._waits_once(None, index, ordered) is once
