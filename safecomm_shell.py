@@ -121,12 +121,8 @@ def _demo_arguments(parser: argparse.ArgumentParser) -> None:
         "--device", choices=("auto", "cpu", "cuda"), default="auto",
         help="cuda: run it on GPUs; cpu: show what was recorded on GPUs (default: GPUs if there are two)",
     )  # fmt: skip
-    parser.add_argument(
-        "--html",
-        type=Path,
-        metavar="PATH",
-        help="the page to write (default: in a new temporary directory)",
-    )
+    where = "the page to write (default: in a new temporary directory)"
+    parser.add_argument("--html", type=Path, metavar="PATH", help=where)
     parser.add_argument("--json", type=Path, metavar="PATH", help="also write what was found to PATH")
     group = parser.add_argument_group("on GPUs")
     group.add_argument("--world", type=int, metavar="N", help="ranks (default: every GPU)")

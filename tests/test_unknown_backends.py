@@ -20,7 +20,7 @@ from safecomm.collectives import holding
 from safecomm.core.drain import await_before_capture, drain_ledger
 from safecomm.core.ledger import Ledger
 from safecomm.core.streams import HOST
-from safecomm.core.work import Work
+from safecomm.core.work import OnceWork, Work
 from safecomm.errors import PendingWorkError
 
 COUNT = 40
@@ -370,11 +370,11 @@ def test_record_stream_keeps_only_what_the_allocator_gives_out(monkeypatch):
     monkeypatch.setattr(holding, "kind_for", lambda group, index: backends.NCCL4PY)
     with contextlib.closing(safecomm.Arena("1MiB", device="cpu")) as arena:
         ordinary, buffer = torch.ones(8).untyped_storage(), arena.empty(8).untyped_storage()
-        assert holding._is_kept(None, 0, (ordinary,))
-        assert not holding._is_kept(None, 0, (ordinary, buffer))
-        assert not holding._is_kept(None, 0, (object(),))
+        assert holding._handle_for(None, 0, (ordinary,), True)[1]
+        assert not holding._handle_for(None, 0, (ordinary, buffer), True)[1]
+        assert not holding._handle_for(None, 0, (object(),), True)[1]
         monkeypatch.setattr(holding, "kind_for", lambda group, index: backends.PYTHON)
-        assert holding._is_kept(None, HOST, (buffer,))
+        assert holding._handle_for(None, HOST, (buffer,), True)[1]
         del buffer
 
 
@@ -388,4 +388,4 @@ def test_record_stream_keeps_only_what_the_allocator_gives_out(monkeypatch):
 def test_who_is_waited_for_once(monkeypatch, kind, index, ordered, once):
     """On a device each wait orders another stream. On the host a second one may hang, as that for a gloo send does."""
     monkeypatch.setattr(holding, "kind_for", lambda group, index: kind)
-    assert holding._waits_once(None, index, ordered) is once
+    assert (type(holding._handle_for(None, index, (), ordered)[0]) is OnceWork) is once

@@ -228,31 +228,31 @@ def _ends_in_order(row: Row, group: object, index: int | None) -> bool:
     return row.ordered and (row.pollable or index != HOST or kind_for(group, HOST).pollable_p2p)
 
 
-def _waits_once(group: object, index: int, ordered: bool) -> bool:
-    """Return whether the backend is to be waited for once only, because a second time may hang or copy again."""
+def _handle_for(group: object, index: int, storages: tuple[object, ...], ordered: bool) -> tuple[Work, bool]:
+    """Return a handle for a work of any backend, and whether the work is kept with the others of its group.
+
+    It is not, of a backend that relies on ``record_stream``, where that does nothing: for memory that is not the
+    allocator's. The handle waits only once where a second wait may hang or copy again.
+    """
     kind = kind_for(group, index)
-    return not (kind.tells or index != HOST) or not (ordered or kind.pollable_p2p)
-
-
-def _is_kept(group: object, index: int, storages: tuple[object, ...]) -> bool:
-    """Return whether ``record_stream``, if the backend relies on that, works: the allocator gives out all of it."""
-    if not kind_for(group, index).records:
-        return True
-    return all(type(storage) is torch.UntypedStorage and storage.resizable() for storage in storages)
+    if kind.records:
+        ordered = ordered and all(type(one) is torch.UntypedStorage and one.resizable() for one in storages)
+    once = not (kind.tells or index != HOST) or not (ordered or kind.pollable_p2p)
+    return handle(once=once), ordered
 
 
 def _hold_work(
     row: Row, inner: c10d.Work, group: object, index: int, tensors: list[torch.Tensor], frame: types.FrameType
 ) -> Work:
+    ordered = _ends_in_order(row, group, index)
     storages = storages_of(tensors)
-    ordered = _ends_in_order(row, group, index) and _is_kept(group, index, storages)
     route = ROUTES.fast.get(id(group))
     if route is not None and route.index == index and route.stream_ordered and ordered and not row.staged:
         work = route.hold(Work(), row.name, inner, storages, alloc_stream_of_few(index, storages), frame)
         if type(inner) is not c10d.Work:  # somebody's own, of which only wait() need be what it says
             work.needs_full_wait = "only its wait() can be trusted"
         return work
-    work = handle(once=_waits_once(group, index, ordered))
+    work, ordered = _handle_for(group, index, storages, ordered)
     return ROUTES.hold(work, row.name, inner, group, index, storages, frame, staged=row.staged, unordered=not ordered)
 
 
@@ -301,11 +301,10 @@ def hold_region(cm: Any, group: object, region: Region, frame: types.FrameType) 
     storages = storages_of(uses.tensors)
     if cm.works:
         (inner,) = cm.works
-        ordered = region.ordered and _is_kept(group, index, storages)
-        work = ROUTES.hold(
-            handle(once=_waits_once(group, index, ordered)), "_coalescing_manager", inner, group, index, storages,
-            frame, aliases=tuple(uses.aliases), staged=uses.staged, unordered=not ordered,
-            alloc_stream=alloc_stream_of_few(index, storages),
+        work, ordered = _handle_for(group, index, storages, region.ordered)
+        ROUTES.hold(
+            work, "_coalescing_manager", inner, group, index, storages, frame, aliases=tuple(uses.aliases),
+            staged=uses.staged, unordered=not ordered, alloc_stream=alloc_stream_of_few(index, storages),
         )  # fmt: skip
         cm.works[:] = [work]
         for call in uses.works:

@@ -3,8 +3,8 @@
 Each size is timed as a model uses it: 20 calls in a CUDA graph, and behind each an elementwise kernel, which counts,
 from its output to the next one's input. Back to back NCCL's small calls take twice as long (seen with NCCL 2.28 on H100
 and H200). NCCL and the kernels take turns, and the figure of each is the median of its turns, of the slowest rank.
-A kernel gets the sizes up to the first at which it is slower; the ring
-those up to the first at which it is not faster than NCCL by 3 %.
+A kernel gets the sizes up to the first at which it is slower; the ring those up to the first at which it is not faster
+than NCCL by 3 %.
 """
 
 from __future__ import annotations
@@ -73,10 +73,12 @@ def calls(
     world = stock.get_world_size()
     part = torch.zeros(nbytes // dtype.itemsize, dtype=dtype, device=device)
     whole = part if collective == REDUCE else torch.zeros(world * part.numel(), dtype=dtype, device=device)
-    name = {REDUCE: "all_reduce", SCATTER: _SCATTER, GATHER: _GATHER, EXCHANGE: "all_to_all_single"}[collective]
-    output, given = {
-        REDUCE: (part, part), SCATTER: (part, whole), GATHER: (whole, part), EXCHANGE: (whole, torch.zeros_like(whole)),
-    }[collective]  # fmt: skip
+    name, output, given = {
+        REDUCE: ("all_reduce", part, part),
+        SCATTER: (_SCATTER, part, whole),
+        GATHER: (_GATHER, whole, part),
+        EXCHANGE: ("all_to_all_single", whole, torch.zeros_like(whole) if collective == EXCHANGE else whole),
+    }[collective]
     tensors = (part,) if collective == REDUCE else (output, given)
     rows = given.view(-1, min(output.numel(), given.numel()))  # of as many elements as the smaller has
     source = output[: rows.shape[1]]

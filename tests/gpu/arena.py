@@ -247,15 +247,6 @@ def arena_s6_slots_of_a_graph_are_its_own():
     return {"MiB of a graph with 4 and 16 layers": [one // MIB for one in held]}
 
 
-def goes_flat():
-    """Whether lists go flat: on ProcessGroupNCCL, whose own way is the same collective of NCCL's.
-
-    ProcessGroupNCCL2's is a group of broadcasts or of reductions, which takes no memory, and which a rank that went
-    flat would not take part in.
-    """
-    return type(stock.group.WORLD._get_backend(torch.device("cuda"))) is stock.ProcessGroupNCCL
-
-
 def flat_launches():
     """Count the list calls that go flat, from now on, staged ones included: in what is returned, by name."""
     counts = {"_launch_all_gather": 0, "_launch_reduce_scatter": 0}
@@ -288,7 +279,7 @@ def arena_list_forms_against_stock():
     On ProcessGroupNCCL slices go flat, and pieces are staged and go flat if the call is synchronous.
     """
     world = stock.get_world_size()
-    goes = goes_flat()
+    goes = backends.of(stock.group.WORLD, "cuda").stages_lists  # else lists are c10d's, and take no memory
     checked = 0
     sizes = (20, 1 << 10, 64 << 10, (1 << 20) + 12, 4 << 20, (16 << 20) + 32, 64 << 20)
     side = torch.cuda.Stream()
@@ -409,7 +400,7 @@ def arena_list_forms_in_a_capture():
     What pieces are staged in is the graph's own as well.
     """
     world = stock.get_world_size()
-    goes = goes_flat()
+    goes = backends.of(stock.group.WORLD, "cuda").stages_lists  # else lists are c10d's, and take no memory
     checked = 0
     leases = {}
     launches = flat_launches()
