@@ -6,7 +6,9 @@ It goes on until FILE has counted enough calls or the time is over; started agai
 another seed. ``--programs 24`` gives a kernel so few programs that each has several chunks, as of larger tensors. Each
 of several groups has a stream of its own, so that their kernels run at once. A replayed graph has some thousand calls,
 of random sizes up to 1 MiB, types and collectives, by both kernels of all_reduce; on each rank other delays between
-them. Every few seconds other graphs are captured.
+them. Every few seconds other graphs are captured, and a rank is slow by a second. ``--large`` has the default limits
+and calls of up to 32 MiB, of which the ring takes the largest; two groups fit on a device then. With ``--stop`` one
+rank stops in the end, and all others must have an error in time.
 
 Calls are in chains: each works on what the one before has made, and a sum over a power of two of ranks doubles all
 numbers exactly. So every call sends something else than any other that used its staging, whatever goes wrong stays
@@ -27,21 +29,25 @@ from measured import begin, setting, write
 
 import safecomm
 from safecomm.peers import engine
+from safecomm.peers.limits import defaults
 
 # What torch 2.13 calls them, because their older names warn there.
 GATHER = getattr(safecomm, "all_gather_single", None) or safecomm.all_gather_into_tensor
 SCATTER = getattr(safecomm, "reduce_scatter_single", None) or safecomm.reduce_scatter_tensor
-LARGEST = 1 << 20
 GROUPS = 4
-LIMITS = safecomm.LowLatencyLimits(
-    one_shot=256 << 10, two_shot=LARGEST, scatter=256 << 10, gather=256 << 10, exact=16 << 10, exchange=64 << 10
+SMALL = safecomm.LowLatencyLimits(
+    one_shot=256 << 10, two_shot=1 << 20, scatter=256 << 10, gather=256 << 10, exact=16 << 10, exchange=64 << 10
 )
 """So that both kernels run, and the programs of all groups fit on the device at once."""
+LARGEST = {"reduce": 32 << 20, "parts": 16 << 20}
+"""Bytes of the largest calls of the ring, where the limits let it run."""
 DOUBLINGS = {torch.float32: 100, torch.bfloat16: 100, torch.float16: 22}
 """How often numbers of a type may double."""
 CHAINS = 12
 """Chains in a graph, whose calls alternate."""
 TIMEOUT = timedelta(seconds=30)
+STOPPED = timedelta(seconds=5)
+"""How long the ranks wait for one that has stopped."""
 LOOK = 0.5
 """Seconds between two looks whether all is well."""
 AGAIN = 4.0
@@ -51,29 +57,32 @@ AGAIN = 4.0
 class Chain:
     """Tensors that calls of one kind go through, and what they are to hold in the end."""
 
-    def __init__(self, dice, device, group, wrong):
+    def __init__(self, dice, device, group, wrong, limits):
         self.group, self.wrong = group, wrong
         world, rank = stock.get_world_size(), stock.get_rank()
         dtype = dice.choice(tuple(DOUBLINGS))
         self.kind = dice.choice(("reduce", "reduce", "reduce", "parts", "exchange"))
-        most = {"reduce": LARGEST, "parts": LIMITS.gather, "exchange": LIMITS.exchange}[self.kind]
-        count = max(1, int(most / dtype.itemsize / 2 ** dice.uniform(0, 18)))
+        most = {"reduce": limits.two_shot, "parts": limits.gather, "exchange": limits.exchange}[self.kind]
+        if limits.ring:
+            most = LARGEST.get(self.kind, most)
+        count = max(1, int(most / dtype.itemsize / 2 ** dice.uniform(0, most.bit_length() - 3)))
         self.calls = DOUBLINGS[dtype] // (world.bit_length() - 1)
-        generator = torch.Generator().manual_seed(dice.getrandbits(40))
+        generator = torch.Generator(device).manual_seed(dice.getrandbits(40))
         if self.kind == "exchange":  # what is exchanged twice is where it was
             self.calls = 10
             width = dice.choice((torch.uint8, torch.int32, torch.int64))
             count = max(1, int(most / width.itemsize / 2 ** dice.uniform(0, 14))) * world
-            bits = torch.randint(0, 1 << 30, (world, count), generator=generator)[rank].to(width)
-            self.first, self.last = bits.to(device), (bits + self.calls).to(device)
+            bits = torch.randint(0, 1 << 30, (world, count), generator=generator, device=device)[rank].to(width)
+            self.first, self.last = bits, bits + self.calls
             self.tensor, self.whole = torch.empty_like(self.first), torch.empty_like(self.first)
             return
-        given = torch.randint(0, 16, (world, count), generator=generator) + torch.arange(world)[:, None]
+        given = torch.randint(0, 16, (world, count), generator=generator, device=device)
+        given += torch.arange(world, device=device)[:, None]
         # Small numbers in place of 1, 2, 3: as many doublings as the type has room for.
         smallest = 2.0 ** (-14 if dtype is torch.float16 else -60)
         mine = given.sum(0) if self.kind == "reduce" else given[rank] * world
-        self.first = (given[rank] * smallest).to(dtype).to(device)
-        self.last = (mine * smallest * 2.0 ** ((self.calls - 1) * (world.bit_length() - 1))).to(dtype).to(device)
+        self.first = (given[rank] * smallest).to(dtype)
+        self.last = (mine * smallest * 2.0 ** ((self.calls - 1) * (world.bit_length() - 1))).to(dtype)
         offset = dice.choice((0, 0, 0, 1))  # at an odd address
         self.tensor = torch.empty(count + offset, dtype=dtype, device=device)[offset:]
         self.whole = torch.empty(world * count, dtype=dtype, device=device)
@@ -120,13 +129,13 @@ def run_alternating(chains, dice, own):
 class Groups:
     """The groups, the stream of each, and what each has found wrong."""
 
-    def __init__(self, device, number):
-        self.device = device
+    def __init__(self, device, number, limits):
+        self.device, self.limits = device, limits
         self.groups = [stock.new_group(list(range(stock.get_world_size()))) for _ in range(number)]
         cuda = device.type == "cuda"
         self.streams = [torch.cuda.Stream() if cuda else None for _ in self.groups]
         self.wrong = [torch.zeros((), dtype=torch.int64, device=device) for _ in self.groups]
-        self.on = [safecomm.low_latency(group, limits=LIMITS, timeout=TIMEOUT).enable() for group in self.groups]
+        self.on = [safecomm.low_latency(group, limits=limits, timeout=TIMEOUT).enable() for group in self.groups]
         for on in self.on:
             if on.reason:
                 raise SystemExit(on.reason)
@@ -135,11 +144,15 @@ class Groups:
         """Make the stream of a group the current one."""
         return contextlib.nullcontext() if self.streams[number] is None else torch.cuda.stream(self.streams[number])
 
+    def chain(self, dice, number):
+        """Return a chain of calls of a group."""
+        return Chain(dice, self.device, self.groups[number], self.wrong[number], self.limits)
+
     def captured(self, dice, own):
         """Return a graph for each group, and how many calls of ours they have together."""
         replays, calls = [], 0
-        for number, group in enumerate(self.groups):
-            chains = [Chain(dice, self.device, group, self.wrong[number]) for _ in range(CHAINS)]
+        for number in range(len(self.groups)):
+            chains = [self.chain(dice, number) for _ in range(CHAINS)]
             calls += sum(chain.number for chain in chains)
             if self.streams[number] is None:
                 replays.append(lambda chains=chains: run_alternating(chains, dice, own))
@@ -150,6 +163,12 @@ class Groups:
                 run_alternating(chains, dice, own)
             replays.append(Replay(graph, chains))
         return replays, calls
+
+    def be_slow(self):
+        """Keep all streams busy for a second."""
+        for number in range(len(self.groups)) if self.device.type == "cuda" else ():
+            with self.stream(number):
+                torch.cuda._sleep(1_500_000_000)
 
     def settle(self):
         """Wait for all; raise what is the matter; return the elements that were wrong."""
@@ -181,6 +200,8 @@ def replay(groups, dice, own, wanted, deadline):
     """Replay graphs until ``wanted`` calls are made, or it is late; yield after each while how many they were."""
     while True:
         replays, calls = groups.captured(dice, own)
+        if dice.randrange(stock.get_world_size()) == stock.get_rank():
+            groups.be_slow()
         again, done = time.monotonic() + AGAIN, 0
         while True:
             look, made, early = time.monotonic() + LOOK, 0, 1.0
@@ -215,8 +236,8 @@ def call_eagerly(groups, dice, own, wanted, deadline):
     while done < wanted and not agreed(float(time.monotonic() > deadline), groups.device):
         made = 0
         chains = []
-        for number, group in enumerate(groups.groups):
-            chains += [(number, Chain(dice, groups.device, group, groups.wrong[number])) for _ in range(3)]
+        for number in range(len(groups.groups)):
+            chains += [(number, groups.chain(dice, number)) for _ in range(3)]
         # What is made on one stream and used on another.
         if groups.device.type == "cuda":
             torch.cuda.synchronize()
@@ -239,6 +260,26 @@ def call_eagerly(groups, dice, own, wanted, deadline):
         yield made
 
 
+def stop(groups, dice, own):
+    """Stop one rank: the others replay without it; return the most seconds that one of their groups took to say so."""
+    replays, _ = groups.captured(dice, own)
+    for on in groups.on:
+        on._engine.set_patience(STOPPED)
+    groups.settle()
+    stock.barrier()
+    most = 0.0
+    for number, one in enumerate(replays if stock.get_rank() else ()):
+        start = time.monotonic()
+        try:
+            with groups.stream(number):
+                one()
+            groups.settle()
+            raise SystemExit("calls of a group, one of whose ranks has stopped, raised nothing")
+        except safecomm.PeerTimeoutError:
+            most = max(most, time.monotonic() - start)
+    return agreed(most, groups.device)
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", required=True)
@@ -247,6 +288,8 @@ def main():
     parser.add_argument("--eager", type=float, default=1e6)
     parser.add_argument("--groups", type=int, default=GROUPS)
     parser.add_argument("--programs", type=int, default=engine.PROGRAMS)
+    parser.add_argument("--large", action="store_true")
+    parser.add_argument("--stop", action="store_true")
     arguments = parser.parse_args()
     start = time.monotonic()
     device = begin()
@@ -262,13 +305,13 @@ def main():
     results = found[0]
     seed = len(results["runs"])
     engine.PROGRAMS = arguments.programs
-    run = {"seed": seed, "groups": arguments.groups, "programs": engine.PROGRAMS}
+    run = {"seed": seed, "groups": arguments.groups, "programs": engine.PROGRAMS, "large": arguments.large}
     run |= {"replayed": 0, "eager": 0, "wrong": 0, "seconds": 0.0}
     results["runs"].append(run)
     dice, own = random.Random(seed), random.Random(1000 * seed + stock.get_rank() + 1)
     before = dict(results)
 
-    groups = Groups(device, arguments.groups)
+    groups = Groups(device, arguments.groups, defaults(world) if arguments.large else SMALL)
     deadline = start + arguments.seconds
 
     def count(what, made):
@@ -292,6 +335,15 @@ def main():
         if left > 0:
             for made in replay(groups, dice, own, left, deadline):
                 count("replayed", made)
+        if arguments.stop:
+            run["seconds until an error"] = {
+                "allowed": STOPPED.total_seconds(),
+                "took": round(stop(groups, dice, own), 1),
+            }
+            write(arguments.out, results)
+            if stock.get_rank() == 0:
+                print(run, flush=True)
+            os._exit(results["wrong"] > 0)  # the ranks have lost each other
     except safecomm.PeerTimeoutError as error:
         results["stuck"] += 1
         write(arguments.out, results)
