@@ -273,7 +273,9 @@ def stop(groups, dice, own):
         try:
             with groups.stream(number):
                 one()
-            groups.settle()
+            if groups.device.type == "cuda":
+                torch.cuda.synchronize()
+            groups.on[number].check()
             raise SystemExit("calls of a group, one of whose ranks has stopped, raised nothing")
         except safecomm.PeerTimeoutError:
             most = max(most, time.monotonic() - start)
