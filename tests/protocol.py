@@ -1,13 +1,13 @@
 """The protocol of the low-latency kernels as a model: ranks, calls, phases, and stores that arrive when they like.
 
-Two channels of one word stand for all, because a call shares no others. It may be one of the one-shot kernel, through
-the first or through both, or one of the two-shot kernel, whose results go through the second, or a list that goes
-through the first several times, with fences between. A store, to a peer or to clear, is issued and arrives at any time
-after that. The end of a kernel waits for nothing: that a clear arrives before a peer's later store to the same place is
-what the ranks' *signals* are for. A signal is stored in a rank's own staging, where peers look; it arrives there after
-all that the rank has cleared in earlier calls, and the end of a call waits for the signals of all peers in the call
-before. (Where CUDA is ``kind``, the end of a kernel waits for its clears, as GPUs do although no rule of PTX says so;
-then nothing is lost without signals either.)
+Few channels of one word stand for all, because a call shares no others. It may be one of the one-shot kernel, through
+the first or through two, or one of the two-shot kernel, of one chunk or of two, whose results go through every second
+channel, or a list that goes through the first several times, with fences between. A store, to a peer or to clear, is
+issued and arrives at any time after that. The end of a kernel waits for nothing: that a clear arrives before a peer's
+later store to the same place is what the ranks' *signals* are for. A signal is stored in a rank's own staging, where
+peers look; it arrives there after all that the rank has cleared in earlier calls, and the end of a call waits for the
+signals of all peers in the call before. (Where CUDA is ``kind``, the end of a kernel waits for its clears, as GPUs do
+although no rule of PTX says so; then nothing is lost without signals either.)
 
 A call clears what it has read. An ``exact`` call clears nothing: it waits for what has its number, in one of
 ``sections``.
@@ -23,9 +23,18 @@ FREE = None
 PHASES = 3
 ROUNDS = 4
 SIGNAL = "signal"
-ONE, BOTH, TWO = "one-shot", "one-shot through both channels", "two-shot"
+ONE, BOTH = "one-shot", "one-shot of two chunks"
+TWO, CHUNKS = "two-shot", "two-shot of two chunks"
 LIST = "a list in four rounds through one channel"
-KINDS = (ONE, BOTH, TWO, LIST)
+KINDS = {
+    ONE: "send 0, poll 0",
+    BOTH: "send 0, send 1, poll 0, poll 1",
+    TWO: "send 0, poll 0, send 1, poll 1",
+    CHUNKS: "send 0, send 2, poll 0, send 1, poll 2, send 3, poll 1, poll 3",
+    LIST: ", ".join(["fence 0, send 0, poll 0"] * ROUNDS),
+}
+"""What a program does in a call of each kind, through which channels. A poll clears what it has found."""
+CHANNELS = 4
 
 
 class Wrong(AssertionError):
@@ -54,30 +63,24 @@ def program(
     the first round of a list, and before the others.
     """
     peers = [peer for peer in range(ranks) if peer != rank]
-    turns = [0, 0]  # of each channel
+    turns = [0] * CHANNELS
     steps = []
     for call, kind in enumerate(kinds):
-        channels = (0,) if kind in (ONE, LIST) else (0, 1)
-        sends = (0,) if kind == TWO else channels
-        phase = [turn % phases for turn in turns]
         if signals:
             steps.append(("store", [(rank, SIGNAL, 0, rank, call)]))
-        for number in range(ROUNDS if kind == LIST else 0):
-            steps += [("fence",)] * fences[number > 0]
-            phase[0] = turns[0] % phases
-            steps.append(("store", [(peer, phase[0], 0, rank, (call, rank, number)) for peer in peers]))
-            steps += [("poll", phase[0], 0, peer, (call, peer, number)) for peer in peers]
-            steps.append(("store", [(rank, phase[0], 0, peer, FREE) for peer in peers]))
-            turns[0] += 1
-        if kind == LIST:
-            channels = sends = ()
-        steps += [("store", [(peer, phase[one], one, rank, (call, rank, one)) for peer in peers]) for one in sends]
-        for one in channels:
-            steps += [("poll", phase[one], one, peer, (call, peer, one)) for peer in peers]
-            steps.append(("store", [(rank, phase[one], one, peer, FREE) for peer in peers]))
-            if kind == TWO and one == 0:
-                steps.append(("store", [(peer, phase[1], 1, rank, (call, rank, 1)) for peer in peers]))
-            turns[one] += 1
+        first = True
+        for act in KINDS[kind].split(", "):
+            channel = int(act[-1])
+            phase, turn = turns[channel] % phases, turns[channel]
+            if act.startswith("fence"):
+                steps += [("fence",)] * fences[not first]
+                first = False
+            elif act.startswith("send"):
+                steps.append(("store", [(peer, phase, channel, rank, (call, rank, channel, turn)) for peer in peers]))
+            else:
+                steps += [("poll", phase, channel, peer, (call, peer, channel, turn)) for peer in peers]
+                steps.append(("store", [(rank, phase, channel, peer, FREE) for peer in peers]))
+                turns[channel] += 1
         if signals and call >= lag:
             steps += [("await", peer, SIGNAL, 0, peer, call - lag) for peer in peers[:seen]]
         steps.append(("end",))
@@ -108,36 +111,43 @@ class State:
         return other
 
     def moves(self) -> list[tuple[str, int]]:
-        """Return what can happen next."""
+        """Return what can happen next; nothing more once all ranks are through.
+
+        Of what only the rank itself sees, and what stays possible whatever happens first, just one: it may as well
+        happen at once. What it stores nobody sees before that arrives.
+        """
         found = []
+        for rank, steps in enumerate(self.programs):
+            if self.at[rank] == len(steps):
+                continue
+            step = steps[self.at[rank]]
+            if step[0] == "store":
+                return [("step", rank)]
+            if step[0] == "poll":
+                if (
+                    (rank, *step[1:4]) in self.staging
+                    # A rank sees its own clears, wherever they are.
+                    and not any(store == (rank, *step[1:4], FREE) for _, store in self.flying)
+                ):
+                    found.append(("step", rank))
+            elif step[0] == "expect":
+                if self.staging.get((rank, *step[1:4])) == step[4]:
+                    found.append(("step", rank))
+            elif step[0] == "await":
+                if self.staging.get(step[1:5], -1) >= step[5]:
+                    return [("step", rank)]
+            elif not (step[0] == "fence" or self.kind) or not any(
+                issuer == rank and store[0] == rank and store[-1] is FREE for issuer, store in self.flying
+            ):
+                return [("step", rank)]
+        if all(at == len(steps) for at, steps in zip(self.at, self.programs, strict=True)):
+            return []
         clearing: set[int] = set()
         for number, (issuer, store) in enumerate(self.flying):
             if store[-1] is FREE:
                 clearing.add(issuer)
             if store[1] != SIGNAL or issuer not in clearing:
                 found.append(("arrive", number))
-        for rank, steps in enumerate(self.programs):
-            if self.at[rank] == len(steps):
-                continue
-            step = steps[self.at[rank]]
-            if (
-                step[0] == "poll"
-                and (
-                    (rank, *step[1:4]) not in self.staging
-                    # A rank sees its own clears, wherever they are.
-                    or any(store == (rank, *step[1:4], FREE) for _, store in self.flying)
-                )
-            ):
-                continue
-            if step[0] == "expect" and self.staging.get((rank, *step[1:4])) != step[4]:
-                continue
-            if step[0] == "await" and self.staging.get(step[1:5], -1) < step[5]:
-                continue
-            if (step[0] == "fence" or (step[0] == "end" and self.kind)) and any(
-                issuer == rank and store[0] == rank and store[-1] is FREE for issuer, store in self.flying
-            ):
-                continue
-            found.append(("step", rank))
         return found
 
     def make(self, move: tuple[str, int]) -> None:
@@ -186,10 +196,14 @@ def start_exact(ranks: int, calls: int, *, sections: int = 2) -> State:
 
 def walk(state: State, dice: random.Random) -> None:
     """Let things happen at random until nothing can any more."""
-    weights = [dice.choice((1, 1, 8)) for _ in range(len(state.programs) + 1)]  # some ranks are faster than others
+    weights = [dice.choice((1, 1, 8)) for _ in state.programs]  # some ranks are faster than others
+    stores, clears = dice.choice((1, 1, 8)), dice.choice((1, 1, 0.02))  # and some clears late
     while moves := state.moves():
-        chosen = dice.choices(moves, [weights[-1] if kind == "arrive" else weights[rank] for kind, rank in moves])
-        state.make(chosen[0])
+        likely = [
+            weights[number] if kind == "step" else clears if state.flying[number][1][-1] is FREE else stores
+            for kind, number in moves
+        ]
+        state.make(dice.choices(moves, likely)[0])
     state.check_end()
 
 
