@@ -3,8 +3,8 @@
 Each size is timed as a model uses it: 20 calls in a CUDA graph, and behind each an elementwise kernel, which counts,
 from its output to the next one's input. Back to back NCCL's small calls take twice as long (seen with NCCL 2.28 on H100
 and H200). NCCL and the kernels take turns, and the figure of each is the median of its turns, of the slowest rank.
-A kernel gets the sizes up to the first at which it is slower; the ring those up to the first at which it is not faster
-than NCCL by 3 %.
+A kernel gets the sizes up to the first at which it is slower. The ring gets those up to the first at which it is not
+faster than NCCL by 1 %, if it is by 3 % at one of them. Sizes whose staging would take more than 64 MiB are not tried.
 """
 
 from __future__ import annotations
@@ -41,11 +41,17 @@ SIZES = tuple(KiB << power for power in range(1, 14))
 RING_SIZES = tuple(MiB << power for power in range(9))
 """Bytes that are tried of the ring: 1 to 256 MiB."""
 
+STAGING = 64 * MiB
+"""Bytes that the staging of all kernels together may take."""
+
 SLACK = 1.02
 """How much slower a kernel may be than what else there is."""
 
-GAIN = 0.97
-"""How long the ring may take, of NCCL's time. What is gained beyond NCCL's own spread is worth the memory."""
+GAIN, FASTER = 0.97, 0.99
+"""How long the ring may take, of NCCL's time, at one size and at all. What is gained is worth the memory then.
+
+That does not grow with the calls, so once it is there, less has to be gained than NCCL's own spread.
+"""
 
 NCCL = "NCCL"
 
@@ -164,7 +170,9 @@ def limits_of(us: Mapping[str, Mapping[str, Mapping[int, float]]]) -> LowLatency
             others = [times[other] for other in engines[number + 1 :] if other in times]
             above = [size for size in sorted(times.get(engine, ())) if size > taken]
             best = {size: min(other[size] for other in others if size in other) for size in above}
-            limits[name] = limit(above, times.get(engine, {}), best, GAIN if engine == RING else SLACK)
+            limits[name] = limit(above, times.get(engine, {}), best, FASTER if engine == RING else SLACK)
+            if engine == RING and all(times[RING][size] > GAIN * best[size] for size in above if size <= limits[name]):
+                limits[name] = 0
             taken = max(taken, limits[name])
     gathers, exchanges = us[GATHER], us[EXCHANGE]
     # A gather that is exact is not to be slower than one that is not.
@@ -172,6 +180,17 @@ def limits_of(us: Mapping[str, Mapping[str, Mapping[int, float]]]) -> LowLatency
     exact = limit(gathers[EXACT], gathers[EXACT], fastest)
     exchange = limit(exchanges[EXACT], exchanges[EXACT], exchanges[NCCL])
     return LowLatencyLimits(**limits, exact=exact, exchange=exchange)
+
+
+def fitting(sizes: Iterable[int], world: int, limits: Callable[[int], LowLatencyLimits]) -> list[int]:
+    """Return those of ``sizes`` for whose ``limits`` the staging is not too large.
+
+    Examples
+    --------
+    >>> fitting([MiB, 64 * MiB], 4, lambda size: LowLatencyLimits(one_shot=size, two_shot=0, scatter=0, gather=0))
+    [1048576]
+    """
+    return [size for size in sizes if limits(size).nbytes(world) <= STAGING]
 
 
 def measure(
@@ -183,16 +202,23 @@ def measure(
     """
     sizes, ring_sizes = list(sizes), list(ring_sizes)
     none = LowLatencyLimits(one_shot=0, two_shot=0, scatter=0, gather=0)
-    largest, longest = max(sizes), max(ring_sizes)
+    world, longest = stock.get_world_size(), max(ring_sizes)
+    rings = replace(none, ring=longest, ring_scatter=longest, ring_gather=longest)
     everything: tuple[str, ...] = (REDUCE, SCATTER, GATHER)
     us: dict[str, dict[str, dict[int, float]]] = {}
-    kernels = [(ONE_SHOT, replace(none, one_shot=largest, scatter=largest, gather=largest), everything, sizes)]
-    kernels.append((EXACT, replace(none, exact=largest, exchange=largest), (GATHER, EXCHANGE), sizes))
-    if stock.get_world_size() > 2:
-        kernels.append((TWO_SHOT, replace(none, two_shot=largest), (REDUCE,), sizes))
-    rings = replace(none, ring=longest, ring_scatter=longest, ring_gather=longest)
-    kernels.append((RING, rings, everything, ring_sizes))
-    for kernel, limits, collectives, tried in kernels:
+
+    # Each as large as fits beside the ring; packets, which do not share the channels, beside the largest of those too.
+    one = fitting(sizes, world, lambda size: replace(rings, one_shot=size))
+    two = fitting(sizes, world, lambda size: replace(rings, two_shot=size)) if world > 2 else []
+    channels = replace(rings, one_shot=max(one), two_shot=max(two, default=0))
+    packets = fitting(sizes, world, lambda size: replace(channels, exact=size))
+    kernels = [
+        (ONE_SHOT, replace(none, one_shot=max(one), scatter=max(one), gather=max(one)), everything, one),
+        (EXACT, replace(none, exact=max(packets), exchange=max(packets)), (GATHER, EXCHANGE), packets),
+        (TWO_SHOT, replace(none, two_shot=max(two, default=0)), (REDUCE,), two),
+        (RING, rings, everything, ring_sizes),
+    ]
+    for kernel, limits, collectives, tried in [one for one in kernels if one[-1]]:
         with low_latency(limits=limits) as on:
             if on.reason:
                 raise RuntimeError(f"there is nothing to tune: {on.reason}")
