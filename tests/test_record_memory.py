@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import launch, on, run_program, signal_to_peers, until, wait_for_signal
+from ranks import launch, on, run_program, run_python, signal_to_peers, until, wait_for_signal
 
 import safecomm
 from safecomm.core.work import Work
@@ -368,3 +368,32 @@ def test_the_child_of_a_fork_has_no_recording_and_its_parent_goes_on(tmp_path):
     assert [sorted(line)[0] for line in lines(tmp_path / "run.rank0.jsonl")].count("end") == 1
     assert read_recording(tmp_path / "run.rank0.jsonl").left == []
     assert "end" in lines(tmp_path / "own.rank0.jsonl")[-1]
+
+
+RECORDS = "import safecomm\nwith safecomm.record_memory('alone.jsonl'):\n    pass\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        ("train.py", "train.py"),
+        ("-m jobs", "jobs"),
+        ("-m jobs.train", "train.py"),
+        ("-m safecomm run train.py", "train.py"),
+    ],
+)
+def test_a_recording_says_what_ran(tmp_path, command, name):
+    (tmp_path / "jobs").mkdir()
+    for place in ("train.py", "jobs/__main__.py", "jobs/train.py"):
+        (tmp_path / place).write_text(RECORDS)
+    assert run_python(*command.split(), cwd=str(tmp_path)).status == 0
+    (path,) = tmp_path.glob("alone*.jsonl")
+    assert read_recording(path).program == name
+
+
+def test_what_run_records_says_what_ran(tmp_path):
+    (tmp_path / "train.py").write_text("")
+    done = run_python("-m", "safecomm", "run", "--record", "memory", "train.py", cwd=str(tmp_path))
+    assert done.status == 0
+    (path,) = (tmp_path / "memory").iterdir()
+    assert read_recording(path).program == "train.py"

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import snapshots
+from browser import Browser
 from pages import browse, needs_browser, probed, shown_by
 from snapshots import MIB, Allocator, stack, write
 from test_report import GONE, LAYER, recording
@@ -250,7 +251,7 @@ INTERACTS = """
     for (const name of [".legend", ".key", "#help", ".headline"]) {
       found[name] = document.querySelector(name).textContent;
     }
-    const beside = [...document.querySelectorAll("section")].map((section) => section.getBoundingClientRect());
+    const beside = [...document.querySelectorAll("figure")].map((figure) => figure.getBoundingClientRect());
     found.beside = beside[0].top === beside[1].top && beside[0].right <= beside[1].left;
     document.body.style.width = "360px";
     found.phone = document.body.scrollWidth;
@@ -365,3 +366,88 @@ def test_a_browser_shows_recordings_and_what_has_no_history(tmp_path):
     assert "freed but unusable" in found["key"]
     assert "too small" not in found["key"]
     assert f"held by\nall_reduce at {LAYER}" in found["hover"]
+
+
+CUT = """
+    [...document.querySelectorAll(".scroll")]
+      .filter((one) => one.checkVisibility() && one.scrollWidth > one.clientWidth).length
+"""
+
+
+@needs_browser
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("width", [390, 1280, 1600])
+def test_no_word_is_broken_and_no_table_cut_at_any_width(pair, tmp_path, width, dark):
+    recording(tmp_path / "run.rank0.jsonl", 0, 1, unusable=300 * MIB)
+    recorded = [Path(snapshots.__file__).parents[1] / "safecomm" / "recorded" / name.name for name in pair]
+    page = tmp_path / "x.html"
+    page.write_text(make_page(make_reports([*recorded, tmp_path / "run.jsonl"])), encoding="utf-8")
+    browser = Browser()
+    try:
+        browser.open(page.as_uri(), width=width, dark=dark)
+        browser.until("document.documentElement.dataset.drawn")
+        browser.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
+        assert browser.broken() == []
+        assert browser.evaluate(CUT) == 0
+        assert browser.scrolls_sideways() == 0
+        ground = browser.evaluate("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)")
+        assert (max(ground) < 80) is dark
+        for _ in range(3):  # by keys alone: what a key does to a chart is tested above
+            browser.press("Tab")
+            if browser.evaluate("document.activeElement.matches('.picture')"):
+                break
+        browser.press("n")
+        assert browser.evaluate("document.getElementById('details').classList.contains('pinned')")
+        assert browser.console == []
+    finally:
+        browser.close()
+
+
+def heading(page):
+    return re.search(r"<title>(.*)</title>", page)[1], re.search(r"<h1>(.*)</h1>", page)[1].replace("<wbr>", "")
+
+
+def test_the_page_says_what_ran(pair, tmp_path):
+    stock, ours = make_reports(pair)
+    assert heading(make_page([stock, ours])) == (
+        "train.py: stock.pickle, safecomm.pickle - safecomm report",
+        "Memory of train.py: stock.pickle, safecomm.pickle",
+    )
+    path = recording(tmp_path / "run.rank0.jsonl", 0, 1)
+    assert heading(make_page(make_reports([path])))[1] == "Memory of run.rank0.jsonl, rank 0 of 1"
+    first, rest = path.read_text().split("\n", 1)
+    path.write_text(first.replace('"world"', '"program": "<b>", "world"') + "\n" + rest)
+    assert heading(make_page(make_reports([path])))[1] == "Memory of &lt;b&gt;: run.rank0.jsonl, rank 0 of 1"
+
+
+def test_what_ran_is_the_script_and_not_what_started_it(tmp_path):
+    allocator = Allocator()
+    starts = [("<frozen runpy>", 88, "_run_code"), ("/usr/lib/python3/runpy.py", 9, "run")]
+    program = stack((1, "main"), program="/x/pre train.py")
+    allocator.alloc(
+        MIB, [snapshots.frame("/x/layers.py", 3, "f"), *program, *(snapshots.frame(*one) for one in starts)]
+    )
+    (report,) = make_reports([write(tmp_path / "x.pickle", allocator.snapshot())])
+    assert report.program == "pre train.py"
+
+
+FIRST = """
+    const [chart] = charts, x = Math.round(chart.x(50000)), y = Math.round(chart.y(1e6));
+    found.painted = [...chart.canvas.getContext("2d").getImageData(x, y, 1, 1).data];
+    at(chart, "pointermove", chart.x(50000), chart.y(1e6));
+    found.hover = details.textContent;
+"""
+
+
+@needs_browser
+def test_what_was_held_before_the_first_line_of_a_recording_is_drawn(tmp_path):
+    """Its peak is known; a line comes each 100 ms."""
+    head = '{"safecomm_record": 1, "started": 1, "rank": 0, "world": 1}\n'
+    head += '{"site": 0, "op": "all_reduce", "group": "0", "at": "a.py:1 in f"}\n'
+    lines = [f'{{"t": {n / 10}, "held": 0, "peak": 0, "sites": []}}\n' for n in range(2, 9)]
+    first = f'{{"t": 0.1, "held": 0, "peak": {4 * MIB}, "sites": [[0, 0, {4 * MIB}, 0, 1, {4 * MIB}, 0.01]]}}\n'
+    path = tmp_path / "run.rank0.jsonl"
+    path.write_text(head + first + "".join(lines))
+    found = probed(make_page(make_reports([path])), tmp_path, FIRST)
+    assert found["painted"][3] == 255
+    assert found["hover"].startswith("4.0 MiB held by\nall_reduce at a.py:1 in f")

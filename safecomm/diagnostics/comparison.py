@@ -92,4 +92,5 @@ def of_ranks(ranks: list[Report]) -> Report:
     folder, name, _ = ranks[0].run or ("", "", None)
     what = f"{len(ranks)} ranks; what follows the first table is rank {worst.rank}'s, which has the most"
     title = printable(f"{Path(folder) / name}, {len(ranks)} ranks")
-    return Report(title, [what, *worst.summary], [table, *worst.tables], told, timelines, figures)
+    tables = [table, *worst.tables]
+    return Report(title, [what, *worst.summary], tables, told, timelines, figures, program=worst.program)

@@ -452,7 +452,8 @@
         for (const band of this.bands) {
           c.fillStyle = filled(band.colour);
           band.times.forEach((t, i) => {
-            const left = this.x(t), right = this.x(band.times[i + 1] ?? this.duration), top = this.y(band.tops[i]);
+            // Whole pixels, or thin seams would show between one moment and the next.
+            const left = Math.round(this.x(t)), right = Math.round(this.x(band.times[i + 1] ?? this.duration)), top = this.y(band.tops[i]);
             if (right >= MARGIN.left && left <= MARGIN.left + this.inner) c.fillRect(left, top, right - left, this.y(band.bottoms[i]) - top);
           });
         }

@@ -10,6 +10,7 @@ import base64
 import hashlib
 import html
 import json
+import re
 import sys
 import zlib
 from bisect import bisect_right
@@ -29,6 +30,9 @@ _STYLE = Path(__file__).with_name("page.css")
 
 _MOMENTS = 10
 """Rows of the table that stands for a picture."""
+
+_COLUMNS = 4
+"""Columns of a table that a phone has room for."""
 
 _STROKES = {
     "active": ("--ink", "solid", "active: in use, or freed but unusable"),
@@ -54,26 +58,33 @@ def make_page(reports: Sequence[Report]) -> str:
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
     told = headline(reports)
     table = difference(reports)
-    what = html.escape(", ".join(Path(report.title).name for report in reports))
+    ran = ", ".join(dict.fromkeys(report.program for report in reports if report.program))
+    files = ", ".join(Path(report.title).name for report in reports)
+    what = f"{ran}: {files}" if ran else files
     return "\n".join(
         [
             '<!doctype html><html lang="en"><head><meta charset="utf-8">',
-            f"<title>{what} - safecomm report</title>",
+            f"<title>{html.escape(what)} - safecomm report</title>",
             f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             f"<style>{_variables()}{_STYLE.read_text(encoding='utf-8')}</style></head><body>",
-            f"<h1>Memory of {what}</h1>",
+            f"<h1>Memory of {_text(what)}</h1>",
             f'<p class="headline"><strong>{html.escape(told.replace("->", "→"))}</strong></p>' if told else "",
             _pictures(timelines, numbers)
             if timelines
             else "<p>The files have no history, so there is no timeline.</p>",
             _table(table) if table is not None else "",
-            f'<div class="beside">{"".join(map(_section, reports))}</div>',
+            f'<div class="beside words">{"".join(map(_section, reports))}</div>',
             f'<script type="application/json" id="data">{data.replace("<", chr(92) + "u003c")}</script>',
             f"<script>{script}</script>",
             "</body></html>\n",
         ]
     )
+
+
+def _text(text: str) -> str:
+    """Return what the page shows of ``text``. A name may end a line where it has a mark, and only there."""
+    return re.sub(r"((?<=\w)[/\\_]|(?<=[^\W\d])[.:])(?=\w)", r"\1<wbr>", html.escape(text))
 
 
 def _variables() -> str:
@@ -109,7 +120,7 @@ def _pictures(timelines: Sequence[Timeline], numbers: dict[str, int]) -> str:
 def _figure(timeline: Timeline) -> str:
     label = f"Memory over time of {timeline.title}. {timeline.caption}."
     return (
-        f"<figure><figcaption><strong>{html.escape(timeline.title)}</strong><span>{html.escape(timeline.caption)}</span>"
+        f"<figure><figcaption><strong>{_text(timeline.title)}</strong><span>{_text(timeline.caption)}</span>"
         f'</figcaption><div class="chart"><canvas class="picture" tabindex="0" role="img" aria-describedby="help" '
         f'aria-label="{html.escape(label)}">{html.escape(label)}</canvas><canvas class="marks" aria-hidden="true">'
         f"</canvas></div><details><summary>The same as a table</summary>{_moments(timeline)}</details></figure>"
@@ -145,7 +156,7 @@ def _legend(timelines: Sequence[Timeline], numbers: dict[str, int]) -> str:
         entries.append(('<i style="background: var(--other)"></i>', what, ""))
     keys = []
     if any(one.blocks for one in timelines):
-        if any(any(value for _, value in one.lines.get("unusable", [])) for one in timelines):
+        if any(one.hatched for one in timelines):
             keys.append(('<i class="hatched"></i>', "freed, and not reusable yet"))
         keys.append(('<i style="background: var(--small)"></i>', "blocks too small to draw at this zoom"))
     for name, (colour, stroke, text) in _STROKES.items():
@@ -155,7 +166,7 @@ def _legend(timelines: Sequence[Timeline], numbers: dict[str, int]) -> str:
         ):
             keys.append((f'<i class="stroke" style="border-top: 2px {stroke} var({colour})"></i>', text))
     lines = "".join(
-        f"<li>{swatch}{html.escape(text)} <small>{html.escape(more)}</small></li>" for swatch, text, more in entries
+        f"<li>{swatch}{_text(text)} <small>{html.escape(more)}</small></li>" for swatch, text, more in entries
     )
     return f'<ul class="legend">{lines}</ul><ul class="key">{"".join(f"<li>{a}{b}</li>" for a, b in keys)}</ul>'
 
@@ -232,11 +243,11 @@ def _packed(**columns: Iterable[int]) -> dict[str, object]:
 
 
 def _section(report: Report) -> str:
-    advice = "".join(f"<li>{html.escape(text)}</li>" for text in report.advice) or "<li>Nothing stands out.</li>"
+    advice = "".join(f"<li>{_text(text)}</li>" for text in report.advice) or "<li>Nothing stands out.</li>"
     return "\n".join(
         [
-            f"<section><h2>{html.escape(report.title)}</h2>",
-            *(f"<p>{html.escape(line)}</p>" for line in report.summary),
+            f"<section><h2>{_text(report.title)}</h2>",
+            *(f"<p>{_text(line)}</p>" for line in report.summary),
             f'<h3>Advice</h3><ol class="advice">{advice}</ol>',
             *map(_table, report.tables),
             "</section>",
@@ -253,11 +264,14 @@ def _rows(table: Table) -> str:
     if not table.rows:
         return "<p>None.</p>"
     classes = [' class="n"' if number else "" for number in table.numeric()]
-    head = "".join(
-        f'<th scope="col"{one}>{html.escape(name)}</th>' for name, one in zip(table.columns, classes, strict=True)
-    )
+    names = [html.escape(name) for name in table.columns]
+    head = "".join(f'<th scope="col"{one}>{name}</th>' for name, one in zip(names, classes, strict=True))
+    wide = len(names) > _COLUMNS
+    # On a phone each row of a wide table is a list, and each cell has the name of its column before it.
+    marks = [f'{one} data-is="{name}"' if wide else one for name, one in zip(names, classes, strict=True)]
     rows = "".join(
-        f"<tr>{''.join(f'<td{one}>{html.escape(cell)}</td>' for cell, one in zip(row, classes, strict=True))}</tr>"
+        f"<tr>{''.join(f'<td{mark}>{_text(cell)}</td>' for cell, mark in zip(row, marks, strict=True))}</tr>"
         for row in table.rows
     )
-    return f'<div class="scroll" tabindex="0"><table><tr>{head}</tr>{rows}</table></div>'
+    kind = ' class="wide"' if wide else ""
+    return f'<div class="scroll" tabindex="0"><table{kind}><tr>{head}</tr>{rows}</table></div>'

@@ -81,7 +81,7 @@ def _legend(timelines: Sequence[Timeline], numbers: dict[str, int]) -> list[Patc
     if len(sites) > len(entries):
         known = sites - numbers.keys() - {*NOWHERE}
         entries.append(Patch(color=colours.OTHER, label="other lines of the program" if known else UNKNOWN))
-    if any(value for one in timelines for _, value in one.lines.get("unusable", [])):
+    if any(one.hatched for one in timelines):
         hatched: dict[str, Any] = {"facecolor": colours.UNUSABLE, "edgecolor": colours.HATCH, "hatch": "////"}
         entries.append(Patch(linewidth=0, label="freed, and not reusable yet", **hatched))
     if any(len(one.blocks) > DRAWN for one in timelines):

@@ -119,6 +119,12 @@ class _Counters:
             self.nbytes -= nbytes
 
 
+def _program() -> str:
+    """Return the name of the script or module that runs."""
+    path = Path(sys.argv[0] if sys.argv else "")
+    return path.parent.name if path.name == "__main__.py" else path.name
+
+
 def _install(counters: _Counters) -> None:
     """Have ``counters`` told of each hold of the ledger that comes or goes, and of those that are there."""
     LEDGER.observer = counters
@@ -229,7 +235,7 @@ class record_memory(contextlib.ContextDecorator):  # noqa: N801
                 "interval": self._interval,
                 "pid": os.getpid(),
             }
-            self._write({**header, "rank": rank, "world": world, "versions": versions})
+            self._write({**header, "rank": rank, "world": world, "program": _program(), "versions": versions})
             self._rank = rank
             _on.append(self)
             _install(self._counters)

@@ -34,6 +34,8 @@ class Recording:
     """What was still held at the end; None if the process did not get there."""
     calls: dict[str, int] = field(default_factory=dict)
     """How often each collective was called, also those that held nothing."""
+    program: str = ""
+    """What ran; earlier versions did not say."""
 
 
 def read_recording(path: Path) -> Recording:
@@ -63,6 +65,7 @@ def read_recording(path: Path) -> Recording:
                 if recording is None:
                     checked.whole(line["safecomm_record"], VERSION, VERSION)
                     recording = Recording(path, *_rank_of(line), checked.finite(line["started"]), [], {}, None)
+                    recording.program = checked.text(line.get("program", ""))
                 else:
                     _take(recording, line)
             except (KeyError, ValueError) as error:

@@ -95,7 +95,7 @@ def report_recording(recording: Recording) -> Report:
         caption=caption(f"{duration:.1f} s", figures),
     )
     title = printable(f"{recording.path}{rank}")
-    return Report(title, summary, tables, advice, [timeline], figures)
+    return Report(title, summary, tables, advice, [timeline], figures, program=printable(recording.program))
 
 
 def _summed(all_of_them: Iterable[Series]) -> Series:

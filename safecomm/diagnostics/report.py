@@ -39,6 +39,8 @@ class Report:
     run: tuple[str, str, int | None] | None = None
     """The same for all ranks of a run: folder, name and number of ranks; None for a file that is of no rank."""
     rank: int | None = None
+    program: str = ""
+    """The script or module that ran, if that is known."""
 
     @property
     def advice(self) -> list[str]:

@@ -38,6 +38,7 @@ _AWAITING = ("active_awaiting_free", "active_pending_free")  # what versions of 
 _PACKAGE = Path(__file__).parents[1]
 _OURS = "|".join(re.escape(one.stem) for one in _PACKAGE.iterdir() if one.suffix == ".py" or one.is_dir())
 _LIBRARY = re.compile(rf"(^|[/\\])(torch[/\\]|safecomm[/\\]({_OURS})([/\\]|\.py$))")
+_STARTS = re.compile(r"^<|[/\\](runpy|threading|concurrent[/\\].*|multiprocessing[/\\].*)\.py$")
 _CXX = re.compile(r"^\?\?$|^$|\.(cpp|cc|cu|cuh|h|hpp|c)$|\.so(\.|$)")
 
 
@@ -521,6 +522,8 @@ class Stacks:
         """The lines of each that are Python's, innermost first; of C++ if there are no others."""
         self.sites: list[str] = [UNKNOWN, NO_STACK]
         """Of each the innermost line that is the program's: neither torch's nor safecomm's."""
+        self.programs: list[str] = ["", ""]
+        """Of each the file of the outermost such line, where Python's own that start a program are left out."""
         self._numbers: dict[tuple[str, ...], int] = {(): 1}
         self.seen: dict[int, tuple[object, int]] = {}
         self._frames: dict[int, tuple[object, str, bool]] = {}
@@ -539,8 +542,10 @@ class Stacks:
         if number is None:
             number = self._numbers[stack] = len(self.stacks)
             self.stacks.append(stack)
-            ours = (text for text in stack if not self._ours[text])
-            self.sites.append(next(ours, stack[0]) if python else _cxx_site(stack))
+            ours = [text for text in stack if not self._ours[text]]
+            self.sites.append((ours or stack)[0] if python else _cxx_site(stack))
+            outer = (text.rpartition(" in ")[0].rpartition(":")[0] for text in reversed(ours if python else []))
+            self.programs.append(next((file for file in outer if not _STARTS.search(file)), ""))
         self.seen[id(frames)] = (frames, number)  # with the frames, so that the id stays theirs
         return number
 

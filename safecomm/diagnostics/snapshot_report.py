@@ -6,6 +6,7 @@ import functools
 import itertools
 import re
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
@@ -58,7 +59,18 @@ def report_snapshot(snapshot: Snapshot) -> Report:
             "no history: call torch.cuda.memory._record_memory_history() before what is to be looked at, "
             "for the lines of the program and the time"
         )
-    return Report(printable(str(snapshot.path)), summary, tables, advice, timelines, figures)
+    program = printable(_program(snapshot))
+    return Report(printable(str(snapshot.path)), summary, tables, advice, timelines, figures, program=program)
+
+
+def _program(snapshot: Snapshot) -> str:
+    """Return the file that most blocks were allocated from in the end: the script that ran."""
+    counts = Counter(block.made_at for trace in snapshot.traces for block in trace.blocks)
+    files: Counter[str] = Counter()
+    for stack, count in counts.items():
+        files[snapshot.stacks.programs[stack]] += count
+    del files[""]
+    return re.split(r"[/\\]", files.most_common(1)[0][0])[-1] if files else ""
 
 
 def _titled(title: str, where: str) -> str:

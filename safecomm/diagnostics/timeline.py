@@ -50,6 +50,11 @@ class Timeline:
     caption: str = ""
     """What it shows, in figures."""
 
+    @property
+    def hatched(self) -> bool:
+        """Whether a block of it was freed some time before the allocator could give it out."""
+        return any(one.freed is not None and (one.end is None or one.freed < one.end) for one in self.blocks)
+
 
 def thinned(points: Series, end: float | None = None) -> Series:
     """Return about ``POINTS`` of them, of each piece the largest; and the last again at ``end``."""

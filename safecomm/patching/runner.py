@@ -81,6 +81,7 @@ def run(
     ``arena`` is as ``SAFECOMM_ARENA``; ``record`` is a directory for the files of ``record_memory()``; ``low_latency``
     is as ``SAFECOMM_LOW_LATENCY=1``. Each of them wins over its variable.
     """
+    sys.argv[:] = target
     if arena:
         os.environ[ARENA] = arena
         read_environment()
@@ -99,7 +100,6 @@ def run(
     _torch.on_each_group(lambda group: worlds.append(group.size() if type(group) is ProcessGroup else 0))
     patching.patch(strict=strict or None, avoid_record_streams=avoid_record_streams or None)
     atexit.register(_summary, os.getpid(), launched_as.__wrapped__()[1] or 1, worlds)
-    sys.argv[:] = target
     try:
         if module:
             sys.modules["__main__"] = types.ModuleType("__main__")
