@@ -10,10 +10,10 @@ import re
 
 _HELD = """\
 Holds {}.
-  Asynchronous: until the stream that this memory was allocated on has waited for the work, or the work is over,
-  whether or not anybody waits or keeps the handle."""
+  Asynchronous: held until the stream that this memory was allocated on has waited for the work, or the work is
+  over, whether or not anybody waits or keeps the handle."""
 _SYNCHRONOUS = """\
-  Synchronous: only if it runs on another stream than that, until that stream has waited for it, or it is over."""
+  Synchronous: held only if it runs on another stream than that, until that stream has waited for it, or it is over."""
 _STAGED = "What the call copies through is kept in the same way."
 _ORDERED = """\
 Ordered after what the current stream has been given; wait() orders the stream that is current then.
