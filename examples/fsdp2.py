@@ -42,10 +42,9 @@ def build(device: torch.device, features: int) -> nn.Sequential:
     ]
     model = nn.Sequential(*blocks).to(device)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    for block in blocks:
-        fully_shard(block, mesh=mesh)
+    sharded = [fully_shard(block, mesh=mesh) for block in blocks]
     fully_shard(model, mesh=mesh)
-    for block, following in itertools.pairwise(blocks):
+    for block, following in itertools.pairwise(sharded):
         block.set_modules_to_forward_prefetch([following])
         following.set_modules_to_backward_prefetch([block])
     return model

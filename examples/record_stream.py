@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed
@@ -29,7 +30,7 @@ LAYERS, ITERATIONS = 8, 5
 Layer = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def by_hand(streams: object) -> Layer:
+def by_hand(streams: Any) -> Layer:
     """Return a layer with a side stream; ``streams`` is torch.cuda, or torch.cpu, whose streams do nothing."""
     main, side = streams.current_stream(), streams.Stream()
 

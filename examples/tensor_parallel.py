@@ -80,6 +80,7 @@ def train(
         loss = F.mse_loss(forward(x, up, down), batch)
         optimizer.zero_grad()
         loss.backward()
+        assert x.grad is not None
         optimizer.step()
         steps.append([float(loss.detach()), float(x.grad.norm())])
     return steps

@@ -28,7 +28,7 @@ import safecomm
 
 try:
     from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
-    from transformers.distributed import DistributedConfig
+    from transformers.distributed.configuration_utils import DistributedConfig
 
     parallel = LlamaForCausalLM.prepare_distribute_model, LlamaForCausalLM.maybe_distribute_model
 except (ImportError, AttributeError):
@@ -37,8 +37,14 @@ except (ImportError, AttributeError):
 
 TOKENS = 32
 HEADS = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64}
-LAYERS = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 4, "vocab_size": 32_000, **HEADS}
-SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 512}
+LAYERS: dict[str, Any] = {
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 4,
+    "vocab_size": 32_000,
+    **HEADS,
+}
+SMALL: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 512}
 SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 
 
@@ -51,7 +57,9 @@ class Decoder:
         config, _, mesh = prepare(DistributedConfig(tp_size=dist.get_world_size()))
         torch.manual_seed(0)
         with device:
-            model = LlamaForCausalLM(llama).to(torch.bfloat16 if device.type == "cuda" else torch.float32).eval()
+            model = LlamaForCausalLM(llama).eval()
+            # Torch's own to(): the one of transformers has no types.
+            torch.nn.Module.to(model, torch.bfloat16 if device.type == "cuda" else torch.float32)
             self.model: Any = distribute(model, config, mesh)
         self.compiled: Any = torch.compile(self.model) if device.type == "cuda" else None
         self.cache = StaticCache(config=llama, max_cache_len=64)

@@ -15,6 +15,7 @@ The last line is how many collectives of a forward are safecomm's, the same on G
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,15 +26,20 @@ import safecomm
 
 try:
     from transformers import LlamaConfig, LlamaForCausalLM
-    from transformers.distributed import DistributedConfig
+    from transformers.distributed.configuration_utils import DistributedConfig
 
     parallel = LlamaForCausalLM.prepare_distribute_model, LlamaForCausalLM.maybe_distribute_model
 except (ImportError, AttributeError):
     print("skipped: needs transformers 5.16 or later")
     sys.exit()
 
-SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-LARGER = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 16}
+SMALL: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+LARGER: dict[str, Any] = {
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 16,
+}
 
 
 def main() -> int:
@@ -56,7 +62,7 @@ def main() -> int:
         base = forget_peak(device)
         with profile(activities=[ProfilerActivity.CPU]) as profiled:
             logits = model(tokens).logits
-        return logits.cpu(), peak(device, base), [event.name for event in profiled.events()]
+        return logits.cpu(), peak(device, base), [event.name for event in profiled.events() or ()]
 
     forward()
     before, memory_before, names = forward()

@@ -42,7 +42,7 @@ import logging
 import os
 import sys
 import types
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 # "python -m safecomm report" reads files, without torch: it is done before torch is looked for.
 if sys.argv[:1] == ["-m"] and sys.orig_argv[-1 - len(sys.argv) :][:3] == ["-m", "safecomm", "report"]:
@@ -65,6 +65,9 @@ if TYPE_CHECKING:
     from safecomm.collectives.point_to_point import *  # noqa: F403
 
 from torch.distributed import *  # type: ignore[assignment, no-redef]  # noqa: F403
+
+if TYPE_CHECKING:
+    from safecomm._torch.exported import *  # noqa: F403
 
 from safecomm import _submodules
 from safecomm import functional as functional
@@ -180,11 +183,11 @@ def _is_torchs(thing: object) -> bool:
     return type(thing) is not types.ModuleType or thing.__name__.startswith("torch.distributed.")
 
 
-_PUBLIC = sorted(
-    {*_OWN, *(name for name, thing in vars(torch.distributed).items() if name[0] != "_" and _is_torchs(thing))}
-)
-if not TYPE_CHECKING:  # type checkers see what is imported above, and of a list that is made here would see nothing
-    __all__ = _PUBLIC
+def __dir__() -> list[str]:
+    """Return the public names, those of torch.distributed and safecomm's own, for completion."""
+    theirs = [name for name, thing in vars(torch.distributed).items() if name[0] != "_" and _is_torchs(thing)]
+    return sorted({*_OWN, *theirs, "__version__"})
+
 
 _submodules.install()
 _versions.warn_if_newer()
@@ -212,7 +215,7 @@ if os.environ.get("SAFECOMM_LOW_LATENCY", "0") not in ("", "0"):
     _low_latency.everywhere(None if os.environ["SAFECOMM_LOW_LATENCY"] == "1" else os.environ["SAFECOMM_LOW_LATENCY"])
 
 
-def __getattr__(name: str) -> Any:
+def _forwarded(name: str) -> object:
     """Return the diagnostics, and ``torch.distributed``'s private names, what was added later, and its submodules."""
     if name in _LAZY:
         import importlib
@@ -236,11 +239,13 @@ def __getattr__(name: str) -> Any:
     if not name.startswith("_"):
         import difflib
 
-        meant = difflib.get_close_matches(name, _PUBLIC, n=1)
+        meant = difflib.get_close_matches(name, __dir__(), n=1)
         message += f". Did you mean {meant[0]!r}?" if meant else ""
     raise AttributeError(message)
 
 
-def __dir__() -> list[str]:
-    """Return torch.distributed's names and safecomm's public ones, for completion."""
-    return sorted({*dir(torch.distributed), *_PUBLIC, *(name for name in _WRAPPED if name in globals()), "__version__"})
+# Type checkers see what is imported above. Of a list that is made here they would see nothing, and a module with
+# ``__getattr__`` has every name there could be, misspelt ones among them.
+if not TYPE_CHECKING:
+    __all__ = [name for name in __dir__() if name[0] != "_"]
+    __getattr__ = _forwarded

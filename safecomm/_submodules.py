@@ -40,8 +40,9 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         if not name.startswith(_OURS):
             return None
         first = ".".join(name.split(".")[:2])
-        ours = importlib.machinery.PathFinder.find_spec(first, sys.modules["safecomm"].__path__) is not None
-        if ours and name not in _MOVED:
+        ours = importlib.machinery.PathFinder.find_spec(first, sys.modules["safecomm"].__path__)
+        # A folder of stubs, which type checkers read, is no module: it has no loader.
+        if ours is not None and ours.loader is not None and name not in _MOVED:
             return None
         try:
             found = importlib.util.find_spec(_meant(name))

@@ -47,7 +47,7 @@ class Block(contextlib.ContextDecorator):
         __exit__ = _Exit()
 
     def _leave(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: types.TracebackType | None
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: types.TracebackType | None, /
     ) -> None:
         raise NotImplementedError
 

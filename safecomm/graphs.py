@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed
@@ -17,6 +17,8 @@ from safecomm.core.drain import await_before_capture
 from safecomm.core.ledger import LEDGER
 from safecomm.errors import CaptureBoundaryError
 from safecomm.record_stream import avoid_record_streams
+
+CaptureErrorMode = Literal["global", "thread_local", "relaxed"]
 
 
 class graph:  # noqa: N801
@@ -57,7 +59,7 @@ class graph:  # noqa: N801
         cuda_graph: torch.cuda.CUDAGraph,
         pool: Any = None,
         stream: torch.cuda.Stream | None = None,
-        capture_error_mode: str = "global",
+        capture_error_mode: CaptureErrorMode = "global",
         *,
         groups: Iterable[torch.distributed.ProcessGroup] = (),
         **newer: Any,
@@ -65,7 +67,7 @@ class graph:  # noqa: N801
         arguments.check("graph", arguments.is_a("a torch.cuda.CUDAGraph", torch.cuda.CUDAGraph), cuda_graph=cuda_graph)
         arguments.check("graph", arguments.is_a("a torch.cuda.Stream", torch.cuda.Stream, type(None)), stream=stream)
         arguments.check("graph", arguments.is_a("what pool() of a graph returns", tuple, type(None)), pool=pool)
-        modes = arguments.one_of(("global", "thread_local", "relaxed"))
+        modes = arguments.one_of(get_args(CaptureErrorMode))
         arguments.check("graph", modes, capture_error_mode=capture_error_mode)
         arguments.check("graph", arguments.is_a("process groups", Iterable), groups=groups)
         self._cuda_graph = cuda_graph

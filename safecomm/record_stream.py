@@ -18,7 +18,7 @@ import types
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 
@@ -37,8 +37,8 @@ log: logging.Logger = logging.getLogger("safecomm")
 
 T = TypeVar("T")
 
-MODES = ("convert", "raise", "warn", "count")
-RELEASES = ("auto", "order", "defer")
+Mode = Literal["convert", "raise", "warn", "count"]
+Release = Literal["auto", "order", "defer"]
 
 EVERY = 4
 """Of so many calls of ``record_stream`` one sweeps the ledger. After one in a capture, or of much memory, the next."""
@@ -102,13 +102,13 @@ class avoid_record_streams(Block):  # noqa: N801
     """
 
     def __init__(
-        self, mode: str = "convert", *, release: str = "auto", this_thread: bool = False, strict: bool = False
+        self, mode: Mode = "convert", *, release: Release = "auto", this_thread: bool = False, strict: bool = False
     ) -> None:
-        arguments.check("avoid_record_streams", arguments.one_of(MODES), mode=mode)
-        arguments.check("avoid_record_streams", arguments.one_of(RELEASES), release=release)
+        arguments.check("avoid_record_streams", arguments.one_of(get_args(Mode)), mode=mode)
+        arguments.check("avoid_record_streams", arguments.one_of(get_args(Release)), release=release)
         arguments.check("avoid_record_streams", arguments.FLAG, this_thread=this_thread, strict=strict)
-        self.mode = mode
-        self.release = release
+        self.mode: Mode = mode
+        self.release: Release = release
         self.this_thread = this_thread
         self.strict = strict
         self.calls = 0

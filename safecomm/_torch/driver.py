@@ -116,7 +116,8 @@ def kernel_launcher(
     ``kinds`` are the types of ctypes of the kernel's parameters; a parameter that no argument is given for is 0.
     ``shared``: bytes of shared memory. No two threads may call ``launch`` at once. None without a driver.
     """
-    if _launch_kernel is None or _current_context is None or _set_context is None:
+    launch_kernel, set_context = _launch_kernel, _set_context
+    if launch_kernel is None or _current_context is None or set_context is None:
         return None
     context = ctypes.c_void_p()
     _current_context(ctypes.byref(context))
@@ -135,11 +136,11 @@ def kernel_launcher(
         handle.value = stream
         for value, argument in zip(values, arguments):  # noqa: B905
             value.value = argument
-        error = _launch_kernel(*call)
+        error = launch_kernel(*call)
         # A thread that has not called CUDA yet has no context.
         if error == _INVALID_CONTEXT:
-            _set_context(context)
-            error = _launch_kernel(*call)
+            set_context(context)
+            error = launch_kernel(*call)
         if error:
             raise RuntimeError(f"cuLaunchKernel failed with error {error} of the CUDA driver")
 

@@ -65,7 +65,7 @@ def _launch(
     signature = re.compile(rf"\(self: \S+\.{owner}{given}")
     function = look_up(
         f"{C_C10D}.{owner}.{method}", None, NOT_DIRECT,
-        lambda found: callable(found) and signature.search(found.__doc__) is not None,
+        lambda found: callable(found) and signature.search(found.__doc__ or "") is not None,
     )  # fmt: skip
     kind = look_up(f"{C10D}.{options}", None, NOT_DIRECT, _takes_what_it_took)
     return None if function is None or kind is None else Launch(function, kind)

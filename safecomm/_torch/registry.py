@@ -17,7 +17,7 @@ the call would count as complete before c10d launched it."""
 
 WORLD = "_world"
 
-c10d_vars: dict[str, Any] = vars(c10d)
+c10d_vars: dict[str, Any] = c10d.__dict__
 """``c10d_vars[WORLD]`` is c10d's registry of groups for this thread: :data:`world`, but where ranks are threads.
 
 Torch puts a registry in its place that has other groups in each thread (``_install_threaded_pg``), at any time.

@@ -20,7 +20,7 @@ import torch.distributed
 from torch.distributed import ProcessGroup
 
 from safecomm import _torch, arguments
-from safecomm.arena.arguments import bytes_of, device_of, options_of, shape_of
+from safecomm.arena.arguments import Full, bytes_of, device_of, options_of, shape_of
 from safecomm.arena.layout import Layout
 from safecomm.arena.plan import Plan
 from safecomm.arena.size_class import SizeClass, Slot, idle, rounded
@@ -136,7 +136,7 @@ class Arena:
         nbytes: int | str,
         device: torch.device | str | int | None = None,
         *,
-        full: str = "fallback",
+        full: Full = "fallback",
         buckets: Mapping[str, int | str] | None = None,
         check: ProcessGroup | None = None,
         register: ProcessGroup | None = None,
@@ -171,7 +171,7 @@ class Arena:
         plan: Plan,
         device: torch.device | str | int | None = None,
         *,
-        full: str = "fallback",
+        full: Full = "fallback",
         check: ProcessGroup | None = None,
         register: ProcessGroup | None = None,
     ) -> Arena:
@@ -197,7 +197,7 @@ class Arena:
         return arena
 
     def _start(
-        self, block: torch.Tensor, index: int, streams: Streams, full: str, buckets: dict[str, int],
+        self, block: torch.Tensor, index: int, streams: Streams, full: Full, buckets: dict[str, int],
         check: ProcessGroup | None,
     ) -> None:  # fmt: skip
         self._block = block

@@ -6,7 +6,7 @@ import math
 import operator
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -14,6 +14,9 @@ from safecomm import arguments
 from safecomm.core.streams import HOST
 
 _UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+Full = Literal["fallback", "raise"]
+"""What happens to a request that finds no room."""
 
 LARGEST = 1 << 50
 """Bytes of an arena: more than any machine has, and small enough that torch can say so."""
@@ -66,10 +69,10 @@ def shape_of(size: tuple[Any, ...], dtype: object, operation: str) -> tuple[int,
 
 
 def options_of(
-    full: str, buckets: Mapping[str, int | str] | None, check: object, register: object, symmetric: bool
+    full: Full, buckets: Mapping[str, int | str] | None, check: object, register: object, symmetric: bool
 ) -> dict[str, int]:
     """Check what :class:`Arena` is given beside its size and its device; return the bytes of its buckets by name."""
-    arguments.check("Arena", arguments.one_of(("fallback", "raise")), full=full)
+    arguments.check("Arena", arguments.one_of(get_args(Full)), full=full)
     arguments.check("Arena", arguments.FLAG, symmetric=symmetric)
     arguments.check("Arena", arguments.MEMBER, check=check, register=register)
     arguments.check("Arena", _BUCKETS, buckets=buckets)

@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 
 from safecomm import arguments
 from safecomm.arena.arena import OPEN, Arena
-from safecomm.arena.arguments import bytes_of, device_of
+from safecomm.arena.arguments import Full, bytes_of, device_of
 from safecomm.arena.plan import Plan, Recorder
 from safecomm.block import Block
 from safecomm.errors import SafecommError
@@ -106,7 +106,7 @@ class use_arena(Block):  # noqa: N801
         arena: Arena | int | str,
         device: torch.device | str | int | None = None,
         *,
-        full: str = "fallback",
+        full: Full = "fallback",
         buckets: Mapping[str, int | str] | None = None,
         check: ProcessGroup | None = None,
         register: ProcessGroup | None = None,
@@ -114,14 +114,14 @@ class use_arena(Block):  # noqa: N801
         self._made = not isinstance(arena, (Arena, Recorder))
         if not self._made and (full != "fallback" or any(x is not None for x in (device, buckets, check, register))):
             raise ValueError(f"use_arena({arena!r}): expected nothing else, which is for an arena that it makes")
-        self.arena: Any = (
+        self.arena: Arena = (
             Arena(arena, device, full=full, buckets=buckets, check=check, register=register)  # type: ignore[arg-type]
             if self._made
-            else arena
+            else arena  # type: ignore[assignment]
         )
         self._entered: list[tuple[object, object]] = []  # of each time: its key in ``_order``, and its watch
 
-    def __enter__(self) -> Any:
+    def __enter__(self) -> Arena:
         arena = self.arena
         if self._made:
             arena._refuse_ended("use_arena()")

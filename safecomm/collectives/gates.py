@@ -34,7 +34,7 @@ from safecomm.collectives.general import (
 )
 from safecomm.collectives.holding import counter, wait_for
 from safecomm.collectives.regions import REGIONS
-from safecomm.collectives.routes import ROUTES
+from safecomm.collectives.routes import ROUTES, Route
 from safecomm.collectives.table import ROWS
 from safecomm.collectives.takers import BUCKETS, DECLINED, ENGINES, GENERAL, offer, splits
 from safecomm.collectives.tensors import storages_of
@@ -106,7 +106,7 @@ def _all_reduce(tensor: torch.Tensor, op: c10d.ReduceOp | c10d.ReduceOp.RedOpTyp
         taken = offer(_row_all_reduce, to, (tensor,), op, async_op)
         if taken is not DECLINED:
             return _general_all_reduce(tensor, op=op, group=group, async_op=async_op) if taken is GENERAL else taken
-    route: Any = _routes.get(id(to))
+    route: Route = _routes.get(id(to))  # type: ignore[assignment]
     try:
         ordinary = (
             route is not None
@@ -180,7 +180,7 @@ def _all_gather_single(output_tensor: torch.Tensor, input_tensor: torch.Tensor, 
         taken = offer(_row_all_gather_single, to, (output_tensor, input_tensor,), None, async_op)
         if taken is not DECLINED:
             return _general_all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op) if taken is GENERAL else taken
-    route: Any = _routes.get(id(to))
+    route: Route = _routes.get(id(to))  # type: ignore[assignment]
     try:
         ordinary = (
             route is not None
@@ -277,7 +277,7 @@ def _reduce_scatter_single(output: torch.Tensor, input: torch.Tensor, op: c10d.R
         taken = offer(_row_reduce_scatter_single, to, (output, input,), op, async_op)
         if taken is not DECLINED:
             return _general_reduce_scatter_single(output, input, op=op, group=group, async_op=async_op) if taken is GENERAL else taken
-    route: Any = _routes.get(id(to))
+    route: Route = _routes.get(id(to))  # type: ignore[assignment]
     try:
         ordinary = (
             route is not None
@@ -377,7 +377,7 @@ def _broadcast(tensor: torch.Tensor, src: int | None = None, group: c10d.Process
         taken = offer(_row_broadcast, to, (tensor,), None, async_op)
         if taken is not DECLINED:
             return _general_broadcast(tensor, src=src, group=group, async_op=async_op, group_src=group_src) if taken is GENERAL else taken
-    route: Any = _routes.get(id(to))
+    route: Route = _routes.get(id(to))  # type: ignore[assignment]
     try:
         ordinary = (
             route is not None
@@ -451,7 +451,7 @@ def _reduce(tensor: torch.Tensor, dst: int | None = None, op: c10d.ReduceOp | c1
         taken = offer(_row_reduce, to, (tensor,), op, async_op)
         if taken is not DECLINED:
             return _general_reduce(tensor, dst=dst, op=op, group=group, async_op=async_op, group_dst=group_dst) if taken is GENERAL else taken
-    route: Any = _routes.get(id(to))
+    route: Route = _routes.get(id(to))  # type: ignore[assignment]
     try:
         ordinary = (
             route is not None
@@ -525,7 +525,7 @@ def _all_to_all_single(output: torch.Tensor, input: torch.Tensor, output_split_s
         taken = offer(_row_all_to_all_single, to, (output, input,), splits(output_split_sizes, input_split_sizes), async_op)
         if taken is not DECLINED:
             return _general_all_to_all_single(output, input, output_split_sizes=output_split_sizes, input_split_sizes=input_split_sizes, group=group, async_op=async_op) if taken is GENERAL else taken
-    route: Any = _routes.get(id(to))
+    route: Route = _routes.get(id(to))  # type: ignore[assignment]
     try:
         ordinary = (
             route is not None

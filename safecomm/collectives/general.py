@@ -263,10 +263,10 @@ def prepared_by_root(
             return None
         if not 0 <= rank < route.world:
             return None
-        found = _options(launch, op, asynchronous)
-        found.rootRank = rank
-        route.root_options[key] = found
-        return found
+        made: RootOptions = _options(launch, op, asynchronous)
+        made.rootRank = rank
+        route.root_options[key] = made
+        return made
 
     return launch and launch.function, options
 
@@ -324,7 +324,7 @@ def stand_in(wrapper: F, original: Callable[..., object]) -> F:
     return wrapper
 
 
-def direct(gate: F, row: Row, launch: object) -> Any:
+def direct(gate: Callable[..., object], row: Row, launch: object) -> Any:
     """Return ``gate`` as the stand-in for c10d's function of ``row``.
 
     Return that function with a hold around it if nothing launches its calls directly, if it takes other arguments in

@@ -49,7 +49,7 @@ from safecomm.collectives.general import (
 )
 from safecomm.collectives.holding import counter, wait_for
 from safecomm.collectives.regions import REGIONS
-from safecomm.collectives.routes import ROUTES
+from safecomm.collectives.routes import ROUTES, Route
 from safecomm.collectives.table import ROWS
 from safecomm.collectives.takers import BUCKETS, DECLINED, ENGINES, GENERAL, offer, splits
 from safecomm.collectives.tensors import storages_of

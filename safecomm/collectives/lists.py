@@ -388,7 +388,7 @@ def _reduce_scatter(
     async_op: bool = False,
 ) -> object:
     if _compiling():
-        return _c10d_reduce_scatter(output, input_list, op, group, async_op)
+        return _c10d_reduce_scatter(output, input_list, op, group, async_op)  # pyright: ignore[reportArgumentType]
     if _nonempty and not _can_skip_sweep():
         LEDGER.sweep()
     to = group or default_group()

@@ -38,8 +38,8 @@ def storages_of(tensors: Iterable[torch.Tensor]) -> tuple[object, ...]:
     for tensor in tensors:
         if type(tensor) not in PLAIN:
             found.append(tensor)
-            if hasattr(tensor, "__tensor_flatten__"):
-                names, _ = tensor.__tensor_flatten__()
+            if flatten := getattr(tensor, "__tensor_flatten__", None):
+                names, _ = flatten()
                 found.extend(storages_of([getattr(tensor, name) for name in names]))
                 continue
         try:
@@ -63,8 +63,8 @@ def with_memory(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     for tensor in tensors:
         if type(tensor) in PLAIN:
             found.append(tensor)
-        elif hasattr(tensor, "__tensor_flatten__"):
-            names, _ = tensor.__tensor_flatten__()
+        elif flatten := getattr(tensor, "__tensor_flatten__", None):
+            names, _ = flatten()
             found.extend(with_memory([getattr(tensor, name) for name in names]))
     return found
 

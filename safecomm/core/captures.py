@@ -519,8 +519,8 @@ def _note_place(graph: torch.cuda.CUDAGraph) -> None:
     _places[graph] = place(_caller())
 
 
-if hasattr(torch.cuda.graphs, "register_graph_capture_start_hook"):  # torch 2.14
-    torch.cuda.graphs.register_graph_capture_start_hook(_note_place)
+if register := getattr(torch.cuda.graphs, "register_graph_capture_start_hook", None):  # torch 2.14
+    register(_note_place)
 
 
 def _here(index: int) -> CapturedGraph | None:

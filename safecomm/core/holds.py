@@ -191,11 +191,11 @@ class Queue:
     )  # fmt: skip
 
     def __init__(
-        self, sweeper: Sweeper, nonempty: dict[Queue, None], table: dict[K, Any], key: K, index: int,
+        self, sweeper: Sweeper, nonempty: dict[Queue, object], table: dict[K, Any], key: K, index: int,
         stream: int = 0, capture: int = 0, budget: int = 0,
     ) -> None:  # fmt: skip
         self.sweeper: Sweeper = sweeper
-        self.nonempty: dict[Queue, None] = nonempty  # the ledger's: the queues that have holds
+        self.nonempty: dict[Queue, object] = nonempty  # the ledger's: the queues that have holds
         self.table: dict[Any, Any] = table  # where this queue is found under its key
         self.key: Hashable = key
         # The device index, or HOST; the stream of the uses, or of the first launch; the graph capture that all of it is

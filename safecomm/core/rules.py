@@ -31,7 +31,7 @@ class Rules:
         self.streams = streams
         self.lag = lag
         self.interval: float = 0  # seconds in which events are looked at once, while few bytes come
-        self.nonempty: dict[Queue, None] = {}  # the queues that have holds: none in a program that waits for its works
+        self.nonempty: dict[Queue, object] = {}  # the queues that have holds: none if all works are waited for
         self.quarantine: dict[Hold, None] = {}  # what has failed
         self.observer: Observer | None = None
         self.serials: Iterator[int] = itertools.count()  # of the holds that have events

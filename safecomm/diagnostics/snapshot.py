@@ -347,7 +347,7 @@ class _Reader:
                 address, size, stream = one.get("addr"), one.get("size"), one.get("stream", 0)
                 # There are millions of them, and most are as they should be.
                 if not (
-                    type(address) is type(size) is type(stream) is int and 0 <= address | size < 1 << 62 > stream >= 0
+                    type(address) is type(size) is type(stream) is int and 0 <= address | size < 1 << 62 > stream >= 0  # pyright: ignore[reportOptionalOperand]
                 ):
                     address, size = _address(self._field(one, "addr")), checked.whole(self._field(one, "size"))
                     stream = _stream(stream)

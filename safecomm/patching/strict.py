@@ -88,7 +88,7 @@ class _Hooks:
             group.unregister_pre_hook(_ID)
 
     def _launched(self, call: Any) -> None:
-        op = call.name.name
+        op: str = call.name.name
         if op in _NO_COLLECTIVES:
             return
         found: types.FrameType | None = None

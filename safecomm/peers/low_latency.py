@@ -148,7 +148,7 @@ class low_latency:  # noqa: N801
         self._group = group
         ENGINES[group] = _Stays()  # for the calls that switching on makes
         try:
-            self._engine, self.reason = _make(group, self._limits, self._timeout, self._check, self._functional)
+            self._engine, self.reason = _make(group, self._limits, self._timeout, self._check, self._functional)  # pyright: ignore[reportArgumentType]
         finally:
             if self._engine is None:
                 ENGINES.pop(group, None)

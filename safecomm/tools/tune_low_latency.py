@@ -212,7 +212,7 @@ def measure(
     two = fitting(sizes, world, lambda size: replace(rings, two_shot=size)) if world > 2 else []
     channels = replace(rings, one_shot=max(one), two_shot=max(two, default=0))
     packets = fitting(sizes, world, lambda size: replace(channels, exact=size))
-    kernels = [
+    kernels: list[tuple[str, LowLatencyLimits, tuple[str, ...], list[int]]] = [
         (ONE_SHOT, replace(none, one_shot=max(one), scatter=max(one), gather=max(one)), everything, one),
         (EXACT, replace(none, exact=max(packets), exchange=max(packets)), (GATHER, EXCHANGE), packets),
         (TWO_SHOT, replace(none, two_shot=max(two, default=0)), (REDUCE,), two),

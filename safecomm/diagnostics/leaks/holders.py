@@ -264,12 +264,12 @@ class Holders:
         if isinstance(thing, _Memory):
             name = self._saved[thing.cdata, id(referrer)]
             return "retained graph", f"the autograd node {referrer.name()}, which saved it as {name!r} for the backward"
+        if id(referrer) in self._modules:
+            return "variable", f"global variable {_key(referrer, thing)!r} of module {self._modules[id(referrer)]}"
         if id(thing) in self._nodes and isinstance(referrer, torch.Tensor) and referrer.grad_fn is thing:
             return "graph", f"the graph of a tensor of shape {tuple(referrer.shape)}"
         if id(thing) in self._nodes and id(referrer) in self._nodes:
             return "graph", "the graph of a later node"
-        if id(referrer) in self._modules:
-            return "variable", f"global variable {_key(referrer, thing)!r} of module {self._modules[id(referrer)]}"
         if isinstance(referrer, (list, tuple, deque)):
             place = next((i for i, one in enumerate(referrer) if one is thing), None)
             return "list", f"item {place} of a {type(referrer).__name__} of {len(referrer)}"

@@ -1,0 +1,1 @@
+from torch.distributed.algorithms.ddp_comm_hooks import *

@@ -1,0 +1,1 @@
+from torch.distributed.checkpoint.state_dict import *
