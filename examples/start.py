@@ -26,7 +26,7 @@ def start() -> torch.device:
     else:
         # Libraries look for GPUs by themselves, and are not to find any.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # pyright: ignore[reportPrivateImportUsage]
     dist.init_process_group(backend, device_id=device if cuda else None, **alone)
     if dist.get_rank() == 0:
         where = torch.cuda.get_device_name() if cuda else "the CPU, small"

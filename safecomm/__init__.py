@@ -36,7 +36,7 @@ memory is. ``help(safecomm.all_reduce)`` ends with what safecomm does beside tor
 #     replacing              the switch that forbids what replaces anything of torch's
 #     arguments              what arguments have to be, and how others are refused
 #     errors, block          few, flat; blocks of a with statement that no exception leaves open
-#     _version               the version
+#     _version, _exported    the version; what type checkers are told of torch.distributed besides
 
 import logging
 import os
@@ -67,7 +67,7 @@ if TYPE_CHECKING:
 from torch.distributed import *  # type: ignore[assignment, no-redef]  # noqa: F403
 
 if TYPE_CHECKING:
-    from safecomm._torch.exported import *  # noqa: F403
+    from safecomm._exported import *  # noqa: F403
 
 from safecomm import _submodules
 from safecomm import functional as functional

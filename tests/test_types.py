@@ -14,7 +14,7 @@ import safecomm
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = Path(safecomm.__file__).parent
-STUBS = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.pyi") if path.parts[-2] != "_torch")
+STUBS = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.pyi") if path.name != "_exported.pyi")
 SUBMODULES = [".".join(stub.with_suffix("").parts).removesuffix(".__init__") for stub in STUBS]
 
 OF_BOTH = """\
