@@ -494,7 +494,7 @@ class Ledger(Rules):
                 if work.is_future_done is None:
                     work.is_future_done = bool  # which says False
                     work.is_future_done = work.inner.get_future().done
-                done = work.is_future_done()
+                done = work.is_future_done()  # pyright: ignore[reportOptionalCall]
             # On a device a future can be done as soon as the work is launched. So an event ends the hold.
             if done and index != HOST and (done := self._wait_here(work)):
                 self._make_handoff(work)
