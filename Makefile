@@ -1,4 +1,5 @@
 # make demo        show what it is for: on the GPUs of this machine, or as it was recorded; the page is build/demo.html
+# make lint        ruff, and what mypy and pyright say of the types
 # make test        lint, types, and the tests that need no GPU, with a fifth of the random programs
 # make test-all    the same with all of them, and what takes long; SAFECOMM_TESTS_SEED=7 for other programs
 # make compat      what depends on torch, on each version of it that is tested; COMPAT="2.4.1 newest" for some
@@ -30,17 +31,19 @@ READY := .venv/.ready
 READY_FOR_TESTS := .venv/.ready-for-tests
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 
-.PHONY: demo test test-all coverage compat gpu-test bench dist docs clean venv
+.PHONY: demo lint test test-all coverage compat gpu-test bench dist docs clean venv
 
 demo: $(READY)
 	@mkdir -p build
 	@$(BIN)/safecomm demo --html build/demo.html $(ARGS)
 
-test: $(READY_FOR_TESTS)
+lint: $(READY_FOR_TESTS)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-all: export SAFECOMM_TESTS = all
