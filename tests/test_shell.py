@@ -164,7 +164,7 @@ def test_the_package_holds_all_that_it_reads():
     folder = ROOT / "safecomm"
     beside = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     beside.remove("_torch/_driver.c")  # compiled where that is asked for, and left out of each wheel
-    assert {name for name in beside if not name.endswith((".py", ".pyc", ".abi3.so"))} == DATA
+    assert {name for name in beside if not name.endswith((".py", ".pyi", ".pyc", ".abi3.so"))} == DATA
 
 
 def test_what_the_build_is_told_is_there():
