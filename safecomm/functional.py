@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, overload
 import torch
 import torch.distributed as dist
 
-from safecomm import arguments
+from safecomm import _torch, arguments
 from safecomm.arena.staging import buffer, contiguous
 from safecomm.collectives import gates as _gates
 from safecomm.collectives.table import ROWS
@@ -149,10 +149,10 @@ def _launch_all_gather(tensor: torch.Tensor, dim: int, group: _Group, asynchrono
 
     def finish() -> None:
         inner.view(*part[:dim], world, *part[dim:]).copy_(staged.view(world, *part).movedim(0, dim))
-        if staged.is_cuda:  # maybe on another stream than they are of
+        if (index := _torch.index_of(staged)) >= 0:  # maybe on another stream than they are of
             storages = (staged.untyped_storage(), inner.untyped_storage())
             # A frame that was taken outside would be part of a cycle, and keep all of it.
-            LEDGER.hand_off("functional.all_gather", group, staged.get_device(), storages, sys._getframe())
+            LEDGER.hand_off("functional.all_gather", group, index, storages, sys._getframe())
 
     if asynchronous:
         return output, work, finish

@@ -59,8 +59,7 @@ class Guards:
         for tensor in tensors:
             if (
                 type(tensor) not in PLAIN
-                or tensor.get_device() != index
-                or (index == HOST and not tensor.is_cpu)
+                or _torch.index_of(tensor) != index
                 or tensor.dtype in COMPLEX
                 or (index != HOST and tensor.dtype in _FP8 and torch.cuda.get_device_capability(index)[0] < 9)
                 or tensor.dtype is not tensors[0].dtype

@@ -373,7 +373,7 @@ class _Interception:
             ledger.sweep()
         storage = tensor.untyped_storage()
         # A stream of another device can't be ordered by torch's means; that is rare, and the allocator's matter.
-        if tensor.get_device() in (index, HOST) and uses.add(storage, index, raw, frame, release):
+        if _torch.index_of(tensor) in (index, HOST) and uses.add(storage, index, raw, frame, release):
             return
         if original is not None:
             original(tensor, stream)

@@ -136,7 +136,10 @@ from safecomm._torch.streams import current_raw_stream as current_raw_stream
 from safecomm._torch.streams import raw_stream as raw_stream
 from safecomm._torch.streams import spin as spin
 from safecomm._torch.symmetric import symmetric_memory as symmetric_memory
+from safecomm._torch.tensors import ELSEWHERE as ELSEWHERE
+from safecomm._torch.tensors import HOST as HOST
 from safecomm._torch.tensors import has_plain_keys as has_plain_keys
+from safecomm._torch.tensors import index_of as index_of
 from safecomm._torch.tensors import is_fake as is_fake
 from safecomm._torch.tensors import look_alike as look_alike
 from safecomm._torch.tensors import unlike as unlike

@@ -18,6 +18,23 @@ def is_fake(tensor: torch.Tensor) -> bool:
     return tensor.is_meta or (subclasses is not None and isinstance(tensor, subclasses.FakeTensor))
 
 
+HOST, ELSEWHERE = -1, -2
+"""The index of the host's memory, which no stream orders; and of a device that safecomm does not know, or of none."""
+
+
+def index_of(tensor: torch.Tensor) -> int:
+    """Return the index of the GPU that ``tensor`` is on; :data:`HOST` or :data:`ELSEWHERE` if it is on none.
+
+    Each part of safecomm asks this question, and no other, of where a tensor is. The tests answer it with a simulated
+    device, whose memory is the host's.
+    """
+    if type(tensor) is not torch.Tensor and is_fake(tensor):
+        return ELSEWHERE
+    if tensor.is_cuda:
+        return tensor.get_device()
+    return HOST if tensor.is_cpu else ELSEWHERE
+
+
 def unlike(*_: object) -> bool:
     """Say that no tensors are like any."""
     return False

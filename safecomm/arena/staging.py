@@ -6,12 +6,13 @@ from collections.abc import Sequence
 
 import torch
 
+from safecomm import _torch
 from safecomm.arena.use import in_use
 
 
 def buffer(shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
     """Return uninitialised memory of ``shape``, with the type of ``like`` and on its device."""
-    arena = in_use(like.get_device())
+    arena = in_use(_torch.index_of(like))
     if arena is None or 0 in shape:
         return torch.empty(shape, dtype=like.dtype, device=like.device)
     return arena.empty(tuple(shape), dtype=like.dtype)

@@ -169,7 +169,8 @@ class Buckets:
                 return False
         if _torch.transform() is not None:  # what it wraps is gone when it ends
             return False
-        index = output.get_device()
+        if (index := _torch.index_of(output)) < HOST:
+            return False
         stream = HOST if index < 0 else _current(index)
         shared = self._shared(row.kind, op, tensors)
         while True:
@@ -465,7 +466,7 @@ def _launch(batch: Batch, outputs: list[torch.Tensor], inputs: list[torch.Tensor
         _reduce_scatter(outputs, inputs, batch.op, group)
     if captures.RECORDING:
         captures.note("bucketed", group, outputs + inputs, outside(_BETWEEN))
-    index = outputs[0].get_device()
+    index = _torch.index_of(outputs[0])
     if index >= 0:
         places = sorted(filter(None, map(_data_ptr, outputs + inputs)))  # empty ones are nowhere
         if not LEDGER.streams.all_allocated_on(_current(index), places):
@@ -529,7 +530,7 @@ def _pack(flat: torch.Tensor, tensors: list[torch.Tensor], lines: list[torch.Ten
 
 def _unpack(flat: torch.Tensor, tensors: list[torch.Tensor], lines: list[torch.Tensor] | None) -> None:
     """Copy ``flat`` into ``tensors``."""
-    index = flat.get_device()
+    index = _torch.index_of(flat)
     # The copies of lines take addresses from memory of the host that is given back at once, so a graph can't have them;
     # and of nothing at all, they divide by 0 on a GPU (torch 2.11).
     captured = index >= 0 and capture_of(LEDGER.streams, _current(index))

@@ -18,6 +18,7 @@ import torch
 import torch.distributed.distributed_c10d as c10d
 
 from safecomm import _torch
+from safecomm._torch import index_of
 from safecomm.block import Block
 from safecomm.collectives.general import DIRECT, SUM, TOGETHER, inside, stand_in
 from safecomm.collectives.holding import (
@@ -32,7 +33,6 @@ from safecomm.collectives.regions import REGIONS, PlainCall, Region
 from safecomm.collectives.routes import ROUTES, Route
 from safecomm.collectives.table import COLLECTIVE_OF, GATHER
 from safecomm.collectives.takers import BUCKETS, at_once, default_group
-from safecomm.collectives.tensors import index_of
 from safecomm.core import captures
 from safecomm.core.work import Work
 from safecomm.guards import PLAIN
@@ -182,8 +182,8 @@ class _Manager(Block):
                 return
             calls = REGIONS[group] = taken
         uses = region.uses
-        index = index_of(calls[0].tensor) if calls else None
-        kept = index is None or index < 0 or kind_for(group, index).needs_aliases
+        index = index_of(calls[0].tensor) if calls else _torch.HOST
+        kept = index < 0 or kind_for(group, index).needs_aliases
         for call in calls:
             tensor, other = call.tensor, call.dst_tensor
             # Else what is done to them is recorded, or raises.

@@ -14,11 +14,12 @@ import torch
 import torch.distributed.distributed_c10d as c10d
 
 from safecomm import _torch, backends
+from safecomm._torch import index_of
 from safecomm.backends import Kind
 from safecomm.collectives.regions import REGIONS, Region
 from safecomm.collectives.routes import ROUTES, Route
 from safecomm.collectives.table import Row
-from safecomm.collectives.tensors import alloc_stream_of_few, index_of, storages_of
+from safecomm.collectives.tensors import alloc_stream_of_few, storages_of
 from safecomm.core.call_site import outside, program
 from safecomm.core.holds import leave_all_empty
 from safecomm.core.ledger import LEDGER
@@ -51,7 +52,7 @@ def caller() -> types.FrameType:
 
 def hold_read(op: str, group: object, tensor: torch.Tensor) -> None:
     """Hold ``tensor``, which an operator has read on the current stream, if it was allocated on another one (S1)."""
-    index = tensor.get_device()
+    index = index_of(tensor)
     if index >= 0 and _alloc_stream(tensor.data_ptr()) != _current(index):
         LEDGER.hand_off(op, group, index, storages_of([tensor]), program())
 
@@ -83,12 +84,12 @@ def relaxed(group: object, tensors: list[torch.Tensor]) -> AbstractContextManage
     """Return the context for a function of c10d's that may wait for what it launches; see ``Route.relaxed``."""
     if not backends.SOME_ASK_IN_WAIT or not isinstance(group, c10d.ProcessGroup):
         return _NOTHING
-    index = None
+    index = HOST
     if tensors:
         index = index_of(tensors[0])
     elif torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         index = _torch.current_device()
-    return _NOTHING if index is None or index < 0 else ROUTES.of(group, index).relaxed()
+    return _NOTHING if index < 0 else ROUTES.of(group, index).relaxed()
 
 
 def wait_for(
@@ -114,8 +115,8 @@ def holds_itself(group: object) -> bool:
 def needs_aliases(group: object, tensors: list[torch.Tensor]) -> bool:
     """Return whether the backend that ``tensors`` go to has more hold them than need be, unless it is given aliases."""
     for tensor in tensors:
-        if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
-            return kind_for(group, tensor.get_device()).needs_aliases
+        if isinstance(tensor, torch.Tensor) and (index := index_of(tensor)) >= 0:
+            return kind_for(group, index).needs_aliases
     return False
 
 
@@ -200,7 +201,7 @@ def finish(row: Row, result: object, group: object, tensors: list[torch.Tensor],
         # Of torch's own c10d has launched nothing yet, and holds what it launches.
         return _collect(row, result, group, region, tensors) if type(region) is Region else result
     index = index_of(tensors[0])
-    if index is None or not isinstance(group, c10d.ProcessGroup) or type(result) is _torch.IllegalWork:
+    if index < HOST or not isinstance(group, c10d.ProcessGroup) or type(result) is _torch.IllegalWork:
         return result
     if isinstance(result, c10d.Work):
         return _hold_work(row, result, group, index, tensors, frame)
@@ -223,7 +224,7 @@ def _collect(row: Row, result: object, group: object, region: Region, tensors: l
     return result
 
 
-def _ends_in_order(row: Row, group: object, index: int | None) -> bool:
+def _ends_in_order(row: Row, group: object, index: int) -> bool:
     """Return whether the works of ``row`` are kept with the others of their group; else they are kept apart."""
     return row.ordered and (row.pollable or index != HOST or kind_for(group, HOST).pollable_p2p)
 
@@ -295,8 +296,8 @@ def _hold_future(
 def hold_region(cm: Any, group: object, region: Region, frame: types.FrameType) -> None:
     """Hold what ``region`` has launched, whose work is in c10d's ``cm``, and make that the handle."""
     uses = region.uses
-    index = index_of(uses.tensors[0]) if uses.tensors else None
-    if index is None:
+    index = index_of(uses.tensors[0]) if uses.tensors else _torch.ELSEWHERE
+    if index < HOST:
         return
     storages = storages_of(uses.tensors)
     if cm.works:

@@ -55,6 +55,7 @@ _has_torch_function = _torch.has_torch_function
 _Tensor = torch.Tensor
 _modes = _torch.dispatch_modes
 _transform = _torch.transform
+_index_of = _torch.index_of
 _has_plain_keys = _torch.has_plain_keys
 _profiler = _torch.profiler
 _forward_ad = _torch.forward_ad
@@ -131,7 +132,7 @@ def _are_slices(tensors: list[torch.Tensor], tensor: torch.Tensor) -> bool:
         or tensor.requires_grad
         or not _has_plain_keys(tensor)
         or not tensor.is_contiguous()
-        or first.get_device() != tensor.get_device()
+        or _index_of(first) != _index_of(tensor)
     ) and all(
         one.untyped_storage() is storage
         and one.shape == shape
@@ -216,13 +217,13 @@ def _can_be_copied(pieces: list[torch.Tensor], tensor: torch.Tensor, written: bo
         or not tensor.dim()  # torch.cat knows no scalars
     ):
         return False
-    shape, dtype, index = tensor.shape, tensor.dtype, tensor.get_device()
+    shape, dtype, index = tensor.shape, tensor.dtype, _index_of(tensor)
     fixed = written and not _inference()
     return all(
         _has_plain_keys(one)
         and one.shape == shape
         and one.dtype is dtype
-        and one.get_device() == index
+        and _index_of(one) == index
         and not one.requires_grad
         and one.is_contiguous()
         and not (fixed and one.is_inference())  # c10d raises when it copies
@@ -238,7 +239,7 @@ def _found(tensors: list[torch.Tensor], tensor: torch.Tensor, group: object, asy
         or type(tensors) is not list
     ):
         return None
-    index = tensor.get_device()
+    index = _index_of(tensor)
     route = _routes.get(id(group))
     if (route is None or route.index != index) and (route := _route_of(group, index)) is None:
         return None

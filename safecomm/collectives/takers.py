@@ -168,7 +168,7 @@ def _run(
         captures.note(row.name, group, with_memory(flat), site())
     if result is not None:
         return finish(row, result, group, flat, site())
-    index = flat[0].get_device()
+    index = _torch.index_of(flat[0])
     if index >= 0 and not (
         all_on_current_stream(flat)
         if row.staged

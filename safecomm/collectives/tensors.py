@@ -14,18 +14,10 @@ from safecomm.core.streams import HOST
 from safecomm.guards import PLAIN
 
 _NOTHING = contextlib.nullcontext()
+_index_of = _torch.index_of
 _current = LEDGER.streams.current
 _alloc_stream = LEDGER.streams.alloc_stream
 _all_allocated_on = LEDGER.streams.all_allocated_on
-
-
-def index_of(tensor: torch.Tensor) -> int | None:
-    """Return the device index that the ledger knows ``tensor``'s device by; None for devices that it does not know."""
-    if type(tensor) not in PLAIN and _torch.is_fake(tensor):
-        return None
-    if tensor.is_cuda:
-        return int(tensor.get_device())
-    return HOST if tensor.device.type == "cpu" else None
 
 
 def storages_of(tensors: Iterable[torch.Tensor]) -> tuple[object, ...]:
@@ -85,14 +77,13 @@ def all_on_current_stream(arguments: Iterable[torch.Tensor]) -> bool:
     for argument in arguments:
         if type(argument) not in PLAIN:
             return False
-        if argument.is_cuda and argument.layout is torch.strided:
-            device = argument.get_device()
-            if index not in (HOST, device):
-                return False
-            index = device
-            pointers.append(argument.data_ptr())
-        elif not argument.is_cpu:
+        device = _index_of(argument)
+        if device == HOST:
+            continue
+        if device < 0 or index not in (HOST, device) or argument.layout is not torch.strided:
             return False
+        index = device
+        pointers.append(argument.data_ptr())
     if len(pointers) <= 2:
         return not pointers or _alloc_stream(*pointers) == _current(index)
     return _all_allocated_on(_current(index), sorted(pointers))  # one question to the driver for each segment
@@ -113,7 +104,7 @@ def host_alias(argument: Any) -> Any:
         return tuple(map(host_alias, argument))
     if (
         type(argument) not in PLAIN
-        or not argument.is_cpu
+        or _index_of(argument) != HOST
         or argument.layout is not torch.strided
         or _torch.transform() is not None  # in a transform of torch.func, an alias would be without memory
     ):
@@ -127,7 +118,7 @@ def host_alias(argument: Any) -> Any:
 def as_they_are(tensors: Iterable[torch.Tensor]) -> bool:
     """Return whether an asynchronous call is to be given ``tensors`` themselves; see :func:`host_alias`."""
     for tensor in tensors:  # noqa: SIM110 (a generator takes longer than the question)
-        if tensor.is_cuda or tensor.requires_grad:
+        if _index_of(tensor) != HOST or tensor.requires_grad:
             return True
     return False
 
@@ -138,6 +129,6 @@ def device_alias(argument: Any) -> Any:
     ProcessGroupNCCL calls the allocator's ``record_stream`` for each (torch 2.13), which does nothing for memory that
     the tensor does not own. The ledger holds it.
     """
-    if type(argument) in PLAIN and argument.is_cuda and argument.layout is torch.strided:
+    if type(argument) in PLAIN and _index_of(argument) >= 0 and argument.layout is torch.strided:
         return _torch.non_owning_alias(argument)
     return argument

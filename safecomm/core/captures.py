@@ -452,8 +452,9 @@ def _has_ended(graph: torch.cuda.CUDAGraph | None) -> bool:
 def note(op: str, group: object, tensors: list[torch.Tensor], frame: types.FrameType) -> None:
     """Note the ``tensors``, each with memory of its own, of a collective that was just called, if it was captured."""
     for tensor in tensors:
-        if tensor.is_cuda and tensor.layout is torch.strided:
-            captured = _here(tensor.get_device())
+        index = _torch.index_of(tensor)
+        if index >= 0 and tensor.layout is torch.strided:
+            captured = _here(index)
             if captured is not None:
                 captured.add(op, group, tensor, frame)
 
@@ -462,7 +463,8 @@ def check_group(op: str, group: object, tensors: list[torch.Tensor]) -> None:
     """Raise CaptureBoundaryError if a collective that is about to be captured would have to make a communicator."""
     if _tolerant:  # torch is to say so, or to make one all the same
         return
-    captured = any(isinstance(t, torch.Tensor) and t.is_cuda and _here(t.get_device()) is not None for t in tensors)
+    indices = {_torch.index_of(tensor) for tensor in tensors if isinstance(tensor, torch.Tensor)}
+    captured = any(index >= 0 and _here(index) is not None for index in indices)
     if captured and not _torch.is_initialized(group, "cuda"):
         raise CaptureBoundaryError(
             f"{op} inside a CUDA graph capture is the first call of group {_torch.group_name(group) or group!r}, which "

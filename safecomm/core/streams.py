@@ -16,7 +16,7 @@ import torch
 from safecomm import _torch
 from safecomm.core.allocation import Allocations
 
-HOST = -1
+HOST = _torch.HOST
 """The device index of memory that no stream orders: the CPU's."""
 
 

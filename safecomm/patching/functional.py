@@ -267,11 +267,10 @@ class Functional:
     ) -> None:
         """Note what was launched, before the program has it."""
         tensor = wrapper.elem
-        if type(tensor) is not torch.Tensor or tensor.requires_grad or not (tensor.is_cpu or tensor.is_cuda):
+        if type(tensor) is not torch.Tensor or tensor.requires_grad or (index := _torch.index_of(tensor)) < HOST:
             return
         if getrefcount(tensor) > HELD_ONCE + 1:  # the wrapper's, and the work's: a hook, say, has kept it
             return
-        index = tensor.get_device() if tensor.is_cuda else HOST
         if index != HOST and capture_of(LEDGER.streams, LEDGER.current(index)):
             return  # the work is the graph's
         route = ROUTES.of(group, index, results=True)
