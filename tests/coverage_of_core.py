@@ -1,4 +1,4 @@
-"""Which branches of ``safecomm/core`` the tests take on a CPU: the figure and the table of ``docs/testing.md``.
+"""Which branches of ``safecomm/core`` the tests take on a CPU: the figure of ``docs/testing.md``.
 
     python tests/coverage_of_core.py build/coverage/coverage.json   the result and the page, from what coverage found
     python tests/coverage_of_core.py                                the page from the result
@@ -144,22 +144,11 @@ def wrong(result: dict[str, Any]) -> list[str]:
 def section(result: dict[str, Any]) -> str:
     """Return what the page says of a result."""
     taken, there = share(result)
-    rows = [
-        f"| `{one['file']}`{', `' + one['in'] + '`' if one['in'] else ''} | {code(one['at'])} to {code(one['to'])} "
-        f"| {WHY_NOT.get(named(one), '')} |\n"
-        for one in result["left"]
-    ]
-    head = "| where | branch | why no test takes it |\n| --- | --- | --- |\n"
     return (
         f"On a CPU the tests take **{taken} of {there} branches of the core, {taken / there:.1%}** (torch "
         f"{result['torch']}, Python {result['python']}, {result['date']})"
-        + (f": all but those of the table.\n\n{head}{''.join(rows)}" if rows else ".\n")
+        + (",\nall but those that `tests/coverage_of_core.py` names with a reason.\n" if taken < there else ".\n")
     )
-
-
-def code(line: str) -> str:
-    """Return a line of the core as a cell of a table shows it."""
-    return line if line == END_OF_FUNCTION else "`" + line.replace("|", "\\|") + "`"
 
 
 def written(page: str, result: dict[str, Any]) -> str:

@@ -108,6 +108,14 @@ def test_every_page_is_in_the_navigation_once():
     assert sorted(nav) == sorted(str(path.relative_to(DOCS)) for path in PAGES)
 
 
+def test_the_page_of_the_tests_says_what_is_not_tested_and_names_files_that_there_are():
+    page = (DOCS / "testing.md").read_text(encoding="utf-8")
+    assert "## What is not tested" in page
+    files = re.findall(r"`(?:python )?(tests/\w+(?:\.py)?)", page)
+    assert files
+    assert [file for file in files if not (ROOT / file).exists()] == []
+
+
 # --- the reference -------------------------------------------------------------------------------------------
 
 ENTRY = re.compile(r"^::: (safecomm\.\S+)((?:\n(?: {4}.*)?)*)", re.M)
