@@ -140,7 +140,6 @@ from safecomm._torch.tensors import ELSEWHERE as ELSEWHERE
 from safecomm._torch.tensors import HOST as HOST
 from safecomm._torch.tensors import has_plain_keys as has_plain_keys
 from safecomm._torch.tensors import index_of as index_of
-from safecomm._torch.tensors import is_fake as is_fake
 from safecomm._torch.tensors import look_alike as look_alike
 from safecomm._torch.tensors import unlike as unlike
 

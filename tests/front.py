@@ -1,0 +1,413 @@
+"""A process whose GPU is the simulated device: from safecomm's public calls down, only the device is not real.
+
+Importing this module is what puts the device there, so it has to come before ``safecomm`` is imported: modules bind
+what they find. In torch's place stand the answers of ``core.streams.Streams``, the place of a tensor, the launches of a
+backend, its works, and streams, events and graphs of ``torch.cuda``. Gates, routes, guards, c10d's own functions, the
+ledger and all else are the ones that users have.
+
+A process is one rank. What its peers do reaches it as the moment at which a kernel can complete: see :class:`Peer`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as stock
+import torch.distributed.distributed_c10d as c10d
+
+assert "safecomm" not in sys.modules, "front is to be imported before safecomm"
+
+# A package of that name without its modules, so that two of them can be changed before any other is there.
+_spec = importlib.util.find_spec("safecomm")
+assert _spec is not None
+_bare = types.ModuleType("safecomm")
+_bare.__path__ = list(_spec.submodule_search_locations or ())
+sys.modules["safecomm"] = _bare
+
+from device import INDEX, Block, Operation, Violation  # noqa: E402
+from fakes import (  # noqa: E402
+    ArenaDevice,
+    ArenaGraph,
+    FakeGroup,
+    FakeHostWork,
+    FakeStream,
+    FakeWork,
+    Tenant,
+    events_of_torch,
+)
+
+import safecomm._torch as _torch  # noqa: E402
+from safecomm.core import streams as _streams  # noqa: E402
+
+HOST = _torch.HOST
+
+
+class Peer:
+    """Another rank of a group: a script of how many calls of the group it has come to."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.dead = False
+
+
+class Device(ArenaDevice):
+    """A device whose kernels of a group complete once each peer has come to them, and that knows ``record_stream``."""
+
+    def __init__(self) -> None:
+        self.waits: dict[int, list[tuple[Peer, int]]] = {}  # by the bit of a kernel: what of its peers it waits for
+        self.upcoming = 0
+        super().__init__()
+        self.recorded: dict[Block, set[int]] = {}  # the streams that the allocator was told of
+        self.deferred: list[tuple[int, Block]] = []  # until when memory that has died is not given out
+
+    def met(self, op: Operation) -> bool:
+        """Return whether all peers have come to the call of ``op``."""
+        return all(peer.calls >= number for peer, number in self.waits.get(op.bit, ()))
+
+    def run(self, pick: int = 0) -> bool:
+        ready = [op for op in self.pending if not op.stuck and not op.after & ~self.done and self.met(op)]
+        if ready:
+            op = ready[pick % len(ready)]
+            self.pending.remove(op)
+            self.done |= op.bit
+        return bool(ready)
+
+    def _start(self, pointer: int) -> int:
+        """Return where the block begins that ``pointer`` lies in, as the driver does."""
+        if pointer in self._live or pointer in self.tenants:
+            return pointer
+        inside = (start for start, (_, block) in self._live.items() if start <= pointer < start + block.nbytes)
+        return next(inside, pointer)
+
+    def alloc_stream(self, pointer: int, other: int | None = None) -> int | None:
+        return super().alloc_stream(self._start(pointer), None if other is None else self._start(other))
+
+    def pool(self, pointer: int) -> object:
+        return super().pool(self._start(pointer))
+
+    def record_stream(self, tensor: torch.Tensor, stream: int) -> None:
+        """Do what the caching allocator does, which is nothing for memory that is not its own."""
+        pointer = tensor.untyped_storage().data_ptr()
+        if pointer in self._live:
+            self.recorded.setdefault(self._live[pointer][1], set()).add(stream)
+
+    def settle(self) -> None:
+        for pointer, (alive, block) in tuple(self._live.items()):
+            if alive.expired() and block in self.recorded:
+                del self._live[pointer]
+                past = 0
+                for stream in self.recorded.pop(block):
+                    past |= self.streams[stream].eager
+                self.deferred.append((past, block))
+        for past, block in tuple(self.deferred):
+            if not past & ~self.done:
+                self.deferred.remove((past, block))
+                self.check_free(block)
+                self._free.append(block)
+        super().settle()
+
+    def begin_capture(self, stream: int) -> None:
+        self._next_capture = lambda: self.upcoming
+        super().begin_capture(stream)
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Return whether the memory of ``tensor`` is the device's."""
+        pointer = tensor.untyped_storage().data_ptr()
+        live = self._live.get(pointer)
+        return (live is not None and not live[0].expired()) or pointer in self.tenants
+
+
+class Answers:
+    """What ``core.streams`` asks of a GPU, answered by the device of the program that is running."""
+
+    device: Device
+
+    def __getattr__(self, name: str) -> Any:
+        def ask(*given: Any) -> Any:
+            return getattr(Answers.device, name)(*given)
+
+        return ask
+
+
+class Graph(ArenaGraph):
+    """``torch.cuda.CUDAGraph``: what its collectives touch, at each replay."""
+
+    def __init__(self) -> None:
+        super().__init__(Answers.device)
+        self.capture = 0
+
+    def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
+        device = Answers.device
+        device.upcoming += not pool  # a pool is named before its capture begins
+        device.begin_capture(device._current)
+        self.capture = device.capturing
+        CAPTURING.append(self)
+
+    def capture_end(self) -> None:
+        CAPTURING.remove(self)
+        Answers.device.end_capture()
+        self.ended = True
+
+    def touch(self, blocks: list[Block]) -> None:
+        self.touches += [(one, one.tenancy) for one in blocks if isinstance(one, Tenant) or one.capture != self.capture]
+
+    def replay(self) -> None:
+        for block, tenancy in self.touches:
+            taken = block.gone if isinstance(block, Tenant) else block.tenancy != tenancy or self.device.is_free(block)
+            if taken:
+                raise Violation("a replay touches memory that is somebody else's (S6)")
+        self.device.launch(self.device.here(), [block for block, _ in self.touches])
+
+
+CAPTURING: list[Graph] = []
+"""The graph that is being captured."""
+
+
+class Capture:
+    """``torch.cuda.graph``."""
+
+    def __init__(self, cuda_graph: Graph, pool: Any = None, stream: Any = None, capture_error_mode: str = "") -> None:
+        self.graph, self.pool = cuda_graph, pool
+        self.stream_ctx = stream_context(stream or FakeStream(Answers.device, 2))
+
+    def __enter__(self) -> None:
+        self.stream_ctx.__enter__()
+        self.graph.capture_begin(*(() if self.pool is None else (self.pool,)))
+
+    def __exit__(self, *error: object) -> None:
+        self.graph.capture_end()
+        self.stream_ctx.__exit__(*error)
+
+
+class stream_context:
+    """``torch.cuda.stream``."""
+
+    def __init__(self, stream: FakeStream) -> None:
+        self.stream = stream
+
+    def __enter__(self) -> None:
+        self.before = Answers.device._current
+        Answers.device.switch(self.stream.cuda_stream)
+
+    def __exit__(self, *_: object) -> None:
+        Answers.device.switch(self.before)
+
+
+# --- a backend ------------------------------------------------------------------------------------------------------
+
+
+class HostWork(FakeHostWork, FakeWork):
+    """A work of gloo."""
+
+
+class Backend:
+    """The C++ side of a group: each of its launches is a kernel of the device, or runs on threads of the host.
+
+    ``fate``: what becomes of the next asynchronous call; see ``FakeGroup.launch``.
+    """
+
+    supports_coalescing = True
+
+    def __init__(self, device: Device, kind: str, peers: int, *, shelved: bool = False) -> None:
+        self.group = FakeGroup(device, kind, shelved=shelved)
+        self.peers = [Peer() for _ in range(peers)]
+        self.calls = 0
+        self.fate = ""
+        self.region: list[torch.Tensor] | None = None
+
+    def call(self, name: str, given: tuple[Any, ...]) -> Any:
+        """Launch what a method of the group launches."""
+        device = Answers.device
+        tensors = list(_flatten(given))
+        asynchronous = all(getattr(one, "asyncOp", True) for one in given)
+        p2p = name in ("send", "recv", "recv_anysource")
+        if self.region is not None:
+            self.region += tensors
+            return None
+        device.settle()
+        self.calls += 1
+        fate, self.fate = self.fate, ""
+        before = {op.bit for op in device.pending}
+        work = self._launch(name, tensors, asynchronous, p2p, fate)
+        for op in device.pending:
+            if op.bit not in before:
+                device.waits[op.bit] = [(peer, self.calls) for peer in self.peers]
+        if CAPTURING and device.here().capture:
+            CAPTURING[0].touch(device.blocks_of(tensors))
+        return work
+
+    def _launch(self, name: str, tensors: list[torch.Tensor], asynchronous: bool, p2p: bool, fate: str) -> Any:
+        if not tensors:
+            return None
+        if not all(map(Answers.device.has, tensors)):
+            return HostWork(self.group, tensors, p2p, fate if asynchronous else "")
+        staged = name in STAGED
+        if asynchronous or p2p:
+            return self.group.launch(tensors, staged=staged, p2p=p2p, receives=name.startswith("recv"), fate=fate)
+        staging = [Answers.device.allocate(Answers.device._current, 64)] if staged else []
+        return self.group.run(tensors + staging)
+
+    def _is_initialized(self) -> bool:
+        return True
+
+
+class Nccl(Backend):
+    """Stands for ProcessGroupNCCL."""
+
+
+class Nccl2(Backend):
+    """Stands for ProcessGroupNCCL2."""
+
+
+class Gloo(Backend):
+    """Stands for ProcessGroupGloo, on the host's memory."""
+
+    supports_coalescing = False
+
+
+BACKENDS: dict[int, Backend] = {}
+"""By the id of a group, its backend."""
+
+STAGED = ("allgather", "reduce_scatter")
+"""The calls of lists whose tensors the backend copies to memory of its own."""
+
+
+def _flatten(given: Any) -> Iterator[torch.Tensor]:
+    if isinstance(given, torch.Tensor):
+        yield given
+    elif isinstance(given, (list, tuple)):
+        for one in given:
+            yield from _flatten(one)
+
+
+def _method(name: str) -> Callable[..., Any]:
+    def launch(to: Any, *given: Any) -> Any:
+        backend = to if isinstance(to, Backend) else BACKENDS[id(to)]
+        return backend.call(name, given)
+
+    return launch
+
+
+def _start_coalescing(group: Any, device: Any) -> None:
+    BACKENDS[id(group)].region = []
+
+
+def _end_coalescing(group: Any, device: Any) -> Any:
+    backend = BACKENDS[id(group)]
+    tensors, backend.region = backend.region, None
+    return backend.call("coalesced", (tensors,)) if tensors else None
+
+
+METHODS = (
+    "allreduce", "broadcast", "reduce", "_allgather_base", "all_gather_single", "_reduce_scatter_base",
+    "reduce_scatter_single", "allgather", "reduce_scatter", "alltoall", "alltoall_base", "all_to_all_single", "gather",
+    "scatter", "send", "recv", "recv_anysource", "allreduce_coalesced", "allgather_into_tensor_coalesced",
+    "all_gather_single_coalesced", "reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced", "barrier",
+)  # fmt: skip
+"""What c10d's own functions launch with."""
+
+
+def group_of(backend: Backend) -> Any:
+    """Return a process group of c10d's with ``backend``, which is rank 0 of it and of the world."""
+    group = stock.ProcessGroup(0, 1 + len(backend.peers))
+    BACKENDS[id(group)] = backend
+    world = c10d._world
+    world.pg_map[group] = ("nccl", None)
+    world.pg_names[group] = f"front {len(BACKENDS)}"
+    world.pg_group_ranks[group] = {rank: rank for rank in range(group.size())}
+    return group
+
+
+def forget(groups: list[Any]) -> None:
+    """Let go of ``groups``, as the end of a process does."""
+    for group in groups:
+        for table in (c10d._world.pg_map, c10d._world.pg_names, c10d._world.pg_group_ranks):
+            table.pop(group, None)
+        BACKENDS.pop(id(group), None)
+
+
+# --- in torch's place -----------------------------------------------------------------------------------------------
+
+_inside = contextlib.ExitStack()  # until the process ends
+_inside.enter_context(events_of_torch())
+_streams.CudaStreams = Answers  # type: ignore[assignment, misc]
+_torch.index_of = lambda tensor: INDEX if Answers.device.has(tensor) else HOST
+_torch.Backend = Backend
+_torch.backend_of = lambda group, kind: BACKENDS.get(id(group))
+_torch.current_device = lambda: INDEX
+_torch.end_allocation_to_pool = lambda *_: None
+for _name, _launch in list(vars(_torch).items()):
+    if isinstance(_launch, _torch.Launch):
+        _of = getattr(_launch.function, "__name__", _name)
+        setattr(_torch, _name, _launch._replace(function=_method(_of)))
+for _kind, _launch in _torch.COALESCED.items():
+    if _launch is not None:
+        _torch.COALESCED[_kind] = _launch._replace(function=_method("coalesced"))
+for _name in METHODS:
+    if hasattr(c10d.ProcessGroup, _name):
+        setattr(c10d.ProcessGroup, _name, _method(_name))
+c10d.ProcessGroup._start_coalescing = _start_coalescing  # type: ignore[method-assign]
+c10d.ProcessGroup._end_coalescing = _end_coalescing  # type: ignore[method-assign, assignment]
+c10d.ProcessGroup._get_backend = lambda group, _: BACKENDS[id(group)]  # type: ignore[method-assign, assignment, return-value]
+c10d.Work = stock.Work = FakeWork  # type: ignore[misc, assignment]
+_cuda: Any = torch.cuda
+_cuda.CUDAGraph, _cuda.graph, _cuda.Stream, _cuda.stream = Graph, Capture, FakeStream, stream_context
+_cuda.current_device = lambda: INDEX
+_cuda.current_stream = lambda device=None: FakeStream(Answers.device, Answers.device._current)
+_cuda.is_initialized = lambda: True
+_cuda.synchronize = lambda device=None: Answers.device.synchronize(INDEX)
+
+
+def _kernel(function: Any) -> Any:
+    """Return ``function``, which copies tensors, as a kernel of the current stream."""
+
+    def launch(*given: Any, **how: Any) -> Any:
+        device = Answers.device
+        tensors = [one for one in _flatten([*given, how.get("out")]) if device.has(one)]
+        if tensors:
+            device.launch(device.here(), device.blocks_of(tensors))
+        return function(*given, **how)
+
+    return launch
+
+
+_torch.copy_all = _kernel(_torch.copy_all)
+torch.cat, torch.split_with_sizes_copy = _kernel(torch.cat), _kernel(torch.split_with_sizes_copy)
+
+
+def _pool_handle() -> tuple[int]:
+    Answers.device.upcoming += 1
+    return (Answers.device.upcoming,)
+
+
+_cuda.graph_pool_handle = _pool_handle
+
+# What safecomm allocates itself. Its module is the last that is bound before it is changed.
+from safecomm.arena import staging as _staging  # noqa: E402
+
+_buffer = _staging.buffer
+
+
+def _tracked_buffer(shape: Any, like: torch.Tensor) -> torch.Tensor:
+    made = _buffer(shape, like)
+    device = Answers.device
+    if device.has(like) and made.nbytes and not device.has(made):
+        device.track(made, device._current)
+    return made
+
+
+_staging.buffer = _tracked_buffer
+
+del sys.modules["safecomm"]
+import safecomm  # noqa: E402
+
+assert sys.modules["safecomm._torch"] is _torch
+_CLASSES = safecomm.backends.CLASSES  # type: ignore[attr-defined]
+_KINDS = safecomm.backends  # type: ignore[attr-defined]
+_CLASSES.update({Nccl: _KINDS.NCCL, Nccl2: _KINDS.NCCL2, Gloo: _KINDS.GLOO})

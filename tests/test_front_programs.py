@@ -1,0 +1,59 @@
+"""Random programs of public calls break no promise (S1, S3, S5, S6), and a safecomm that is wrong fails them.
+
+The programs run in processes of their own, in which the GPU is the simulated device: see ``front.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from amount import SEED, share
+
+TESTS = Path(__file__).parent
+MUTANTS = re.findall(r"^@mutant\(.*\)\ndef (\w+)", (TESTS / "front_mutants.py").read_text(), re.MULTILINE)
+
+
+def run(script, *arguments):
+    """Run a script of the tests, and return its status and the lines that it printed."""
+    command = [sys.executable, TESTS / script, *map(str, arguments)]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(command, cwd=TESTS.parent, env=environment, capture_output=True, text=True, timeout=900)
+    assert ended.stdout, ended.stderr
+    return ended.returncode, ended.stdout.splitlines()
+
+
+@pytest.mark.parametrize("backend", ["nccl", "nccl2", "gloo"])
+def test_programs_of_public_calls_s1_s3_s5_s6(backend):
+    status, said = run("front_programs.py", "--programs", share(1500), "--seed", 21 + SEED, "--backend", backend)
+    assert status == 0, said
+    counts = json.loads(said[-1])
+    assert counts.pop("failures") == 0
+    assert min(counts.values()) > 0
+
+
+def test_a_failing_program_is_one_line_that_replays_it_s1():
+    """The line names the seed, and the shortest part of the program that still fails."""
+    mutant = ["--mutant", "a_call_holds_its_first_storage_alone"]
+    status, said = run("front_programs.py", "--programs", 3, *mutant)
+    assert status == 1
+    kind, again, reason = said[0].split(": ", 2)
+    assert (kind, "free while operations" in reason) == ("unsafe", True)
+    status, replayed = run("front_programs.py", *again.split(), *mutant)
+    assert status == 1
+    assert replayed[0].split(": ", 2)[2].split(" operations")[0] == reason.split(" operations")[0]
+    stop = int(again.split()[-1])
+    assert run("front_programs.py", *again.split()[:-1], stop - 1, *mutant)[0] == 0
+
+
+def test_programs_find_each_safecomm_that_is_wrong():
+    """Each by a Violation or a Loss, and by no other exception."""
+    _, said = run("front_mutants.py")
+    found = {one["name"]: one for one in map(json.loads, said)}
+    assert {*found} == {*MUTANTS}
+    assert [one for one in found.values() if one["by"] not in ("Violation", "Loss")] == []
