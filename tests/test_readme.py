@@ -69,6 +69,13 @@ def test_the_figures_are_those_of_the_results():
     assert script("table.py")["stale"]() == [], "python benchmarks/table.py writes them"
 
 
+def test_a_table_is_of_one_run_at_one_commit():
+    figures_of = script("table.py")["figures_of"]
+    assert len(figures_of("gpu_tests_h100.json", "s3_dropped_handles", "s3_coalesced")) == 2
+    with pytest.raises(ValueError, match="ran at several commits"):
+        figures_of("gpu_tests_h100.json", "s3_dropped_handles", "arena_stress_with_a_slow_peer")
+
+
 def test_the_pictures_are_those_of_the_recorded_runs():
     pictures = script("pictures.py")
     assert pictures["stale"]() == [], "python benchmarks/pictures.py draws them"
