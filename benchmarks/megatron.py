@@ -145,7 +145,7 @@ def main():
             if how == "stock" and found.get("losses") is None:
                 sys.exit(f"{way} does not run without a patch: {found}")
             rows[how] = {key: found.get(key) for key in ("ended", "losses", "grad_norms", "hashes", "mem", "error")}
-            rows[how]["past"] = said.count("went past safecomm")
+            rows[how]["past"] = said.count("bypassed safecomm")
             for key in ("torch", "mcore"):
                 results.setdefault(key, found.get(key))
         stock = rows["stock"]

@@ -6,7 +6,7 @@
 helpers built. A tiny GPT trains on Megatron's mock data, with its own optimizer, DDP and logging, on two GPUs: tensor
 parallel, and pipeline parallel, each unpatched, patched before and after Megatron is imported, and by the runner, side
 by side. The losses, gradient norms and norms of the parameters are those that Megatron itself prints; with each patch,
-the calls of collectives that went past safecomm are counted.
+the calls of collectives that bypassed safecomm are counted.
 """
 
 import argparse
@@ -121,8 +121,8 @@ def run(megatron, world, how, options, folder, limit):
         "params norms": [float(step[2]) for step in steps],
     }
     if how != "stock":
-        found["past"] = error.count("went past safecomm") + sum(
-            int(count) for count in re.findall(r"(\d+) calls went past it", error)
+        found["past"] = error.count("bypassed safecomm") + sum(
+            int(count) for count in re.findall(r"(\d+) calls bypassed it", error)
         )
     if how == "runner":
         found["said"] = [line for line in error.splitlines() if line.startswith("safecomm: ")]

@@ -1,6 +1,6 @@
 """Every exception that safecomm raises on its own account.
 
-Wrong arguments are not here: they raise what ``torch.distributed`` raises (S8).
+Wrong arguments are not here: they raise what ``torch.distributed`` raises.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ class SafecommError(RuntimeError):
 
 
 class CaptureBoundaryError(SafecommError):
-    """A work was waited on the other side of a CUDA graph capture from where it was launched (S5).
+    """A work was waited on the other side of a CUDA graph capture from where it was launched.
 
     Raised before CUDA sees the wait, so that the capture stays usable. Wait for eager works
     before the capture begins, and for captured works inside the same capture.
@@ -21,21 +21,21 @@ class CaptureBoundaryError(SafecommError):
 
 
 class PendingWorkError(SafecommError):
-    """Works did not complete in the time given, so what they hold could not be given back (S7).
+    """Works did not complete in the time given, so what they hold could not be given back.
 
     The message names each work's operation, bytes and call site. Nothing was released.
     """
 
 
 class RecordStreamError(SafecommError):
-    """``record_stream`` was called inside of ``avoid_record_streams(mode="raise")``, or past a strict one.
+    """``record_stream`` was called inside of ``avoid_record_streams(mode="raise")``, or bypassed a strict one.
 
     The message names the call site, or how many bytes are freed but unusable. The tensor was not recorded.
     """
 
 
 class LiveGraphError(SafecommError):
-    """A group can't be destroyed while a CUDA graph is alive that runs its collectives (S7).
+    """A group can't be destroyed while a CUDA graph is alive that runs its collectives.
 
     NCCL waits for such a graph for ever. ``graphs`` lists them; reset each (``for graph in error.graphs:
     graph.reset()``), and destroy the group again. Nothing was destroyed.
@@ -50,7 +50,7 @@ class LiveGraphError(SafecommError):
 
 
 class StaleGraphError(SafecommError):
-    """A CUDA graph would read or write memory that is no longer what was captured (S6).
+    """A CUDA graph would read or write memory that is no longer what was captured.
 
     The message names the collective and its call site. Nothing was replayed; capture the graph again.
     """

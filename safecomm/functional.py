@@ -6,7 +6,7 @@ Guarantees, for all of them:
 - Gradients are those of the sum of all ranks' losses, as ``torch.distributed.nn.functional``'s are; they can be
   differentiated again. All ranks have to run the backward, in the same order, because it is made of collectives too.
 - Nothing is kept for the backward, which needs no tensor of the forward. What they stage through goes back as soon as
-  the collective is ordered (S1, S2).
+  the collective is ordered.
 
 Each takes ``group`` (default: the default group). With ``async_op`` a collective returns an :class:`AsyncResult`, whose
 ``wait()`` gives the tensor; its backward is not asynchronous. Tensors are held as by the wrapped collectives, and

@@ -27,12 +27,12 @@ class graph:  # noqa: N801
     ``torch.cuda.graph`` with the same arguments, and those that newer versions of torch add (``check_input_liveness``).
     Beyond it:
 
-    - Before the capture, eager works are settled (:func:`settle_before_capture`), and ``groups`` are used once, so that
-      each has its communicator. All ranks of these groups have to do the same.
-    - Inside, what collectives use is held by edges of the graph (S5), and :class:`avoid_record_streams` is on.
+    - Before the capture, the host waits for all eager works (:func:`settle_before_capture`), and ``groups`` are used
+      once, so that each has its communicator. All ranks of these groups have to do the same.
+    - Inside, what collectives use is held by edges of the graph, and :class:`avoid_record_streams` is on.
     - At the end, a work that nobody has waited for raises CaptureBoundaryError with its call site.
     - Memory from outside that a captured collective reads or writes is the graph's until ``cuda_graph.reset()`` or its
-      death (S6). ``cuda_graph.replay()`` checks first that it is still there.
+      death. ``cuda_graph.replay()`` checks first that it is still there.
 
     Several graphs that never run at the same time share memory through torch's ``pool``: what the collectives of one
     have freed, the next capture gets. Capture the largest first; a smaller one then needs nothing more.

@@ -4,7 +4,7 @@
     safecomm::all_reduce_(Tensor(a!) x, str op, str group_name) -> ()
 
 Both guarantee what the wrapped ``all_reduce`` does: the result is complete in the order of the current stream, so there
-is nothing to wait for, and what they use is held (S1). Inside of ``low_latency()`` a call that its engine takes is one
+is nothing to wait for, and what they use is held. Inside of ``low_latency()`` a call that its engine takes is one
 kernel, without a copy; anything else is the backend's, here as there. A compiler sees one operator, whatever runs it.
 
 ``op`` is ``"sum"``, ``"avg"``, ``"product"``, ``"min"``, ``"max"``, ``"band"``, ``"bor"`` or ``"bxor"``, and

@@ -57,16 +57,16 @@ class avoid_record_streams(Block):  # noqa: N801
     """Inside of it, ``record_stream`` does not make memory pile up: Python's, Megatron's, a C++ extension's.
 
     ``mode="convert"`` guarantees for each call what ``record_stream`` guarantees, that the memory is not given out
-    again before what runs on the stream by then is over (S1), by holding it until nobody else uses it and its
+    again before what runs on the stream by then is over, by holding it until nobody else uses it and its
     allocation stream is ordered after that. Other modes leave ``record_stream`` as it is and look: ``"raise"``
     raises :class:`RecordStreamError` at each call, ``"warn"`` logs each call site once, ``"count"`` only counts.
 
     ``release`` is how converted memory comes back. ``"auto"``: when the allocation stream next waits for the other
     one, by ``wait_stream`` or an event, or once the device has passed that point, whatever comes first; that never
     delays a stream, so overlapped compute stays overlapped. Only when more than 1/64 of the device's memory has piled
-    up, or in a CUDA graph capture, where nothing can be asked (S5), the allocation stream is ordered. ``"order"`` does
-    that always: memory that is the same in each run, and no overlap past the end of a tensor. ``"defer"`` never does
-    it, except in a capture. Where references can't be counted (``docs/contract.md``, S3), nothing is converted, each
+    up, or in a CUDA graph capture, where nothing can be asked, the allocation stream is ordered. ``"order"`` does that
+    always: memory that is the same in each run, and no overlap past the end of a tensor. ``"defer"`` never does it,
+    except in a capture. Where references can't be counted, as in a free-threaded Python, nothing is converted, each
     call is torch's own, and one for memory of an arena raises :class:`RecordStreamError`.
 
     ``untyped_storage().resize_(0)`` frees memory whoever refers to it, so it is made safe before: by ordering the

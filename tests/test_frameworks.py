@@ -119,9 +119,9 @@ def test_megatron_trains_the_same_patched_late_and_by_the_runner_s8(runs, how, w
 @pytest.mark.parametrize("how", PATCHED)
 def test_nothing_of_megatron_goes_past_safecomm_s8(runs, how):
     said = runs[how].said
-    assert "went past safecomm" not in said
+    assert "bypassed safecomm" not in said
     if how.startswith("by the runner"):
-        assert "0 calls went past it" in said
+        assert "0 calls bypassed it" in said
         assert "0 bytes in 0 holds at the end" in said
 
 

@@ -83,7 +83,7 @@ class CapturedGraph:
     """What a CUDA graph does with memory. :class:`graph` makes it, as does each capture that somebody watches.
 
     Guarantees that the memory which its collectives read and write is nobody else's until :meth:`reset`, or until the
-    ``torch.cuda.CUDAGraph`` dies (S6). While it is alive, that graph's own ``replay`` and ``reset`` are the ones here.
+    ``torch.cuda.CUDAGraph`` dies. While it is alive, that graph's own ``replay`` and ``reset`` are the ones here.
 
     Not made by callers.
     """

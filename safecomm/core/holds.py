@@ -67,8 +67,8 @@ class Pending:
     """Bytes of the storages that are held."""
     state: str
     """``"in flight"``: a work that nobody has waited for; ``"recorded"``: ``record_stream`` was called for the memory,
-    and others still use it; ``"handed off"``: used on another stream than its allocation stream, which has not got
-    there; ``"quarantined"``: its work failed; ``"deferred"``: ``bucketed()`` has not launched it yet."""
+    and others still use it; ``"handed off"``: used on another stream than its allocation stream, which has not waited
+    for that yet; ``"quarantined"``: its work failed; ``"deferred"``: ``bucketed()`` has not launched it yet."""
     group: str
     """c10d's name of the group."""
     device: str

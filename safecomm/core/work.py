@@ -32,9 +32,9 @@ _profiler = _torch.profiler  # bound once, because each wait reads it
 class Work(WorkHold, _Base):
     """A running collective, and the hold on the memory that it reads and writes.
 
-    It guarantees that this memory is not given out again while the collective may touch it (S1), whichever stream or
-    thread waits, and also if nobody waits or the handle is dropped (S3). Where the stream that waits is the one that
-    the memory was allocated on, the hold ends at :meth:`wait` (S2).
+    It guarantees that this memory is not given out again while the collective may touch it, whichever stream or thread
+    waits, and also if nobody waits or the handle is dropped. Where the stream that waits is the one that the memory was
+    allocated on, the hold ends at :meth:`wait`.
 
     Everything else is ``torch.distributed.Work``'s: each method forwards to the handle that the backend made. That
     handle refers to the outputs of the collective, because ``result()`` returns them, so keeping a ``Work`` keeps

@@ -154,12 +154,12 @@ def _summary(process: int, started: int, worlds: list[int]) -> None:
         return
     world = max(worlds, default=0)
     if patching.was_strict():
-        beside = f"{sum(bypassed.values())} calls went past it" + "".join(
+        beside = f"{sum(bypassed.values())} calls bypassed it" + "".join(
             f"; {count} x {at}" for at, count in bypassed.items()
         )
     else:
-        beside = "--strict counts what went past it"
-    lines = [f"{each(counted())} by it{f', on rank 0 of {world}' if world else ''}; {beside}{UNSEEN}"]
+        beside = "--strict counts those that bypass it"
+    lines = [f"{each(counted())} handled{f' on rank 0 of {world}' if world else ''}; {beside}{UNSEEN}"]
     if not worlds or world > started:
         ranks = f"at least {started} of {world} ranks" if worlds else "this process, which made no group,"
         lines.append(

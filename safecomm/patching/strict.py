@@ -1,4 +1,4 @@
-"""Which collectives still go past safecomm, and from where."""
+"""Which collectives still bypass safecomm, and from where."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Strict:
         where = f"{name} {'in a thread of C++' if frame is None else f'at {place(frame)}'}"
         self.bypassed[where] += 1
         if self.bypassed[where] == 1:
-            log.warning("a collective went past safecomm: %s (reported once for this line)", where)
+            log.warning("a collective bypassed safecomm: %s (reported once for this line)", where)
 
 
 _Count = Callable[[str, "types.FrameType | None"], None]

@@ -63,7 +63,7 @@ class low_latency:  # noqa: N801
     rank of the group does the same. Leaving waits for all calls, and up to 30 s for the other ranks; by an exception it
     does not wait for them. What a rank that did not come may still use is kept to the end of the process.
 
-    Calls run on the current stream, asynchronous ones too; calls on several streams run one after the other (S1). Of
+    Calls run on the current stream, asynchronous ones too; calls on several streams run one after the other. Of
     large calls, above 4 MiB or a part of 1 MiB, only synchronous ones are taken. In a graph, every rank has to replay
     the same calls in the same order as the others, as with NCCL.
 
