@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
+import os
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -62,6 +64,7 @@ class Device(ArenaDevice):
     def __init__(self) -> None:
         self.waits: dict[int, list[tuple[Peer, int]]] = {}  # by the bit of a kernel: what of its peers it waits for
         self.upcoming = 0
+        self.arena = (0, 0, 0)  # the first address of its block, the one past the last, and the stream
         super().__init__()
         self.recorded: dict[Block, set[int]] = {}  # the streams that the allocator was told of
         self.deferred: list[tuple[int, Block]] = []  # until when memory that has died is not given out
@@ -78,11 +81,39 @@ class Device(ArenaDevice):
             self.done |= op.bit
         return bool(ready)
 
+    def claim(self, start: int, end: int, stream_of: Any) -> None:
+        super().claim(start, end, stream_of)
+        self.arena = (start, end, self._current)
+
+    def unclaim(self, start: int) -> None:
+        """The block of an arena is the allocator's again: check that it can be (S1)."""
+        super().unclaim(start)
+        first, end, stream = self.arena
+        self.arena = (0, 0, 0)
+        for tenant in [one for one in self.history if first <= one.start < end]:
+            self.history.remove(tenant)
+            unsafe = tenant.touched[0] & ~self.done & ~self.streams[stream].eager
+            if unsafe:
+                raise Violation(f"the block is given back while operations {unsafe:b} may touch it (S1)")
+        for pointer in [one for one in self.tenants if first <= one < end]:
+            del self.tenants[pointer]
+
+    def received(self, tensor: torch.Tensor) -> None:
+        """Note that somebody was given a buffer on the current stream, and check that it could be (S1)."""
+        first, end, _ = self.arena
+        if first <= tensor.data_ptr() < end:
+            self.hand_out(tensor, self._current)
+            if CAPTURING and self.here().capture:
+                CAPTURING[0].touch(self.blocks_of([tensor]))
+        elif tensor.nbytes and not self.has(tensor):
+            self.track(tensor, self._current)
+
     def _start(self, pointer: int) -> int:
         """Return where the block begins that ``pointer`` lies in, as the driver does."""
         if pointer in self._live or pointer in self.tenants:
             return pointer
-        inside = (start for start, (_, block) in self._live.items() if start <= pointer < start + block.nbytes)
+        blocks = [*((start, block) for start, (_, block) in self._live.items()), *self.tenants.items()]
+        inside = (start for start, block in blocks if start <= pointer < start + block.nbytes)
         return next(inside, pointer)
 
     def alloc_stream(self, pointer: int, other: int | None = None) -> int | None:
@@ -120,7 +151,8 @@ class Device(ArenaDevice):
         """Return whether the memory of ``tensor`` is the device's."""
         pointer = tensor.untyped_storage().data_ptr()
         live = self._live.get(pointer)
-        return (live is not None and not live[0].expired()) or pointer in self.tenants
+        first, end, _ = self.arena
+        return (live is not None and not live[0].expired()) or first <= pointer < end
 
 
 class Answers:
@@ -332,6 +364,22 @@ def forget(groups: list[Any]) -> None:
         BACKENDS.pop(id(group), None)
 
 
+def forked(ask: Callable[[], Any]) -> Any:
+    """Return what ``ask`` returns in a fork of this process, as JSON has it; None if it has died."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            os.write(writer, json.dumps(ask()).encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with open(reader, "rb") as pipe:
+        told = pipe.read()
+    os.waitpid(child, 0)
+    return json.loads(told) if told else None
+
+
 # --- in torch's place -----------------------------------------------------------------------------------------------
 
 _inside = contextlib.ExitStack()  # until the process ends
@@ -381,6 +429,19 @@ _torch.copy_all = _kernel(_torch.copy_all)
 torch.cat, torch.split_with_sizes_copy = _kernel(torch.cat), _kernel(torch.split_with_sizes_copy)
 
 
+def in_place() -> str:
+    """Return what of torch's is not as it was, where nobody wants it replaced; "" if all is."""
+    now = {
+        "capture_begin": vars(_cuda.CUDAGraph)["capture_begin"] is not _BEGIN,
+        "resize_": "resize_" in vars(torch.UntypedStorage),
+        "record_stream": "record_stream" in vars(torch.Tensor),
+    }
+    return ", ".join(name for name, changed in now.items() if changed)
+
+
+_BEGIN = vars(Graph)["capture_begin"]
+
+
 def _pool_handle() -> tuple[int]:
     Answers.device.upcoming += 1
     return (Answers.device.upcoming,)
@@ -397,8 +458,8 @@ _buffer = _staging.buffer
 def _tracked_buffer(shape: Any, like: torch.Tensor) -> torch.Tensor:
     made = _buffer(shape, like)
     device = Answers.device
-    if device.has(like) and made.nbytes and not device.has(made):
-        device.track(made, device._current)
+    if device.has(like):
+        device.received(made)
     return made
 
 
@@ -408,6 +469,58 @@ del sys.modules["safecomm"]
 import safecomm  # noqa: E402
 
 assert sys.modules["safecomm._torch"] is _torch
+# --- record_stream and the arena --------------------------------------------------------------------------------------
+
+from safecomm import record_stream as _record_stream  # noqa: E402
+from safecomm.arena import arena as _arena  # noqa: E402
+
+
+class _Kernel(_torch.Override):
+    """torch's kernel of an operator: that of ``record_stream`` tells the allocator of the device."""
+
+    def __init__(self, operator: str, key: str, function: Any, **how: Any) -> None:
+        super().__init__(operator, key, function, **how)
+        if operator == "aten::record_stream":
+            self.original = record_stream
+
+
+class _Over:
+    """A tensor over a storage, for what the allocator is told."""
+
+    def __init__(self, storage: Any) -> None:
+        self.tensor = torch.empty(0, dtype=torch.uint8).set_(storage)
+
+    def record_stream(self, stream: FakeStream) -> None:
+        Answers.device.record_stream(self.tensor, stream.cuda_stream)
+
+
+def record_stream(tensor: torch.Tensor, stream: Any) -> None:
+    """``torch.Tensor.record_stream`` of a tensor of a GPU."""
+    if "record_stream" in vars(torch.Tensor):
+        tensor.record_stream(stream)
+    else:
+        Answers.device.record_stream(tensor, stream.stream_id)
+
+
+def stream_of_torch(number: int) -> torch.Stream:
+    """Return torch's object for a stream of the device, as its operators take it."""
+    return torch.Stream(stream_id=number, device_index=INDEX, device_type=1)
+
+
+def _block(nbytes: int, device: torch.device) -> tuple[None, torch.Tensor]:
+    whole = torch.zeros(nbytes + 512, dtype=torch.uint8)
+    return None, whole[-whole.data_ptr() % 512 :][:nbytes]
+
+
+_torch.Override = _Kernel  # type: ignore[misc]
+_record_stream._intercept = lambda: _record_stream._Interception(
+    _record_stream.LEDGER, "CPU", lambda stream: int(stream.stream_id)
+)
+_record_stream._tensor_of = _Over  # type: ignore[assignment]
+_record_stream.stream_object = lambda index, stream: FakeStream(Answers.device, stream)  # type: ignore[assignment, return-value]
+_arena._allocate = _block
+_arena.device_of = lambda device: (torch.device("cpu"), INDEX)
+
 _CLASSES = safecomm.backends.CLASSES  # type: ignore[attr-defined]
 _KINDS = safecomm.backends  # type: ignore[attr-defined]
 _CLASSES.update({Nccl: _KINDS.NCCL, Nccl2: _KINDS.NCCL2, Gloo: _KINDS.GLOO})

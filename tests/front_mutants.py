@@ -10,18 +10,22 @@ what it leaves behind is nobody's.
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Callable
 from typing import Any
 
+import front
 import front_programs
 import torch
 from device import Violation
 from front_programs import Loss, run_one
 
+from safecomm.arena import arena as arenas
+from safecomm.arena.layout import Layout
+from safecomm.arena.size_class import NO_STREAMS
 from safecomm.collectives import bucketed, holding, routes, tensors
 from safecomm.core import captures, handoffs, ledger
+from safecomm.core.recorded_uses import RecordedUses
 
 BOUND = 1500
 """Programs within which a mutant is to be found."""
@@ -264,31 +268,66 @@ def the_last_replay_of_a_graph_is_forgotten() -> None:
     method(handoffs.Handoffs, "add_leftover", lambda original: lambda *_: None)
 
 
+# --- arena, captures and record_stream -------------------------------------------------------------------------------
+
+
+@mutant()
+def a_slot_that_a_graph_writes_counts_as_idle() -> None:
+    original = arenas.idle
+    everywhere(original, lambda slot, but_for_graph: original(slot, True))
+
+
+@mutant()
+def slots_go_to_other_streams_as_they_are() -> None:
+    def around(original: Any) -> Any:
+        def take(layout, *given, **how):  # type: ignore[no-untyped-def]
+            found = original(layout, *given, **how)
+            return None if found is None else (found[0], NO_STREAMS)
+
+        return take
+
+    method(Layout, "take", around)
+
+
+@mutant()
+def captures_are_given_slots_that_are_in_use() -> None:
+    method(arenas.Arena, "before_capture", lambda original: lambda arena: arena._layout.reclaim(lambda: None))
+
+
+@mutant()
+def an_arena_is_closed_without_order() -> None:
+    method(arenas.Arena, "_order", lambda original: lambda *_: None)
+
+
+@mutant()
+def record_stream_holds_nothing() -> None:
+    method(RecordedUses, "add", lambda original: lambda *_, **how: True)
+
+
+@mutant()
+def what_sees_captures_stays_in_place() -> None:
+    everywhere(captures.unwatch, lambda who=None: None)
+
+
+@mutant()
+def what_has_failed_is_released() -> None:
+    method(ledger.Ledger, "is_idle", lambda original: lambda *_: True)
+
+
 def found(name: str, seed: int = 1) -> dict[str, Any]:
-    """Return after how many programs the mutant is found, and by what; an empty reason if it is not."""
+    """Return after how many programs the mutant is found, and by what; an empty ``by`` if it is not."""
     breaks, backend = MUTANTS[name]
-    reader, writer = os.pipe()
-    child = os.fork()
-    if not child:
-        said: dict[str, Any] = {"name": name, "programs": BOUND, "by": "", "reason": ""}
-        try:
-            breaks()
-            for number in range(BOUND):
-                _, failure = run_one(seed, number, backend)
-                if isinstance(failure, (Violation, Loss)):
-                    said.update(programs=number + 1, by=type(failure).__name__, reason=str(failure)[:120])
-                    break
-                if failure is not None:
-                    said.update(programs=number + 1, reason=f"{type(failure).__name__}: {failure}"[:300])
-                    break
-            os.write(writer, json.dumps(said).encode())
-        finally:
-            os._exit(0)
-    os.close(writer)
-    with open(reader, "rb") as pipe:
-        told = pipe.read()
-    os.waitpid(child, 0)
-    return json.loads(told) if told else {"name": name, "programs": 0, "by": "", "reason": "it has died"}
+
+    def search() -> dict[str, Any]:
+        breaks()
+        for number in range(BOUND):
+            _, failure = run_one(seed, number, backend)
+            if failure is not None:
+                by = type(failure).__name__ if isinstance(failure, (Violation, Loss)) else ""
+                return {"programs": number + 1, "by": by, "reason": f"{type(failure).__name__}: {failure}"[:200]}
+        return {"programs": BOUND, "by": "", "reason": "it was not found"}
+
+    return {"name": name, **(front.forked(search) or {"programs": 0, "by": "", "reason": "it has died"})}
 
 
 def main() -> int:

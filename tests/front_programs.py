@@ -4,13 +4,13 @@
     python tests/front_programs.py --seed 1 --only 37
 
 One program is one rank on three streams, with two groups of NCCL, NCCL2 or gloo. Each group has one to three peers,
-which are late, die, or come to their groups in another order. The program calls collectives of all kinds, keeps or drops their handles and tensors,
-waits here and there, orders its streams by events that safecomm sees and by C++ that it does not, captures graphs, and
-opens regions and buckets. Everything is drawn from the seed.
+which are late, die, or come to their groups in another order. The program calls collectives of all kinds, keeps or
+drops their handles and tensors, waits here and there, and orders its streams by events that safecomm sees and by C++
+that it does not. It captures graphs, opens regions and buckets, and has an arena. Everything is drawn from the seed.
 
 A program fails by *unsafe reuse* (``Violation``): memory is given out that something may still touch (S1, S5, S6). Or
-by *loss*: it has let go of everything and drained, and not all is back (S3). Programs are correct ones: a stream that uses
-memory is ordered after the stream that the memory was allocated on, and what a graph uses stays where it is.
+by *loss*: it has let go of everything and drained, and not all is back (S3). Programs are correct ones: a stream that
+uses memory is ordered after the stream that the memory was allocated on, and what a graph uses stays where it is.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from front import Answers, Backend, Device, Gloo, Graph, Nccl, Nccl2
 import safecomm as dist
 
 SIZES = (64, 128, 256)
+CAPACITY = 6 * 512  # of an arena, so that it is often full
 STREAMS = 3
 BACKENDS: dict[str, type[Backend]] = {"nccl": Nccl, "nccl2": Nccl2, "gloo": Gloo}
 
@@ -56,7 +57,8 @@ class Loss(AssertionError):
 STEPS = {
     "allocate": 10, "collective": 16, "pair": 8, "lists": 6, "point_to_point": 4, "batch": 2, "region": 4, "bucket": 3,
     "wait": 14, "ask": 4, "kernel": 6, "drop": 12, "alias": 3, "wait_stream": 8, "record_event": 4, "wait_event": 4,
-    "peers": 12, "run_device": 10, "drain": 2, "capture": 4, "replay": 8, "end_graph": 3,
+    "peers": 12, "run_device": 10, "drain": 2, "capture": 4, "replay": 8, "end_graph": 3, "request": 10, "use_arena": 2,
+    "close": 1, "avoid": 4, "record": 8,
 }  # fmt: skip
 """The steps, and how often each is taken."""
 
@@ -64,11 +66,10 @@ STEPS = {
 class Program:
     """One program: each of its steps is a method."""
 
-    def __init__(self, seed: int, number: int, backend: str, fates: bool) -> None:
+    def __init__(self, seed: int, number: int, backend: str) -> None:
         self.rng = rng = random.Random(f"{seed}:{number}")
         self.device = Answers.device = Device()
         self.host = backend == "gloo"
-        self.fates = fates
         shelved = rng.random() < 0.7
         kinds = [backend, backend]
         self.backends = [BACKENDS[kind](self.device, kind, rng.randint(1, 3), shelved=shelved) for kind in kinds]
@@ -81,6 +82,8 @@ class Program:
         self.kept: list[tuple[int, Any]] = []
         self.counts: Counter[str] = Counter()
         self.steps: list[str] = []
+        self.blocks: list[Any] = []  # contexts that are open, the innermost last
+        self.arena: Any = None
         self.weights = [weight * rng.choice([0.2, 1, 1, 3]) for weight in STEPS.values()]
 
     # --- the order of things ----------------------------------------------------------------------------------------
@@ -112,6 +115,8 @@ class Program:
     def end(self) -> None:
         """Let go of everything, and see that all is back."""
         self.steps.append("end")
+        while self.blocks:
+            self.leave()
         while self.graphs:
             self.end_graph()
         self.works.clear()
@@ -125,14 +130,26 @@ class Program:
         self.device.switch(0)
         for backend in self.backends:
             backend.group.shelves.clear()
+        if missing := self.missing():
+            gc.collect()  # what cycles hold, such as the traceback of a refused request, is not lost
+            missing = self.missing()
+        if missing:
+            raise Loss(missing)
+
+    def missing(self) -> str:
+        """Drain, and return what is not back; "" if all is."""
         left = dist.drain(wait=True)
         self.check()
-        if left or dist.pending() or self.device.live() or self.device.deferred:
-            gc.collect()  # what cycles hold is not lost
-            left = dist.drain(wait=True)
-            self.check()
-            if left or dist.pending() or self.device.live() or self.device.deferred:
-                raise Loss(f"{left} bytes are held, {dist.pending()}; {len(self.device.live())} blocks are not free")
+        self.close()
+        found = {
+            "bytes": left,
+            "pending": dist.pending(),
+            "blocks": self.device.live(),
+            "blocks that the allocator defers": self.device.deferred,
+            "an arena": self.arena,
+            "in torch's place": front.in_place(),
+        }
+        return "; ".join(f"{name}: {one!r}" for name, one in found.items() if one)
 
     # --- what a program has -----------------------------------------------------------------------------------------
 
@@ -194,7 +211,7 @@ class Program:
         at = self.rng.randrange(len(self.groups))
         asynchronous = self.rng.random() < 0.6
         backend = self.backends[at]
-        if asynchronous and self.fates and not self.device.capturing:
+        if asynchronous and not self.device.capturing:
             backend.fate = self.rng.choices(["", "late", "fails"], [30, 1, 1])[0]
         return self.groups[at], backend, asynchronous
 
@@ -225,6 +242,78 @@ class Program:
         block = self.device.block(tensor)
         if block is not None and block.alloc_stream not in (None, self.device._current):
             self.streams[block.alloc_stream].wait_stream(self.streams[self.device._current])
+
+    # --- an arena, and record_stream --------------------------------------------------------------------------------
+
+    def request(self) -> None:
+        """Ask the arena for a buffer, and check that it is one that nothing uses."""
+        if self.host:
+            return
+        self.go()
+        device = self.device
+        if self.arena is None:
+            self.arena = dist.Arena(CAPACITY, full=self.rng.choice(["fallback", "raise"]))
+            self.counts["arenas"] += 1
+        device.settle()
+        nbytes = self.rng.choice(SIZES)
+        ask = dist.empty if self.blocks and self.rng.random() < 0.5 else self.arena.empty
+        try:
+            tensor = ask(nbytes, dtype=torch.uint8)
+        except dist.ArenaError:
+            return
+        self.received(tensor)
+        if self.rng.random() < 0.5:  # what most programs do with it
+            device.launch(device.here(), device.blocks_of([tensor]))
+
+    def received(self, tensor: torch.Tensor) -> None:
+        """The program has a buffer, which is the arena's or the allocator's."""
+        if self.arena is not None and self.arena.owns(tensor):
+            for other in self.tensors:
+                start, storage = tensor.data_ptr(), other.untyped_storage()
+                if storage.data_ptr() < start + tensor.nbytes and start < storage.data_ptr() + storage.nbytes():
+                    raise Violation("memory that the program has is handed out again (S1)")
+        self.device.received(tensor)
+        self.tensors.append(tensor)
+
+    def use_arena(self) -> None:
+        if self.arena is not None and len(self.blocks) < 3:
+            self.enter(dist.use_arena(self.arena))
+
+    def avoid(self) -> None:
+        if self.host:
+            return
+        if self.blocks and self.rng.random() < 0.6:
+            self.leave()
+        elif len(self.blocks) < 3:
+            self.enter(dist.avoid_record_streams(release=self.rng.choice(["auto", "auto", "order", "defer"])))
+
+    def enter(self, block: Any) -> None:
+        block.__enter__()
+        self.blocks.append(block)
+
+    def leave(self) -> None:
+        self.blocks.pop().__exit__(None, None, None)
+
+    def close(self) -> None:
+        """Close the arena, if it can be, and check that its block can be given out."""
+        if self.arena is None or any(isinstance(one, dist.use_arena) for one in self.blocks):
+            return
+        with contextlib.suppress(dist.ArenaError):
+            self.arena.close()
+            self.arena = None
+
+    def record(self) -> None:
+        """Let a kernel use memory of another stream, and tell the allocator by ``record_stream``."""
+        if self.host or not self.tensors:
+            return
+        self.go()
+        (tensor,) = self.some(1)
+        avoids = any(isinstance(one, dist.avoid_record_streams) for one in self.blocks)
+        if not avoids and self.arena is not None and self.arena.owns(tensor):
+            return  # the allocator does nothing for an arena's memory
+        self.device.launch(self.device.here(), self.device.blocks_of([tensor]))
+        front.record_stream(tensor, front.stream_of_torch(self.device._current))
+        self.let_go([tensor])
 
     # --- calls ------------------------------------------------------------------------------------------------------
 
@@ -310,7 +399,7 @@ class Program:
         group, backend, _ = self.pick()
         backend.fate = ""
         tensors = self.some(self.rng.choice([1, 2, 3]))
-        with dist.bucketed(group=group):
+        with contextlib.suppress(dist.ArenaError), dist.bucketed(group=group):  # an arena may be full
             for tensor in tensors:
                 dist.all_reduce(tensor, group=group)
             self.let_go(tensors)
@@ -396,11 +485,16 @@ class Program:
         with dist.graph(graph):
             for _ in range(self.rng.randint(1, 4)):
                 group = self.rng.choice(self.groups)
-                tensors = [self.rng.choice([self.device.allocate(self.device._current, 64), *outside])]
+                tensor = self.rng.choice([self.device.allocate(self.device._current, 64), *outside])
+                if self.arena is not None and self.rng.random() < 0.5:
+                    with contextlib.suppress(dist.ArenaError):
+                        tensor = self.arena.empty(512, dtype=torch.uint8)
+                        self.device.received(tensor)
                 if self.rng.random() < 0.5:
-                    dist.all_reduce(tensors[0], group=group)
+                    dist.all_reduce(tensor, group=group)
                 else:
-                    dist.all_reduce(tensors[0], group=group, async_op=True).wait()
+                    dist.all_reduce(tensor, group=group, async_op=True).wait()
+                del tensor
         self.counts["captured"] += 1
         self.graphs.append((graph, kept))
         self.let_go(outside)
@@ -418,11 +512,9 @@ class Program:
             graph.reset()
 
 
-def run_one(
-    seed: int, number: int, backend: str, fates: bool = True, stop: int = 0
-) -> tuple[Program, Exception | None]:
+def run_one(seed: int, number: int, backend: str, stop: int = 0) -> tuple[Program, Exception | None]:
     """Run program ``number`` of ``seed``; return it, and what it has failed with."""
-    program = Program(seed, number, backend, fates)
+    program = Program(seed, number, backend)
     failure: Exception | None = None
     try:
         program.run(stop)
@@ -442,40 +534,61 @@ def quiet() -> None:
     gc.freeze()
 
 
+def kind_of(failure: Exception) -> str:
+    return "unsafe" if isinstance(failure, Violation) else "lost" if isinstance(failure, Loss) else "error"
+
+
+def batch(seed: int, numbers: list[int], backend: str, steps: int) -> tuple[dict[str, int], int | None]:
+    """Run programs until one fails; return what they did, and the number of that one."""
+    counts: Counter[str] = Counter()
+    for number in numbers:
+        program, failure = run_one(seed, number, backend, steps)
+        counts["programs"] += 1
+        counts += program.counts
+        if failure is not None:
+            return counts, number
+    return counts, None
+
+
+def shortest(seed: int, number: int, backend: str) -> int:
+    """Return the number of first steps after which a failing program fails as well, the smallest there is."""
+    return next(
+        steps
+        for steps in range(1, 1000)
+        if front.forked(lambda steps=steps: batch(seed, [number], backend, steps))[1] is not None
+    )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Random programs of public calls on the simulated device.")
     parser.add_argument("--programs", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--backend", choices=sorted(BACKENDS), default="nccl")
+    parser.add_argument("--mutant", help="a safecomm with this of front_mutants.py broken")
     parser.add_argument("--only", type=int, help="run this program alone, and show its steps")
+    parser.add_argument("--steps", type=int, default=0, help="so many of its first steps")
     options = parser.parse_args()
     quiet()
-    counts: Counter[str] = Counter()
-    failures = 0
+    if options.mutant:
+        import front_mutants
+
+        front_mutants.MUTANTS[options.mutant][0]()
+    seed, backend, steps = options.seed, options.backend, options.steps
     began = time.perf_counter()
-    numbers = [options.only] if options.only is not None else range(options.programs)
-    for number in numbers:
-        program, failure = run_one(options.seed, number, options.backend)
-        counts += program.counts
-        if failure is not None:
-            failures += 1
-            kind = "unsafe" if isinstance(failure, Violation) else "lost" if isinstance(failure, Loss) else "error"
-            print(
-                f"{kind}: --backend {options.backend} --seed {options.seed} --only {number}: "
-                f"{type(failure).__name__}: {failure}"[:600]
-            )
-            if options.only is not None:
-                print("\n".join(program.steps))
-                traceback.print_exception(failure)
-            dist.drain()
-        if options.only is None and failures >= 20:
-            break
-    print(
-        json.dumps(
-            {"programs": len(numbers), "failures": failures, "seconds": round(time.perf_counter() - began, 1), **counts}
-        )
-    )
-    return bool(failures)
+    numbers = [*range(options.programs)] if options.only is None else [options.only]
+    # In a fork, because a program that fails leaves something behind.
+    counts, failed = front.forked(lambda: batch(seed, numbers, backend, steps))
+    if failed is not None:
+        steps = steps or shortest(seed, failed, backend)
+        program, failure = run_one(seed, failed, backend, steps)
+        kind = "unsafe" if isinstance(failure, Violation) else "lost" if isinstance(failure, Loss) else "error"
+        again = f"--backend {backend} --seed {seed} --only {failed} --steps {steps}"
+        print(f"{kind}: {again}: {type(failure).__name__}: {failure}"[:600])
+        if options.only is not None:
+            print("\n".join(program.steps))
+            traceback.print_exception(failure)
+    print(json.dumps({**counts, "failures": int(failed is not None), "seconds": round(time.perf_counter() - began, 1)}))
+    return failed is not None
 
 
 if __name__ == "__main__":

@@ -47,7 +47,10 @@ def test_the_linters_before_a_commit_are_those_of_make_lint():
     config = (ROOT / ".pre-commit-config.yaml").read_text()
     before = {tuple(entry.split()) for entry in re.findall(r"entry: \.venv/bin/([^,]+),", config)}
     (recipe,) = re.findall(r"^lint: .*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    of_make = {tuple(line.split()) for line in re.findall(r"\$\(BIN\)/(.*)", recipe.replace("--pythonpath $(BIN)", "--pythonpath .venv/bin"))}
+    of_make = {
+        tuple(line.split())
+        for line in re.findall(r"\$\(BIN\)/(.*)", recipe.replace("--pythonpath $(BIN)", "--pythonpath .venv/bin"))
+    }
     assert before == {tuple(word for word in line if word != ".") for line in of_make}
 
 
