@@ -9,14 +9,15 @@ what it leaves behind is nobody's.
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import front
 import front_programs
-import torch
 from device import Violation
 from front_programs import Loss, run_one
 
@@ -331,14 +332,18 @@ def found(name: str, seed: int = 1) -> dict[str, Any]:
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description="Programs through the front door find each safecomm that is wrong.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="of mutants; all if there are none")
+    parser.add_argument("--json", type=Path, help="a file to write what came of it to")
+    options = parser.parse_args()
     front_programs.quiet()
-    torch.manual_seed(0)
-    missed = 0
-    for name in sys.argv[1:] or MUTANTS:
-        said = found(name)
-        missed += not said["by"]
-        print(json.dumps(said), flush=True)
-    return bool(missed)
+    ended = []
+    for name in options.names or MUTANTS:
+        ended.append(found(name))
+        print(json.dumps(ended[-1]), flush=True)
+    if options.json:
+        front_programs.write(options.json, *ended)
+    return not all(said["by"] for said in ended)
 
 
 if __name__ == "__main__":

@@ -21,12 +21,14 @@ import gc
 import json
 import logging
 import random
+import subprocess
 import sys
 import time
 import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import front
@@ -559,12 +561,24 @@ def shortest(seed: int, number: int, backend: str) -> int:
     )
 
 
+def write(path: Path, *parts: Any) -> None:
+    """Add ``parts`` to those of the same commit in a file."""
+    git = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    commit = subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True, check=True).stdout.strip()
+    before = json.loads(path.read_text()) if path.exists() else {}
+    parts = (*(before.get("parts", ()) if before.get("commit") == commit else ()), *parts)
+    command = f"python tests/{Path(sys.argv[0]).name}"
+    said = {"command": command, "commit": commit, "torch": torch.__version__, "parts": parts}
+    path.write_text(json.dumps(said, indent=1) + "\n")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Random programs of public calls on the simulated device.")
     parser.add_argument("--programs", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--backend", choices=sorted(BACKENDS), default="nccl")
     parser.add_argument("--mutant", help="a safecomm with this of front_mutants.py broken")
+    parser.add_argument("--json", type=Path, help="a file to write what came of it to")
     parser.add_argument("--only", type=int, help="run this program alone, and show its steps")
     parser.add_argument("--steps", type=int, default=0, help="so many of its first steps")
     options = parser.parse_args()
@@ -587,7 +601,10 @@ def main() -> int:
         if options.only is not None:
             print("\n".join(program.steps))
             traceback.print_exception(failure)
-    print(json.dumps({**counts, "failures": int(failed is not None), "seconds": round(time.perf_counter() - began, 1)}))
+    ended = {**counts, "failures": int(failed is not None), "seconds": round(time.perf_counter() - began, 1)}
+    print(json.dumps(ended))
+    if options.json:
+        write(options.json, {"backend": backend, "seed": seed, **ended})
     return failed is not None
 
 
