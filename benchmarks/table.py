@@ -535,15 +535,15 @@ def brief():
     rows = [
         (f"side streams, delayed rank: corrupted tensors, of {trials}", every["stock corrupted"],
          every["safecomm corrupted"]),
-        (f"`record_stream`: peak, MiB ({forum['stock, no record_stream']['peak MiB']} without)",
+        (f"`record_stream`: peak, MiB ({forum['stock, no record_stream']['peak MiB']} without it)",
          forum["stock"]["peak MiB"], forum["converted"]["peak MiB"]),
-        ("64 layers of it in a CUDA graph: MiB", deepest("stock"), deepest("safecomm")),
+        ("64 layers with `record_stream` in a CUDA graph: peak, MiB", deepest("stock"), deepest("safecomm")),
         ("16 dropped handles of 32 MiB: MiB still held", dropped["stock, drain: MiB held"],
          dropped["safecomm, drain: MiB held"]),
         ("host us: `all_reduce` on a side stream, `wait_stream`", theirs, round(theirs + more, 2)),
-        (f"host us: `all_reduce` on its memory's stream ({times['world']} {card(times)})", reduce["stock"],
+        (f"host us: `all_reduce` on its allocation stream ({times['world']} {card(times)})", reduce["stock"],
          reduce["safecomm"]),
-        (f"`low_latency()`: `all_reduce` of 8 KiB, us ({four['world']} GPUs; symmetric memory {torchs})", nccl, ours),
+        (f"`low_latency()`, CUDA graph: `all_reduce` of 8 KiB, us ({four['world']} GPUs; symmetric memory {torchs})", nccl, ours),
     ]  # fmt: skip
     where = f"{results['world']} x {card(results)}, torch {results['torch'].split('+')[0]}"
     return table((where, "torch.distributed", "safecomm"), rows)

@@ -481,6 +481,8 @@ class Program:
         for backend in self.backends:
             self.arrive(backend, backend.calls)
         self.device.finish()
+        for _ in range(self.rng.randrange(3)):  # what runs still, beside the works, which are settled
+            self.rng.choice([self.request, self.kernel, self.drop])()
         graph = torch.cuda.CUDAGraph()
         outside = self.some(2)
         kept: list[torch.Tensor] = []
