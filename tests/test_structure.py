@@ -16,7 +16,6 @@ import safecomm
 ROOT = Path(safecomm.__file__).parent
 sys.path.append(str(Path(__file__).parent / "gpu"))
 from paths import ABSOLUTE, without_directories  # noqa: E402
-from vocabulary import OLD, OLD_NAMES, OTHERS  # noqa: E402
 
 FILES = sorted(ROOT.rglob("*.py"))
 
@@ -244,38 +243,6 @@ def test_private_names_of_torch_are_only_in_their_place(path):
         ):
             touched.append(f"{node.func.id}({node.args[0].id}, {node.args[1].value!r})")
     assert touched == []
-
-
-WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
-
-
-def named(tree):
-    """Yield each name that is in the syntax tree of a file: of variables, attributes, arguments, functions, classes."""
-    for node in ast.walk(tree):
-        for field in ("id", "attr", "arg", "name", "asname"):
-            name = getattr(node, field, None)
-            if isinstance(name, str):
-                yield from name.split(".")
-
-
-def of_old_words(name):
-    """Return whether ``name`` has a word that safecomm has given up."""
-    if name in OTHERS:
-        return False
-    return any(word.lower() in OLD for word in WORD.findall(name)) or any(old in name for old in OLD_NAMES)
-
-
-@pytest.mark.parametrize("path", FILES, ids=module_of)
-def test_names_have_no_word_that_was_given_up(path):
-    assert sorted({name for name in named(ast.parse(path.read_text())) if of_old_words(name)}) == []
-
-
-def test_the_words_that_were_given_up_are_found():
-    source = "def trail_budget(homeOf, *, lane=None):\n    import a.entries as b\n    self._put_off = NOT_TAKEN\n"
-    found = [name for name in named(ast.parse(f"{source}class WorkLane: pass")) if of_old_words(name)]
-    assert set(found) == {"trail_budget", "homeOf", "lane", "_put_off", "NOT_TAKEN", "WorkLane"}
-    used = {name for path in FILES for name in named(ast.parse(path.read_text()))}
-    assert set(OTHERS) <= used, "an exception that is not needed"
 
 
 def words(value):
