@@ -14,6 +14,7 @@ from typing import ClassVar
 import pytest
 import torch
 from ranks import on
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import safecomm
@@ -244,11 +245,18 @@ def test_a_cycle_through_the_graph_that_nothing_refers_to():
         def backward(ctx, grad):
             return grad * 2
 
-    model = Model()
+    model, outputs = Model(), []
     with leaks.watch(model) as watched:
         for _ in range(3):
-            Cycle.apply(model(torch.randn(4, 8))).sum().backward()
-    for leak in watched.leaks:  # whether torch can collect it is torch's affair; if not, it is named
+            output = Cycle.apply(model(torch.randn(4, 8)))
+            outputs.append(StorageWeakRef(output.untyped_storage()))
+            output.sum().backward()
+        del output
+    gc.collect()
+    kept = [output for output in outputs if not output.expired()]
+    # Whether torch can collect it is torch's affair; if not, it is named.
+    assert bool(watched.leaks) is bool(kept)
+    for leak in watched.leaks:
         assert leak.kind == "autograd context"
         assert "attribute 'out' of the context of the autograd node CycleBackward" in leak.chain
 

@@ -360,7 +360,7 @@ def test_arguments_that_are_none_raise_and_change_nothing(kind, wrong, monkeypat
     table = compiled.table_of(kind, compiled.driver(lambda pointer: 3), monkeypatch)(lambda *_: (5, 0, 0))
     name, *arguments = wrong
     if kind == "ctypes" and name == "anchor" and "x" in arguments:
-        return  # a dictionary takes any key
+        pytest.skip("a dictionary takes any key")
     with pytest.raises(TypeError):
         getattr(table, name)(*arguments)
     assert table.alloc_stream(1 << 30) == 5

@@ -56,7 +56,9 @@ def test_the_linters_before_a_commit_are_those_of_make_lint():
 
 def test_what_is_not_published_is_not_in_what_people_copy():
     for path in (ROOT / "README.md", ROOT / "docs" / "index.md"):
-        for block in fenced(path.read_text()):
+        blocks = fenced(path.read_text())
+        assert blocks, path.name
+        for block in blocks:
             assert not re.search(r"pip install (?!\.|-e|')", block), path.name
 
 

@@ -191,7 +191,9 @@ def test_what_the_program_has_attached_to_memory_is_shown(tmp_path):
 
 
 def test_without_metadata_the_tables_have_no_column_for_it(pair):
-    assert all("user_metadata" not in table.columns for report in make_reports(pair) for table in report.tables)
+    tables = [table for report in make_reports(pair) for table in report.tables]
+    assert tables
+    assert all("user_metadata" not in table.columns for table in tables)
 
 
 def test_annotations_of_one_block_stay_small(tmp_path):
@@ -297,6 +299,7 @@ def test_numbers_are_flush_right(pair):
     text = str(make_reports(pair)[0].tables[0])
     head, _, *rows = (line for line in text.splitlines()[1:])
     end = head.index("allocations") + len("allocations")
+    assert rows
     assert all(row[end - 1].isdigit() and row[end] == " " for row in rows)
 
 

@@ -50,6 +50,7 @@ def test_the_plot_stacks_blocks_without_holes(pair):
     for one in make_reports(pair):
         (timeline,) = one.timelines
         pieces = _stacked(timeline)
+        assert pieces
         for number in range(200):
             time = timeline.duration * (number + 0.5) / 200
             here = sorted((bottom, block.nbytes) for block, start, end, bottom in pieces if start <= time < end)

@@ -128,6 +128,7 @@ def test_copies_out_of_a_bucket_count_as_changes_in_place_s8(name, use_arena):
     with arena() if use_arena else contextlib.nullcontext():
         for count in (2, 3):
             rises, losses = _bucketed(name, count)
+            assert len(rises) == len(losses) == count
             assert all(rise > 0 for rise in rises), (count, rises)
             for loss in losses:
                 with pytest.raises(RuntimeError, match="modified by an inplace operation"):
