@@ -1,5 +1,6 @@
 import fnmatch
 import json
+import logging
 import os
 from pathlib import Path
 
@@ -31,6 +32,19 @@ def pytest_collection_modifyitems(config, items):
             for item in items:
                 if any(fnmatch.fnmatchcase(item.nodeid, f"*{pattern}") for pattern in entry["tests"]):
                     item.add_marker(mark)
+
+
+@pytest.fixture(scope="module")
+def quiet():
+    """Nothing is formatted of what safecomm says: of thousands of programs that would be half of the time.
+
+    And what is said of a failure has its traceback, and so the memory, which pytest would keep.
+    """
+    log = logging.getLogger("safecomm")
+    before = log.level
+    log.setLevel(logging.CRITICAL)
+    yield
+    log.setLevel(before)
 
 
 @pytest.fixture(scope="session")

@@ -8,9 +8,7 @@ touched it must be over, or before whatever comes next on the stream that gets i
 
 from __future__ import annotations
 
-import logging
 import sys
-from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -35,21 +33,13 @@ from safecomm.core.ledger import Ledger
 from safecomm.core.refcounts import UNUSED
 from safecomm.errors import ArenaFullError
 
+pytestmark = pytest.mark.usefixtures("quiet")
+
 CAPACITY = 5 * ALIGNMENT  # so that it is often full
 SIZES = st.sampled_from([100, 512, 512, 1024, 1500, 2048])
 PICK = st.integers(0, 5)
 STREAM = st.integers(0, 2)
 POISON = 0xDB
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _quiet() -> Iterator[None]:
-    """Thousands of programs fill their arena; formatting what is said about it would be half of the time."""
-    log = logging.getLogger("safecomm")
-    before = log.level
-    log.setLevel(logging.ERROR)
-    yield
-    log.setLevel(before)
 
 
 def test_a_request_without_room_looks_for_what_is_over_however_recently_that_was_done(monkeypatch) -> None:

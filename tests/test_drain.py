@@ -6,7 +6,6 @@ import _thread
 import contextlib
 import functools
 import gc
-import logging
 import operator
 import signal
 import sys
@@ -27,6 +26,8 @@ from safecomm.core.holds import Hold
 from safecomm.core.ledger import Ledger
 from safecomm.core.streams import HOST
 from safecomm.errors import PendingWorkError
+
+pytestmark = pytest.mark.usefixtures("quiet")
 
 AT_ONCE, LONG = timedelta(0), timedelta(minutes=5)
 
@@ -54,16 +55,6 @@ def failed(device: SimulatedDevice, ledger: Ledger, group: FakeGroup, **how: Any
 def running_on(device: SimulatedDevice) -> Any:
     """Return the context in which the device runs on whenever the host pauses."""
     return mock.patch("safecomm.core.drain.time.sleep", side_effect=lambda _: device.run())
-
-
-@pytest.fixture(autouse=True)
-def _unheard() -> Iterator[None]:
-    """What is logged of a failure has its traceback, and so the memory: pytest would keep it."""
-    log = logging.getLogger("safecomm")
-    before = log.level
-    log.setLevel(logging.CRITICAL)
-    yield
-    log.setLevel(before)
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ takers promise; each mutant has to fail one of them, and what is not changed pas
 import ast
 import contextlib
 import dis
+import functools
 import sys
 import types
 import warnings
@@ -226,20 +227,27 @@ def goes(made, key, *given, **how):
     return bool(notes.given)
 
 
+def goes_only_outside_of_modes(made, goes):
+    """Return the profile in which ``goes()``, which asks whether a call goes the direct way, said no."""
+    assert goes()
+    for mode in (Function(), Sees(), FakeTensorMode(allow_non_fake_inputs=True)):  # the guards don't see the last
+        with mode:
+            assert not goes(), mode
+    with cpu_profile() as profile:
+        assert not goes()
+    with mock.patch.dict(made._routes, clear=True):
+        assert not goes()
+    return profile
+
+
 def check_ordinary(made):
     """What is not ordinary goes c10d's way, with all that torch does around it."""
     for key in DIRECT:
         given = arguments(key)
-        assert goes(made, key, *given)
-        with Function():
-            assert not goes(made, key, *given)
-        with Sees():
-            assert not goes(made, key, *given)
-        with FakeTensorMode(allow_non_fake_inputs=True):  # which the guards don't see
-            assert not goes(made, key, *given)
-        with cpu_profile() as profile:
-            assert not goes(made, key, *given)
+        profile = goes_only_outside_of_modes(made, lambda key=key, given=given: goes(made, key, *given))
         assert any(event.key == f"safecomm::{ROWS[key].name}" for event in profile.key_averages())
+        with mock.patch.object(made, "_compiling", return_value=True):
+            assert not goes(made, key, *given)
         with mock.patch.object(made, "_inflight", return_value=True):
             assert not goes(made, key, *given, async_op=True)
             assert goes(made, key, *given)
@@ -249,10 +257,6 @@ def check_ordinary(made):
         )
         leaf = [one.requires_grad_() if isinstance(one, torch.Tensor) else one for one in arguments(key)]
         assert not goes(made, key, *leaf)
-        with mock.patch.dict(made._routes, clear=True):
-            assert not goes(made, key, *given)
-        with mock.patch.object(made, "_compiling", return_value=True):
-            assert not goes(made, key, *given)
 
 
 class Nested:
@@ -352,25 +356,32 @@ class MagicOptions:
     get = __call__
 
 
+def is_offered(made, key, given, call, goes, notes):
+    """Assert that ``call()`` is offered before it is looked at, and goes where the answer says."""
+    for holder in ("ENGINES", "BUCKETS", "REGIONS"):
+        with mock.patch.object(made, holder, {1: 1}), mock.patch.object(made, "offer") as offer:
+            offer.return_value = "taken"
+            with Sees(), notes() as noted:
+                assert call() == "taken"
+            assert noted.given == []
+            offer.assert_called_once()
+            row, group, tensors, op, asynchronous = offer.call_args.args
+            assert (row, group, asynchronous) == (ROWS[key], stock.group.WORLD, False)
+            assert len(tensors) == len(row.tensors)
+            assert all(one is other for one, other in zip(tensors, given, strict=False))
+            assert op == (stock.ReduceOp.SUM if "op" in row.given else None)
+            offer.return_value = made.DECLINED
+            assert goes()
+            offer.return_value = made.GENERAL
+            assert not goes()
+
+
 def check_asked(made):
     """Who may take a call is asked before all that can differ between ranks, and once (see takers.py)."""
     for key in DIRECT:
-        given = arguments(key)
-        for holder in ("ENGINES", "BUCKETS", "REGIONS"):
-            with mock.patch.object(made, holder, {1: 1}), mock.patch.object(made, "offer") as offer:
-                offer.return_value = "taken"
-                with Sees(), noting(made, key) as notes:
-                    assert wrapped(made, key)(*given) == "taken"
-                assert notes.given == []
-                row, group, tensors, op, asynchronous = offer.call_args.args
-                assert (row, group, asynchronous) == (ROWS[key], stock.group.WORLD, False)
-                assert len(tensors) == len(row.tensors)
-                assert all(one is other for one, other in zip(tensors, given, strict=False))
-                assert op == (stock.ReduceOp.SUM if "op" in row.given else None)
-                offer.return_value = made.DECLINED
-                assert goes(made, key, *given)
-                offer.return_value = made.GENERAL
-                assert not goes(made, key, *given)
+        given, bound = arguments(key), functools.partial
+        call, way = bound(wrapped(made, key), *given), bound(goes, made, key, *given)
+        is_offered(made, key, given, call, way, bound(noting, made, key))
 
 
 def check_earlier(made):

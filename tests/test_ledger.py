@@ -53,20 +53,12 @@ from safecomm.core.stream_order import Note, StreamOrder
 from safecomm.core.streams import HOST
 from safecomm.errors import CaptureBoundaryError, StaleGraphError
 
+pytestmark = pytest.mark.usefixtures("quiet")
+
 BYTES = st.sampled_from([64, 64, 128, 0])  # few sizes, so that freed memory is handed out again
 PICK = st.integers(0, 5)
 STREAM = st.integers(0, 3)
 FATES = st.sampled_from(["", "", "", "", "", "late", "fails"])
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _quiet() -> Iterator[None]:
-    """Thousands of programs drop and fail works; formatting what the ledger says about it would be half of the time."""
-    log = logging.getLogger("safecomm")
-    before = log.level
-    log.setLevel(logging.ERROR)
-    yield
-    log.setLevel(before)
 
 
 class ProgramEvent:

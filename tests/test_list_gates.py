@@ -14,10 +14,9 @@ import torch
 import torch.distributed as stock
 from mutants import finds, fresh
 from ranks import on
-from test_gates import Function, Nested, changing
-from torch._subclasses import FakeTensorMode
+from test_gates import Nested, changing, goes_only_outside_of_modes, is_offered
 from torch.torch_version import TorchVersion
-from watching import Sees, cpu_profile
+from watching import cpu_profile
 
 import safecomm
 from safecomm import _torch
@@ -177,15 +176,7 @@ def check_ordinary(made):
     """What is not ordinary goes c10d's way, with all that torch does around it."""
     for key in present():
         given = arguments(key)
-        assert goes(made, key, *given), key
-        with Function():
-            assert not goes(made, key, *given)
-        with Sees():
-            assert not goes(made, key, *given)
-        with FakeTensorMode(allow_non_fake_inputs=True):  # which the guards don't see
-            assert not goes(made, key, *given)
-        with cpu_profile():
-            assert not goes(made, key, *given)
+        goes_only_outside_of_modes(made, functools.partial(goes, made, key, *given))
         with mock.patch.object(made, "_inflight", return_value=True):
             assert not goes(made, key, *given, asynchronous=True)
             assert goes(made, key, *given)
@@ -208,8 +199,6 @@ def check_ordinary(made):
         assert not goes(made, key, *tuples)
         empty = [[] if isinstance(one, list) else one for one in given]
         assert not goes(made, key, *empty)
-        with mock.patch.dict(made._routes, clear=True):
-            assert not goes(made, key, *given)
 
 
 def check_nested(made):
@@ -270,20 +259,9 @@ def check_sweep(made):
 def check_asked(made):
     """Who may take a call is asked before all that can differ between ranks, and once (see takers.py)."""
     for key in set(present()) - {"all_gather", "reduce_scatter"}:
-        given = arguments(key)
-        for holder in ("ENGINES", "BUCKETS", "REGIONS"):
-            with mock.patch.object(made, holder, {1: 1}), mock.patch.object(made, "offer") as offer:
-                offer.return_value = "taken"
-                with Sees(), noting(made, key) as notes:
-                    assert run(made, key, *given) == "taken"
-                assert notes.given == []
-                row, group, tensors, op, asynchronous = offer.call_args.args
-                assert (row, group, op, asynchronous) == (ROWS[key], stock.group.WORLD, None, False)
-                assert all(one is other for one, other in zip(tensors, given, strict=False))
-                offer.return_value = made.DECLINED
-                assert goes(made, key, *given)
-                offer.return_value = made.GENERAL
-                assert not goes(made, key, *given)
+        given, bound = arguments(key), functools.partial
+        call, way = bound(run, made, key, *given), bound(goes, made, key, *given)
+        is_offered(made, key, given, call, way, bound(noting, made, key))
 
 
 def check_compiling(made):

@@ -86,6 +86,26 @@ def states(ledger):
     return [entry.state for entry in ledger.pending()]
 
 
+def is_over(device, ledger):
+    """Assert that all that is held comes back once the device has run."""
+    device.finish()
+    ledger.sweep()
+    assert ledger.pending() == []
+
+
+def is_handed_off_until_it_is_over(device, ledger):
+    ledger.sweep()
+    assert states(ledger) == ["handed off"]
+    device.settle()
+    is_over(device, ledger)
+
+
+def nothing_is_left(device, ledger):
+    device.finish()
+    assert drain_ledger(ledger, wait=True) == 0
+    assert not device.live()
+
+
 def waits(device, ledger, waiting, other):
     """Order one stream after another, as wait_stream does inside of the context."""
     note = ledger.stream_order.recorded(INDEX, other)
@@ -108,12 +128,7 @@ def test_held_until_nobody_uses_it_and_the_device_has_got_there_s1(device, ledge
         assert states(ledger) == ["recorded"]
         assert drain_ledger(ledger) == 0, "what others still use is not held for anybody"
         del view
-        ledger.sweep()
-        assert states(ledger) == ["handed off"]
-        device.settle()
-        device.finish()
-        ledger.sweep()
-        assert states(ledger) == []
+        is_handed_off_until_it_is_over(device, ledger)
         device.settle()
     assert avoided.calls == 1
 
@@ -159,9 +174,7 @@ def test_a_view_of_the_storage_records_the_storage_once(device, ledger):
         tensor.record_stream(stream(2))
         assert len(ledger.pending()) == 2
         del tensor
-        device.finish()
-        ledger.sweep()
-        assert ledger.pending() == []
+        is_over(device, ledger)
     assert avoided.calls == 4
 
 
@@ -279,9 +292,7 @@ def test_somebodys_method_over_ours_reaches_torchs_afterwards(device, ledger):
         with pytest.raises(NotImplementedError, match="aten::record_stream"):
             torch.ones(1).record_stream(stream(1))
         assert avoided.calls == 1
-        device.finish()
-        ledger.sweep()
-        assert ledger.pending() == []
+        is_over(device, ledger)
     finally:
         del torch.Tensor.record_stream
 
@@ -351,12 +362,7 @@ def test_memory_that_was_swapped_for_some_of_an_unknown_stream_is_deferred_s1(de
     device.track(tensor, None)
     device.launch(device.streams[1], device.blocks_of([tensor]))
     del tensor
-    ledger.sweep()
-    assert states(ledger) == ["handed off"]
-    device.settle()
-    device.finish()
-    ledger.sweep()
-    assert states(ledger) == []
+    is_handed_off_until_it_is_over(device, ledger)
 
 
 def test_memory_recorded_again_is_ordered_where_it_is_now_s1(device, ledger):
@@ -512,9 +518,7 @@ def test_a_finalizer_that_sweeps_in_the_middle_of_a_sweep_s3(device, ledger, pas
         else:
             device.run()
         ledger.sweep()
-        device.finish()
-        ledger.sweep()
-        assert ledger.pending() == []
+        is_over(device, ledger)
 
 
 @pytest.mark.parametrize("first", ["defer", "given back"])
@@ -566,26 +570,19 @@ def test_resize_of_the_storage_is_ordered_before_s1(device, ledger):
         assert device.streams[1].past & ~device.streams[0].past == 0
 
 
-def test_resize_of_the_tensor_is_ordered_before_s1(device, ledger):
+@pytest.mark.parametrize("kernel", [True, False])
+def test_resize_of_the_tensor_is_ordered_before_s1(device, ledger, monkeypatch, kernel):
+    """Also where torch's kernel can't be called."""
+    if not kernel:
+        monkeypatch.delattr(torch.library, "get_kernel", raising=False)
     with avoid_record_streams():
         tensor = used_on(device, 1)
         tensor.resize_(1 << 16)
         assert device.calls["wait_event"] == 1
         assert ledger.pending() == []
-        other = torch.empty(0)
-        other.resize_(7)
-        assert other.shape == (7,)
-        assert device.calls["wait_event"] == 1
-
-
-def test_resize_of_the_tensor_is_seen_where_torchs_kernel_can_not_be_called_s1(device, ledger, monkeypatch):
-    monkeypatch.delattr(torch.library, "get_kernel", raising=False)
-    with avoid_record_streams():
-        tensor = used_on(device, 1)
-        tensor.resize_(1 << 16)
-        assert device.calls["wait_event"] == 1
-        assert ledger.pending() == []
+        assert torch.empty(0).resize_(7).shape == (7,)
         assert torch.empty(0).resize_(7, 2).shape == (7, 2)
+        assert device.calls["wait_event"] == 1
     assert "resize_" not in vars(torch.Tensor)
 
 
@@ -635,12 +632,7 @@ def test_memory_of_nobody_knows_where_is_deferred_without_torchs_kernel_s1(devic
         device.launch(device.streams[1], device.blocks_of([tensor]))
         tensor.record_stream(stream(1))  # CPU has no kernel, as every device before torch 2.9
         del tensor
-        ledger.sweep()
-        assert states(ledger) == ["handed off"]
-        device.settle()
-        device.finish()
-        ledger.sweep()
-        assert states(ledger) == []
+        is_handed_off_until_it_is_over(device, ledger)
 
 
 def test_a_wait_for_another_devices_default_stream_orders_nothing_here_s1(device, ledger):
@@ -744,9 +736,7 @@ def test_a_capture_that_another_thread_begins_while_the_event_is_recorded_s5(dev
     device.end_capture()
     ledger.sweep()
     assert states(ledger) == ["handed off"]
-    device.finish()
-    ledger.sweep()
-    assert ledger.pending() == []
+    is_over(device, ledger)
     assert device.faults == []
     assert not device.live()
 
@@ -1046,9 +1036,7 @@ def test_an_exception_as_memory_is_recorded_for_another_stream_keeps_none_of_it_
             kept.clear()
             device.settle()
             ledger.sweep()
-            device.finish()
-            ledger.sweep()
-            assert ledger.pending() == []
+            is_over(device, ledger)
             assert not device.live()
             assert not ledger.recorded_uses.by_storage
 
@@ -1106,13 +1094,20 @@ def test_a_capture_ends_well_after_the_context_is_left(device, ledger, capturing
     graph.replay()
     graph.reset()
     assert graph.events == ["ended", "reset"]
-    device.finish()
-    ledger.sweep()
-    assert ledger.pending() == []
+    is_over(device, ledger)
 
 
 class Anything:
     """What stands for a group."""
+
+
+def leased(device, capturing):
+    """Return a graph in whose capture a collective used memory of outside, what is known of it, and that memory."""
+    graph, captured = capturing()
+    outside = device.allocate(0, 64)
+    graph.touch(device.blocks_of([outside]))
+    captured.add("all_reduce", object.__new__(Anything), outside, sys._getframe())
+    return graph, captured, outside
 
 
 def test_a_graph_that_dies_in_its_capture_leaves_nothing(device, ledger, capturing):
@@ -1140,50 +1135,32 @@ def test_works_left_unjoined_raise_whatever_else_is_being_handled(device, ledger
     assert ledger.pending() == []
 
 
-@pytest.mark.parametrize("replayed", ["through the object", "past it", "never"])
+@pytest.mark.parametrize("replayed", ["through the object", "past it", "interrupted", "never"])
 def test_a_lease_outlives_the_last_replay_s6(device, ledger, capturing, replayed):
-    graph, captured = capturing()
-    outside = device.allocate(0, 64)
-    graph.touch(device.blocks_of([outside]))
-    captured.add("all_reduce", object.__new__(Anything), outside, sys._getframe())
-    graph.capture_end()
-    device.switch(2)
-    if replayed == "through the object":
-        graph.replay()
-    elif replayed == "past it":
-        FakeGraph.replay(graph)
-    del outside
-    graph.reset()
-    device.settle()
-    assert bool(ledger.pending()) == (replayed != "never")
-    device.finish()
-    assert drain_ledger(ledger, wait=True) == 0
-    assert not device.live()
-
-
-def test_a_lease_outlives_a_replay_that_an_exception_of_a_signal_handler_ends_s6(device, ledger, capturing):
-    graph, captured = capturing()
-    outside = device.allocate(0, 64)
-    graph.touch(device.blocks_of([outside]))
-    captured.add("all_reduce", object.__new__(Anything), outside, sys._getframe())
-    graph.capture_end()
-    device.switch(2)
+    """Also one that an exception of a signal handler ends."""
 
     class Interrupted(Graph):
         def replay(self):
             super().replay()
             raise KeyboardInterrupt
 
-    graph.__class__ = Interrupted
-    with pytest.raises(KeyboardInterrupt):
+    graph, _, outside = leased(device, capturing)
+    graph.capture_end()
+    device.switch(2)
+    if replayed == "through the object":
         graph.replay()
-    device.switch(0)
+    elif replayed == "past it":
+        FakeGraph.replay(graph)
+    elif replayed == "interrupted":
+        graph.__class__ = Interrupted
+        with pytest.raises(KeyboardInterrupt):
+            graph.replay()
+        device.switch(0)
     del outside
     graph.reset()
     device.settle()
-    device.finish()
-    assert drain_ledger(ledger, wait=True) == 0
-    assert not device.live()
+    assert bool(ledger.pending()) == (replayed != "never")
+    nothing_is_left(device, ledger)
 
 
 @pytest.mark.parametrize("works", ["joined", "left"])
@@ -1198,10 +1175,7 @@ def test_a_graph_whose_capture_has_ended_keeps_its_memory_although_a_signal_hand
 
     own = Graph.capture_end
     monkeypatch.setattr(Graph, "capture_end", interrupted)
-    graph, captured = capturing()
-    outside = device.allocate(0, 64)
-    graph.touch(device.blocks_of([outside]))
-    captured.add("all_reduce", object.__new__(Anything), outside, sys._getframe())
+    graph, _, outside = leased(device, capturing)
     if works == "left":
         call(ledger, FakeGroup(device, "nccl"), [device.allocate(1, 64)])
     with pytest.raises(KeyboardInterrupt):
@@ -1212,9 +1186,7 @@ def test_a_graph_whose_capture_has_ended_keeps_its_memory_although_a_signal_hand
     ledger.sweep()
     graph.replay()
     graph.reset()
-    device.finish()
-    assert drain_ledger(ledger, wait=True) == 0
-    assert not device.live()
+    nothing_is_left(device, ledger)
 
 
 def test_a_live_graph_of_a_group_is_refused_or_reset_s7(device, ledger, capturing, caplog):
@@ -1283,9 +1255,7 @@ def test_captures_are_seen_from_patch_on_s6_s7(device, ledger, cuda_graph, caplo
     assert captures.RECORDING == {}
     device.end_capture()
     device.switch(0)
-    device.finish()
-    assert drain_ledger(ledger, wait=True) == 0
-    assert not device.live()
+    nothing_is_left(device, ledger)
 
 
 def test_a_patched_program_waits_for_what_it_leaves_in_a_capture_s5(device, ledger, cuda_graph, caplog):
@@ -1333,10 +1303,7 @@ def test_where_graphs_were_captured_is_known_without_a_patch_s7(monkeypatch):
 
 
 def test_dead_graphs_are_taken_over_after_a_capture_and_not_in_it_s6(device, ledger, capturing):
-    graph, captured = capturing()
-    outside = device.allocate(0, 64)
-    graph.touch(device.blocks_of([outside]))
-    captured.add("all_reduce", object.__new__(Anything), outside, sys._getframe())
+    graph, captured, outside = leased(device, capturing)
     graph.capture_end()
     device.switch(1)
     graph.replay()
@@ -1348,9 +1315,7 @@ def test_dead_graphs_are_taken_over_after_a_capture_and_not_in_it_s6(device, led
     device.end_capture()
     ledger.sweep()
     device.settle()
-    device.finish()
-    assert drain_ledger(ledger, wait=True) == 0
-    assert not device.live()
+    nothing_is_left(device, ledger)
 
 
 def test_draining_does_not_wait_for_another_threads_capture(device, ledger):
