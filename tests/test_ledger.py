@@ -598,8 +598,7 @@ class HostPrograms(RuleBasedStateMachine):
     @rule(p2p=st.booleans(), fate=st.sampled_from(["", "late", "fails"]), drop=st.booleans())
     def launch_and_wait(self, p2p: bool, fate: str, drop: bool) -> None:
         self.launch([0], True, p2p, fate, keep=True)
-        with contextlib.suppress(RuntimeError):
-            self.works[-1].work.wait()
+        self.wait(self.works[-1])
         if drop:
             del self.works[-1]
 
@@ -613,9 +612,16 @@ class HostPrograms(RuleBasedStateMachine):
         elif how == "is_completed":
             launched.work.is_completed()
         else:
-            with contextlib.suppress(RuntimeError):
-                launched.work.wait()
-                assert launched.op not in self.held(), "S2: still held after a wait"
+            self.wait(launched)
+
+    def wait(self, launched: Launched) -> None:
+        fate = launched.inner.fate  # which is over when it has timed out
+        try:
+            launched.work.wait()
+        except RuntimeError:
+            assert fate, "S8: a wait raises for a work that is well"
+        else:
+            assert launched.op not in self.held(), "S2: still held after a wait"
 
     def held(self) -> set[str]:
         return {entry.op for entry in self.ledger.pending()}
