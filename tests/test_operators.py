@@ -32,7 +32,7 @@ pytest.importorskip("triton", reason="the kernels are Triton's, which is not ins
 
 NAMES = ("sum", "avg", "max", "min")  # in the order of OPS
 TORCHS = torch.ops._c10d_functional
-KERNELS = [ours.__name__[1:] for ours in operators._OURS if hasattr(TORCHS, ours.__name__[1:])]
+KERNELS = [name for name in operators._OURS if hasattr(TORCHS, name)]
 
 
 def tables():

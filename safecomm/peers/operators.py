@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed.distributed_c10d as c10d
@@ -34,9 +34,12 @@ from safecomm.peers.engine import Engine
 
 NAMESPACE = "_c10d_functional"
 
-_REDUCE, _GATHER, _SCATTER = ROWS["all_reduce"], ROWS["all_gather_single"], ROWS["reduce_scatter_single"]
+_GATHER, _SCATTER = ROWS["all_gather_single"], ROWS["reduce_scatter_single"]
 _MARK = "_safecomm_launches"
 """The attribute of a storage that says what has written to it, and was not waited for."""
+
+_How: TypeAlias = tuple[Any, ...]
+"""What an operator is given behind its tensors; see :func:`_stand_in`."""
 
 _kernels: dict[str, dict[str, _torch.Override]] = {}  # what is replaced, by dispatch key and operator
 _users: dict[str, list[object]] = {}  # what it is replaced for, by dispatch key
@@ -187,112 +190,63 @@ def _contiguous(row: Row, group: object, tensor: torch.Tensor) -> torch.Tensor:
     return copy
 
 
-def _new(tensor: torch.Tensor, *rows: int) -> torch.Tensor:
-    """Return a new contiguous tensor like ``tensor``, with as many ``rows`` if given."""
-    shape = (*rows, *tensor.shape[1:]) if rows else tensor.shape
+def _new(row: Row, tensor: torch.Tensor, how: _How) -> torch.Tensor:
+    """Return new contiguous memory for what a call of ``row`` makes of ``tensor``; see :func:`_stand_in`."""
+    shape: tuple[int, ...] = tensor.shape
+    if row is _GATHER:
+        shape = (how[-2] * shape[0] if shape else how[-2], *shape[1:])
+    elif row is _SCATTER:
+        shape = (shape[0] // how[-2], *shape[1:])
     return torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
 
 
 # --- what engines make of the operators' calls; None where none takes it ---------------------------------------
 
 
-def _all_reduce(tensor: torch.Tensor, op: str, named: object) -> torch.Tensor | None:
-    group = _group_of(named, tensor)
-    if group is None or op not in _OPS:
-        return None
-    out = _new(tensor)
-    return out if _taken(_REDUCE, group, out, _contiguous(_REDUCE, group, tensor), _OPS[op]) else None
+def _stand_in(row: Row, form: str) -> Callable[..., object]:
+    """Return what engines make of the operator that is ``row`` in one ``form``: what follows its name.
 
+    ``how``, what it is given behind its tensors: the operation and the number of ranks, where it has them; the group.
+    """
+    in_place, reduces, scatters = form.endswith("_"), "op" in row.given, row is _SCATTER
 
-def _all_reduce_(tensor: torch.Tensor, op: str, named: object) -> torch.Tensor | None:
-    group = _group_of(named, tensor)
-    if group is None or op not in _OPS:
-        return None
-    data = _unwrapped(tensor)
-    return tensor if _taken(_REDUCE, group, data, data, _OPS[op]) else None
+    def group_of(tensor: torch.Tensor, how: _How, out: torch.Tensor | None = None) -> Any:
+        if reduces and how[0] not in _OPS:
+            return None
+        group = _group_of(how[-1], tensor)
+        if group is None or row.one:
+            return group
+        if out is not None:
+            return group if how[-2] == group.size() else None
+        return None if scatters and (not tensor.dim() or tensor.shape[0] % how[-2]) else group
 
+    def call_of(
+        group: object, tensor: torch.Tensor, how: _How, out: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if in_place:
+            data = _unwrapped(tensor)
+            return data, data
+        return _new(row, tensor, how) if out is None else _unwrapped(out), _contiguous(row, group, tensor)
 
-def _all_gather_into_tensor(tensor: torch.Tensor, size: int, named: object) -> torch.Tensor | None:
-    group = _group_of(named, tensor)
-    if group is None:
-        return None
-    out = _new(tensor, size * tensor.shape[0] if tensor.dim() else size)
-    return out if _taken(_GATHER, group, out, _contiguous(_GATHER, group, tensor), None) else None
-
-
-def _reduce_scatter_tensor(tensor: torch.Tensor, op: str, size: int, named: object) -> torch.Tensor | None:
-    group = _group_of(named, tensor)
-    if group is None or op not in _OPS or not tensor.dim() or tensor.shape[0] % size:
-        return None
-    out = _new(tensor, tensor.shape[0] // size)
-    return out if _taken(_SCATTER, group, out, _contiguous(_SCATTER, group, tensor), _OPS[op]) else None
-
-
-def _all_gather_into_tensor_out(
-    tensor: torch.Tensor, size: int, named: object, *, out: torch.Tensor
-) -> torch.Tensor | None:
-    group = _group_of(named, tensor)
-    if group is None or size != group.size():
-        return None
-    return out if _taken(_GATHER, group, _unwrapped(out), _contiguous(_GATHER, group, tensor), None) else None
-
-
-def _reduce_scatter_tensor_out(
-    tensor: torch.Tensor, op: str, size: int, named: object, *, out: torch.Tensor
-) -> torch.Tensor | None:
-    group = _group_of(named, tensor)
-    if group is None or op not in _OPS or size != group.size():
-        return None
-    return out if _taken(_SCATTER, group, _unwrapped(out), _contiguous(_SCATTER, group, tensor), _OPS[op]) else None
-
-
-def _groups_of(named: object, tensors: list[torch.Tensor]) -> Any:
-    """Return the group of a coalesced call, each of whose tensors is small enough; None otherwise."""
-    group = None
-    for tensor in tensors:
-        group = _group_of(named, tensor)
+    def one(tensor: torch.Tensor, *how: Any, out: torch.Tensor | None = None) -> torch.Tensor | None:
+        group = group_of(tensor, how, out)
         if group is None:
             return None
-    return group
+        written, sent = call_of(group, tensor, how, out)
+        if not _taken(row, group, written, sent, _OPS[how[0]] if reduces else None):
+            return None
+        return tensor if in_place else written if out is None else out
 
+    def several(tensors: list[torch.Tensor], *how: Any) -> list[torch.Tensor] | None:
+        groups = [group_of(tensor, how) for tensor in tensors]
+        if not groups or None in groups:
+            return None
+        calls = [call_of(groups[0], tensor, how) for tensor in tensors]
+        if not _all_taken(row, groups[0], calls, _OPS[how[0]] if reduces else None):
+            return None
+        return tensors if in_place else [written for written, _ in calls]
 
-def _all_reduce_coalesced(tensors: list[torch.Tensor], op: str, named: object) -> list[torch.Tensor] | None:
-    group = _groups_of(named, tensors)
-    if group is None or op not in _OPS:
-        return None
-    outs = [_new(tensor) for tensor in tensors]
-    calls = [(out, _contiguous(_REDUCE, group, tensor)) for out, tensor in zip(outs, tensors, strict=True)]
-    return outs if _all_taken(_REDUCE, group, calls, _OPS[op]) else None
-
-
-def _all_reduce_coalesced_(tensors: list[torch.Tensor], op: str, named: object) -> list[torch.Tensor] | None:
-    group = _groups_of(named, tensors)
-    if group is None or op not in _OPS:
-        return None
-    data = [_unwrapped(tensor) for tensor in tensors]
-    return tensors if _all_taken(_REDUCE, group, list(zip(data, data, strict=True)), _OPS[op]) else None
-
-
-def _all_gather_into_tensor_coalesced(
-    tensors: list[torch.Tensor], size: int, named: object
-) -> list[torch.Tensor] | None:
-    group = _groups_of(named, tensors)
-    if group is None:
-        return None
-    outs = [_new(tensor, size * tensor.shape[0] if tensor.dim() else size) for tensor in tensors]
-    calls = [(out, _contiguous(_GATHER, group, tensor)) for out, tensor in zip(outs, tensors, strict=True)]
-    return outs if _all_taken(_GATHER, group, calls, None) else None
-
-
-def _reduce_scatter_tensor_coalesced(
-    tensors: list[torch.Tensor], op: str, size: int, named: object
-) -> list[torch.Tensor] | None:
-    group = _groups_of(named, tensors)
-    if group is None or op not in _OPS or any(not tensor.dim() or tensor.shape[0] % size for tensor in tensors):
-        return None
-    outs = [_new(tensor, tensor.shape[0] // size) for tensor in tensors]
-    calls = [(out, _contiguous(_SCATTER, group, tensor)) for out, tensor in zip(outs, tensors, strict=True)]
-    return outs if _all_taken(_SCATTER, group, calls, _OPS[op]) else None
+    return several if "coalesced" in form else one
 
 
 # A wait that finds what an engine has written may find a work of torch's for the same storage besides.
@@ -307,11 +261,14 @@ def _wait_tensors(tensors: list[torch.Tensor]) -> list[torch.Tensor] | None:
     return tensors if all(found) and _torch.unwaited() == 0 else None
 
 
-_OURS: tuple[Callable[..., object], ...] = (
-    _all_reduce, _all_reduce_, _all_reduce_coalesced, _all_reduce_coalesced_, _all_gather_into_tensor,
-    _all_gather_into_tensor_out, _all_gather_into_tensor_coalesced, _reduce_scatter_tensor, _reduce_scatter_tensor_out,
-    _reduce_scatter_tensor_coalesced, _wait_tensor, _wait_tensors,
-)  # fmt: skip
+_OURS: dict[str, Callable[..., object]] = {
+    f"{row.alias or row.key}{form}": _stand_in(row, form)
+    for row in ROWS.values()
+    if row.collected and row.engine
+    for form in ("", "_coalesced", *(("_", "_coalesced_") if row.one else ("_out",)))
+} | {"wait_tensor": _wait_tensor, "wait_tensors": _wait_tensors}
+"""What engines make of the operators, by their names. Not every torch has all of them."""
+
 _WAITS = ("wait_tensor", "wait_tensors")
 
 
@@ -347,7 +304,7 @@ def why_not(key: str) -> str:
 def _present() -> list[tuple[str, Callable[..., object]]]:
     """Return the operators that this torch has, by their names, each with what is ours."""
     operators = getattr(torch.ops, NAMESPACE)
-    return [(name, ours) for ours in _OURS if hasattr(operators, name := ours.__name__[1:])]
+    return [(name, ours) for name, ours in _OURS.items() if hasattr(operators, name)]
 
 
 def _override(name: str, key: str, ours: Callable[..., object]) -> _torch.Override:
