@@ -1,9 +1,9 @@
-"""List forms through an arena against stock's: time on the device and peak memory.
+"""List forms with an arena in use against stock's: time on the device and peak memory.
 
     torchrun --nproc-per-node 2 benchmarks/arena_lists.py --out FILE
 
-"slices": the list is the consecutive slices of one buffer. "pieces": each tensor is an allocation of its own; inside of
-``low_latency()`` the ranks exchange those themselves, which is measured too. Time is that of CUDA events around a burst
+"slices": the list is the consecutive slices of one buffer. "pieces": each tensor is an allocation of its own, which
+the ranks exchange inside of ``low_latency()``. Time is that of CUDA events around a burst
 of calls, in turns, and the ratio is the median over rounds of the ratio of the two. Peak memory is what the caching
 allocator hands out in one call beyond what was there before, and what the arena does.
 """
@@ -84,7 +84,7 @@ def main():
         "rows": {},
     }
     for size in (1, 4, 16, 64):
-        for made, region in (("slices", False), ("pieces", False), ("pieces", True)):
+        for made, region in (("slices", False), ("pieces", True)):
             theirs, ours = programs(stock, made, size * MIB), programs(safecomm, made, size * MIB)
             for name in theirs:
                 where = f"{name}, {size} MiB a rank, {made}{', low_latency()' if region else ''}"

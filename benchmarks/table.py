@@ -272,8 +272,8 @@ def lists():
         return span(row["ratio"] for name, row in rows if name.endswith(f", {way}"))
 
     told = (
-        f"They take {ratios('slices')} of the time of torch's if the list has slices of one buffer, {ratios('pieces')} "
-        f"if it has pieces, and {ratios('pieces, low_latency()')} if it has pieces and `low_latency()` is on.\n"
+        f"They take {ratios('slices')} of the time of torch's if the list has slices of one buffer, "
+        f"and {ratios('pieces, low_latency()')} if it has pieces and `low_latency()` is on.\n"
     )
     return told + source("arena_lists.json")
 

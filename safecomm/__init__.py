@@ -61,7 +61,6 @@ import torch.distributed
 if TYPE_CHECKING:
     # mypy takes the first of two definitions of a name, and pyright the last.
     from safecomm.collectives.gates import *  # noqa: F403
-    from safecomm.collectives.lists import *  # noqa: F403
     from safecomm.collectives.point_to_point import *  # noqa: F403
 
 from torch.distributed import *  # type: ignore[assignment, no-redef]  # noqa: F403
@@ -84,6 +83,7 @@ from safecomm.collectives.bucketed import bucketed as bucketed
 from safecomm.collectives.coalesced import _coalescing_manager as _coalescing_manager
 from safecomm.collectives.gates import _all_gather_base as _all_gather_base
 from safecomm.collectives.gates import _reduce_scatter_base as _reduce_scatter_base
+from safecomm.collectives.gates import all_gather as all_gather
 from safecomm.collectives.gates import all_gather_coalesced as all_gather_coalesced
 from safecomm.collectives.gates import all_gather_into_tensor as all_gather_into_tensor
 from safecomm.collectives.gates import all_gather_single as all_gather_single
@@ -97,6 +97,7 @@ from safecomm.collectives.gates import gather as gather
 from safecomm.collectives.gates import gather_into_tensor as gather_into_tensor
 from safecomm.collectives.gates import gather_single as gather_single
 from safecomm.collectives.gates import reduce as reduce
+from safecomm.collectives.gates import reduce_scatter as reduce_scatter
 from safecomm.collectives.gates import reduce_scatter_single as reduce_scatter_single
 from safecomm.collectives.gates import reduce_scatter_tensor as reduce_scatter_tensor
 from safecomm.collectives.gates import scatter as scatter
@@ -104,8 +105,6 @@ from safecomm.collectives.groups import _abort_process_group as _abort_process_g
 from safecomm.collectives.groups import _reconfigure as _reconfigure
 from safecomm.collectives.groups import destroy_process_group as destroy_process_group
 from safecomm.collectives.groups import shrink_group as shrink_group
-from safecomm.collectives.lists import all_gather as all_gather
-from safecomm.collectives.lists import reduce_scatter as reduce_scatter
 from safecomm.collectives.objects import all_gather_object as all_gather_object
 from safecomm.collectives.objects import broadcast_object_list as broadcast_object_list
 from safecomm.collectives.objects import gather_object as gather_object

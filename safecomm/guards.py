@@ -95,6 +95,30 @@ class Guards:
             self.guard2, self.guard2_before = guard, self.guard2
 
 
+class ListGuards:
+    """The lists that one way was found to do: whether tensors are like those of any, in one call of C++ for each."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, list[Callable[..., bool]]] = {}  # by the number of tensors
+        self._met: list[tuple[int, torch.Size, torch.dtype]] = []  # the last that were like none of them
+
+    def match(self, tensors: list[torch.Tensor]) -> bool:
+        """Return whether ``tensors`` are like those of any list that is known. None of them may be nested."""
+        for like in self._known.get(len(tensors), ()):  # noqa: SIM110 (a generator takes longer than the question)
+            if like(*tensors):
+                return True
+        return False
+
+    def add_guard(self, tensors: list[torch.Tensor]) -> None:
+        """Know ``tensors`` from now on, if there were such ones already: to know lists that never come again costs."""
+        kind = len(tensors), tensors[-1].shape, tensors[-1].dtype
+        if kind not in self._met:
+            self._met = [kind, *self._met[: KINDS - 1]]
+        elif len({id(tensor) for tensor in tensors}) == len(tensors):  # nothing is like one tensor given twice
+            known = self._known.get(len(tensors), [])
+            self._known[len(tensors)] = [_torch.look_alike(*tensors, shaped=True), *known[: KINDS - 1]]
+
+
 def _where_no_gradient_is_recorded(guard: Callable[..., bool]) -> Callable[..., bool]:
     recorded = torch.is_grad_enabled
     return lambda *tensors: not recorded() and guard(*tensors)

@@ -20,7 +20,7 @@ from watching import cpu_profile
 
 import safecomm
 from safecomm import _torch
-from safecomm.collectives import gates, list_gates, lists
+from safecomm.collectives import gates, lists
 from safecomm.collectives.routes import ROUTES
 from safecomm.collectives.table import ROWS
 from safecomm.core.ledger import LEDGER, WorkHold
@@ -46,12 +46,8 @@ def arguments(key, count=4):
 
 
 def run(made, key, *given, group=None, asynchronous=False, **how):
-    """Run a call of ``made``, which is ``list_gates`` or a mutant of it, as the public function does."""
-    to = group or stock.group.WORLD
-    if key not in ("all_gather", "reduce_scatter"):
-        return getattr(made, key)(*given, group=group, async_op=asynchronous, **how)
-    op = (stock.ReduceOp.SUM,) if key == "reduce_scatter" else ()
-    return getattr(made, f"run_{key}")(*given, *(how.values() or op), to, asynchronous)
+    """Run a call of ``made``, which is ``lists`` or a mutant of it, as the public function does."""
+    return getattr(made, key)(*given, group=group, async_op=asynchronous, **how)
 
 
 class Launches:
@@ -141,11 +137,7 @@ def check_held(made):
     for key in present():
         assert safecomm.pending() == []
         row = ROWS[key]
-        if key in ("all_gather", "reduce_scatter"):
-            with mock.patch.object(lists, f"run_{key}", getattr(made, f"run_{key}")):
-                work = getattr(lists, key)(*arguments(key), async_op=True)
-        else:
-            work = getattr(made, key)(*arguments(key), async_op=True)
+        work = getattr(made, key)(*arguments(key), async_op=True)
         assert len(safecomm.pending()) == 1, key
         (entry,) = safecomm.pending()
         assert entry.nbytes == 32, key
@@ -238,14 +230,14 @@ def check_operation(made):
     if "reduce_scatter" not in present():
         return
     with noting(made, "reduce_scatter") as notes:
-        made.run_reduce_scatter(*arguments("reduce_scatter"), stock.ReduceOp.MAX, stock.group.WORLD, False)
+        run(made, "reduce_scatter", *arguments("reduce_scatter"), op=stock.ReduceOp.MAX)
     assert notes.given[0][-1].reduceOp == stock.ReduceOp.MAX
-    assert made.run_reduce_scatter(*arguments("reduce_scatter"), object(), stock.group.WORLD, False) is made.GENERAL
+    assert not goes(made, "reduce_scatter", *arguments("reduce_scatter"), op=object())
 
 
 def check_sweep(made):
     """A call looks whether something that is held is over (S4)."""
-    for key in set(present()) - {"all_gather", "reduce_scatter"}:
+    for key in present():
         for awaited in (False, True):
             with (
                 mock.patch.object(made, "_nonempty", {1: None}),
@@ -258,14 +250,14 @@ def check_sweep(made):
 
 def check_asked(made):
     """Who may take a call is asked before all that can differ between ranks, and once (see takers.py)."""
-    for key in set(present()) - {"all_gather", "reduce_scatter"}:
+    for key in present():
         given, bound = arguments(key), functools.partial
         call, way = bound(run, made, key, *given), bound(goes, made, key, *given)
         is_offered(made, key, given, call, way, bound(noting, made, key))
 
 
 def check_compiling(made):
-    for key in set(present()) - {"all_gather", "reduce_scatter"}:
+    for key in present():
         with mock.patch.object(made, "_compiling", return_value=True):
             assert not goes(made, key, *arguments(key))
 
@@ -375,8 +367,8 @@ def begin():
 def test_the_list_gates_pass_their_checks():
     begin()
     for check in CHECKS:
-        check(list_gates)
-        check(fresh(list_gates))
+        check(lists)
+        check(fresh(lists))
 
 
 @pytest.mark.skipif(HERE < "2.6", reason="gather and scatter are c10d's there")
@@ -388,7 +380,7 @@ def test_a_check_finds_list_gates_that(change):
         warnings.simplefilter("ignore")
         # A gate that gathers what it scatters gives what launches arguments of the wrong types.
         errors = (TypeError,) if change == "gathers what it scatters" else ()
-        assert finds(CHECKS, fresh(list_gates, *MUTANTS[change]), *errors)
+        assert finds(CHECKS, fresh(lists, *MUTANTS[change]), *errors)
 
 
 @on(1)
@@ -396,7 +388,7 @@ def test_the_first_list_call_of_a_group_makes_the_way_of_the_next():
     for key in present():
         group = stock.new_group([0])
         getattr(safecomm, key)(*arguments(key), group=group)
-        assert goes(list_gates, key, *arguments(key), group=group), key
+        assert goes(lists, key, *arguments(key), group=group), key
         safecomm.destroy_process_group(group)
 
 
@@ -453,11 +445,7 @@ BUDGET = {"all_gather": 36, "reduce_scatter": 36, "all_to_all": 33, "gather": 38
 def test_an_ordinary_list_call_makes_few_calls_s10():
     begin()
     for key in present():
-        call, given, made = (
-            getattr(lists if key in ("all_gather", "reduce_scatter") else gates, key),
-            arguments(key),
-            [],
-        )
+        call, given, made = getattr(gates, key), arguments(key), []
         call(*given)
 
         def see(frame, event, argument, made=made):

@@ -1,4 +1,4 @@
-"""The list forms with an arena in use: flat on NCCL, of slices as they are and of pieces through a slot; else c10d's.
+"""The list forms with an arena in use: slices flat on NCCL, and all others c10d's; and which lists a peer may write to.
 
 What finds the buffer and what decides is tested here, the rest on GPUs: ``tests/gpu/arena.py``.
 """
@@ -6,25 +6,25 @@ What finds the buffer and what decides is tested here, the rest on GPUs: ``tests
 from __future__ import annotations
 
 import contextlib
-import types
 import warnings
 
 import pytest
 import torch
 import torch.distributed as stock
-from ranks import on, subgroup, until
+from ranks import on, subgroup
 from torch.overrides import TorchFunctionMode
 from watching import Sees, cpu_profile, noted
 
 import safecomm
 from safecomm import _torch
+from safecomm.arena import use
 from safecomm.arena.use import IN_USE
 from safecomm.collectives import lists
 from safecomm.collectives.holding import counted
-from safecomm.collectives.lists import addresses_of, whole_of
+from safecomm.collectives.lists import whole_of
 from safecomm.collectives.routes import ROUTES
-from safecomm.core import captures
-from safecomm.core.ledger import LEDGER
+from safecomm.guards import KINDS, ListGuards
+from safecomm.peers import list_exchange
 
 # --- finding the buffer ---------------------------------------------------------------------------------------------
 
@@ -181,28 +181,28 @@ def test_lists_like_one_of_the_last_are_told_by_one_call(monkeypatch):
         slices, pieces, tensor = lists_of(shape)
         assert found(slices, tensor) is not None
         for written in (False, True):
-            assert addresses_of(pieces, tensor, 2, written=written)
+            assert alike(pieces, tensor, written=written)
         return asked
 
     asked = []
-    for name in ("_are_slices", "_can_be_copied"):
-        inner = getattr(lists, name)
-        monkeypatch.setattr(lists, name, lambda *args, name=name, inner=inner: asked.append(name) or inner(*args))
-    for name in ("_SLICES", "_READ"):
-        monkeypatch.setattr(lists, name, lists._ListGuards())
-    monkeypatch.setattr(lists, "_WRITTEN", (lists._ListGuards(), lists._ListGuards()))
-    each = ["_are_slices", "_can_be_copied", "_can_be_copied"]
+    for module, name in ((lists, "_are_slices"), (list_exchange, "_are_alike")):
+        inner = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args, name=name, inner=inner: asked.append(name) or inner(*args))
+    for module, name in ((lists, "_SLICES"), (list_exchange, "_READ")):
+        monkeypatch.setattr(module, name, ListGuards())
+    monkeypatch.setattr(list_exchange, "_WRITTEN", (ListGuards(), ListGuards()))
+    each = ["_are_slices", "_are_alike", "_are_alike"]
     assert told((3,)) == told((3,)) == 2 * each, "such that never come again are not worth it"
     assert told((3,)) == 2 * each
     assert told((4, 2)) == told((3,)) == 3 * each
     assert told((4, 2)) == told((3,)) == told((4, 2)) == 4 * each
     asked.clear()
-    for size in range(10, 10 + lists.KINDS):
+    for size in range(10, 10 + KINDS):
         told((size,))
-    for size in range(10, 10 + lists.KINDS):
+    for size in range(10, 10 + KINDS):
         told((size,))
-    assert asked == 2 * lists.KINDS * each
-    assert told((3,)) == (1 + 2 * lists.KINDS) * each, "only so many are known"
+    assert asked == 2 * KINDS * each
+    assert told((3,)) == (1 + 2 * KINDS) * each, "only so many are known"
     asked.clear()
     memory = torch.zeros(4)
     slices = list(memory.view(2, 2))
@@ -249,50 +249,50 @@ def test_autograd_does_not_see_the_buffer():
         assert found(list(base.detach().unbind())).grad_fn is None
 
 
-# --- pieces that can be staged --------------------------------------------------------------------------------------
+# --- pieces that a peer may send from, or write to ------------------------------------------------------------------
 
 APART = {"order", "gap", "the last elsewhere", "one elsewhere", "pieces", "neighbours", "two storages", "parts"}
+APART.add("complex")  # whether a type can be exchanged is asked before
 OVERLAPPING = {"overlap", "twice", "twice of three"}
+
+
+def alike(pieces, tensor, size=2, *, written):
+    return list_exchange.alike(pieces, tensor, 0, size, written=written)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("broken", BROKEN)
-def test_pieces_are_staged_if_they_are_like_the_tensor_and_apart_where_they_are_written_to(broken):
+def test_pieces_are_exchanged_where_they_lie_if_they_are_like_the_tensor_and_apart_where_they_are_written_to(broken):
     tensors = BROKEN[broken](torch.arange(27.0).reshape(3, 3, 3))
     like = tensor_for(broken, tensors)
     for written in (False, True):
         if not like.is_complex() and like.numel():
             for _ in range(2):
                 ordinary = [torch.zeros_like(like) for _ in tensors]  # that the next are compared with
-                assert addresses_of(ordinary, like, len(tensors), written=written)
-        found = addresses_of(tensors, like, len(tensors), written=written)
-        if broken in APART or (broken in OVERLAPPING and not written):
-            assert found == sorted(one.data_ptr() for one in [*tensors, like])
-        else:
-            assert found is None
+                assert alike(ordinary, like, len(tensors), written=written)
+        apart = broken in APART or (broken in OVERLAPPING and not written)
+        assert alike(tensors, like, len(tensors), written=written) is apart
 
 
 @unlike
-def test_pieces_unlike_the_tensor_are_c10ds(tensor):
+def test_pieces_unlike_the_tensor_are_not_exchanged_where_they_lie(tensor):
     for _ in range(3):
-        assert addresses_of([torch.zeros(3), torch.zeros(3)], tensor, 2, written=False) is None
-        assert addresses_of([torch.zeros(3), torch.zeros(3)], torch.zeros(3), 2, written=False)
+        assert not alike([torch.zeros(3), torch.zeros(3)], tensor, written=False)
+        assert alike([torch.zeros(3), torch.zeros(3)], torch.zeros(3), written=False)
 
 
-def test_pieces_of_another_number_scalars_and_types_that_nccl_does_not_know_are_c10ds():
-    def staged(*shape, dtype=torch.float32, size=2):
-        pieces = [torch.zeros(shape, dtype=dtype) for _ in range(2)]
-        return addresses_of(pieces, torch.zeros(shape, dtype=dtype), size, written=True) is not None
+def test_pieces_of_another_number_or_of_nothing_and_dual_numbers_are_not_exchanged_where_they_lie():
+    def exchanged(*shape, size=2):
+        return alike([torch.zeros(shape), torch.zeros(shape)], torch.zeros(shape), size, written=True)
 
-    assert staged(3)
-    assert not staged(3, size=1)
-    assert not staged(3, size=3)
-    assert not staged()
-    assert not staged(0)
-    assert not staged(3, dtype=torch.int16)
-    assert addresses_of([], torch.zeros(3), 2, written=False) is None
+    assert exchanged(3)
+    assert exchanged()
+    assert not exchanged(3, size=1)
+    assert not exchanged(3, size=3)
+    assert not exchanged(0)
+    assert not alike([], torch.zeros(3), written=False)
     with torch.autograd.forward_ad.dual_level():
-        assert not staged(3)
+        assert not exchanged(3)
 
 
 def test_pieces_of_inference_mode_are_written_to_inside_of_it_only():
@@ -300,41 +300,31 @@ def test_pieces_of_inference_mode_are_written_to_inside_of_it_only():
         made, like = [torch.zeros(3), torch.zeros(3)], torch.zeros(3)
         mixed = [made[0], torch.empty(0).set_(made[1].untyped_storage(), 0, (3,))]
         for _ in range(3):
-            assert addresses_of(made, like, 2, written=True)
-        assert addresses_of(mixed, torch.zeros(3), 2, written=True)
-    assert addresses_of(made, like, 2, written=True) is None
-    assert addresses_of(made, torch.zeros(3), 2, written=True) is None
-    assert addresses_of([torch.zeros(3), torch.zeros(3)], torch.zeros(3), 2, written=True)
-    assert addresses_of([torch.zeros(3), made[0]], torch.zeros(3), 2, written=True) is None
-    assert addresses_of(made, torch.zeros(3), 2, written=False)
+            assert alike(made, like, written=True)
+        assert alike(mixed, torch.zeros(3), written=True)
+    assert not alike(made, like, written=True)
+    assert not alike(made, torch.zeros(3), written=True)
+    assert alike([torch.zeros(3), torch.zeros(3)], torch.zeros(3), written=True)
+    assert not alike([torch.zeros(3), made[0]], torch.zeros(3), written=True)
+    assert alike(made, torch.zeros(3), written=False)
 
 
 # --- deciding, with gloo in NCCL's place ----------------------------------------------------------------------------
 
 
-def shaped(launch):
-    """Return gloo's all-gather as NCCL's is, which does not look at the shapes."""
-
-    def launch_all_gather(backend, output, source, options):
-        return launch(backend, output.flatten(0, output.dim() - source.dim()), source, options)
-
-    return launch_all_gather
-
-
 @contextlib.contextmanager
-def flat(size="4MiB", full="fallback"):
+def flat():
     """Let gloo's groups go flat, and give the names of what was launched so."""
     launched = []
 
     before = lists._NCCL, lists._launch_all_gather, lists._launch_reduce_scatter
     lists._NCCL = type(stock.group.WORLD._get_backend(torch.device("cpu")))
-    lists._launch_all_gather = noted(launched, "all_gather", shaped(before[1]))
+    lists._launch_all_gather = noted(launched, "all_gather", before[1])
     lists._launch_reduce_scatter = noted(launched, "reduce_scatter", before[2])
     try:
-        with safecomm.use_arena(size, device="cpu", full=full) as arena:
+        with safecomm.use_arena("4MiB", device="cpu") as arena:
             yield launched
-            until(lambda: arena.stats().in_use == 0)  # gloo's threads let go of a slot a moment after the wait
-            assert arena.stats().fallbacks == 0
+            assert arena.stats().high_water == 0
     finally:
         lists._NCCL, lists._launch_all_gather, lists._launch_reduce_scatter = before
 
@@ -363,7 +353,7 @@ def scattered(library=safecomm, *, op=stock.ReduceOp.SUM, asynchronous=False, ma
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 @on(2, 3)
-def test_slices_go_flat_and_pieces_if_nobody_has_to_wait_for_them(asynchronous):
+def test_slices_go_flat_and_pieces_do_not(asynchronous):
     with flat() as launched:
         gathered(asynchronous=asynchronous)
         assert launched == ["all_gather"]
@@ -371,8 +361,7 @@ def test_slices_go_flat_and_pieces_if_nobody_has_to_wait_for_them(asynchronous):
         assert launched == ["all_gather", "reduce_scatter"]
         gathered(asynchronous=asynchronous, made="pieces")
         scattered(asynchronous=asynchronous, made="pieces")
-        staged = [] if asynchronous else ["all_gather", "reduce_scatter"]
-        assert launched == ["all_gather", "reduce_scatter", *staged]
+        assert launched == ["all_gather", "reduce_scatter"]
         launched.clear()
     for made in ("slices", "pieces"):
         gathered(asynchronous=asynchronous, made=made)
@@ -382,239 +371,26 @@ def test_slices_go_flat_and_pieces_if_nobody_has_to_wait_for_them(asynchronous):
     assert safecomm.pending() == []
 
 
-def drawn(shape, dtype, seed):
-    return torch.randint(0, 2 if dtype is torch.bool else 50, shape, generator=torch.Generator().manual_seed(seed)).to(
-        dtype
-    )
-
-
-@pytest.mark.parametrize("large", [0, 8 << 20])
-@on(2, 3)
-def test_staged_pieces_are_stocks_bits(large):
-    rank, world = stock.get_rank(), stock.get_world_size()
-    lists._LARGE, before = large, lists._LARGE
-    try:
-        with flat() as launched:
-            for shape in ((1,), (5,), (4, 3), (2, 1, 7), (3000,)):
-                for dtype in (torch.float32, torch.float64, torch.int64, torch.uint8):
-                    results = []
-                    for library in (stock, safecomm):
-                        out = [drawn(shape, dtype, 90 + one) for one in range(world)]
-                        given = [drawn(shape, dtype, 10 * rank + one) for one in range(world)]
-                        part = torch.zeros(shape, dtype=dtype)
-                        assert library.all_gather(out, drawn(shape, dtype, rank)) is None
-                        assert library.reduce_scatter(part, given, stock.ReduceOp.MAX) is None
-                        results.append([*out, *given, part])
-                    for theirs, ours in zip(*results, strict=True):
-                        assert torch.equal(theirs, ours)
-                    assert launched == ["all_gather", "reduce_scatter"]
-                    launched.clear()
-    finally:
-        lists._LARGE = before
-
-
-@on(3)
-def test_ranks_that_go_different_ways_take_part_in_one_collective():
-    made = "slices" if stock.get_rank() == 1 else "pieces"
-    with flat() as launched:
-        gathered(made=made)
-        scattered(made=made)
-    assert launched == ["all_gather", "reduce_scatter"]
-
-
 @on(2)
-def test_pieces_that_overlap_each_other_are_gathered_by_c10d_and_scattered_through_a_slot():
-    rank = stock.get_rank()
-    with flat() as launched:
-        memory = torch.zeros(8)
-        with contextlib.suppress(RuntimeError):  # in which order gloo writes to them is gloo's
-            safecomm.all_gather([memory[:4], memory[2:6]], torch.full((4,), rank + 1.0))
-        assert launched == []
-        given, part = torch.arange(8.0), torch.zeros(4)
-        safecomm.reduce_scatter(part, [given[:4], given[2:6]])
-        assert part.tolist() == [2.0 * (one + 2 * rank) for one in range(4)]
-        one = torch.full((4,), rank + 1.0)
-        safecomm.reduce_scatter(part, [one, one])
-        assert part.tolist() == [3.0] * 4
-        assert launched == ["reduce_scatter"] * 2
-
-
-@on(2)
-def test_a_tensor_that_is_one_of_the_pieces_is_read_before_they_are_written_to():
-    rank = stock.get_rank()
-    with flat() as launched:
-        for mine in (rank, 1 - rank):
-            out = [torch.full((3,), 7.0), torch.full((3,), 7.0)]
-            out[mine].fill_(rank + 1.0)
-            safecomm.all_gather(out, out[mine])
-            assert [one.tolist() for one in out] == [[1.0] * 3, [2.0] * 3]
-            given = [torch.full((3,), 1.0 + rank), torch.full((3,), 5.0 + rank)]
-            safecomm.reduce_scatter(given[mine], given)
-            assert given[mine].tolist() == [[3.0] * 3, [11.0] * 3][rank]
-        assert launched == ["all_gather", "reduce_scatter"] * 2
-
-
-@pytest.mark.parametrize("full", ["fallback", "raise"])
-@on(2)
-def test_without_room_in_the_arena_pieces_are_c10ds_and_nothing_is_counted(full):
-    with flat(4096, full) as launched:
-        kept = safecomm.empty(4096, dtype=torch.uint8, device="cpu")
-        before = counted()
-        gathered(made="pieces")
-        scattered(made="pieces")
-        assert launched == []
-        assert {
-            name: count - before.get(name, 0) for name, count in counted().items() if count != before.get(name)
-        } == {
-            "all_gather": 1,
-            "reduce_scatter": 1,
-        }
-        del kept
-        gathered(made="pieces")
-        scattered(made="pieces")
-        assert launched == ["all_gather", "reduce_scatter"]
-
-
-@on(2)
-def test_an_arena_that_is_only_wanted_is_made_for_pieces_and_not_for_slices():
-    from safecomm.arena import use
-
-    before = lists._NCCL, lists._launch_all_gather
+def test_an_arena_that_is_only_wanted_is_not_made_for_slices():
+    before = lists._NCCL
     lists._NCCL = type(stock.group.WORLD._get_backend(torch.device("cpu")))
-    lists._launch_all_gather = shaped(before[1])
     use._wanted.append(1 << 20)
     try:
-        gathered(made="slices")
-        assert not use.IN_USE
-        gathered(made="pieces")
-        arena = use.IN_USE.pop(-1)
-        assert arena.stats().high_water > 0
-        until(lambda: arena.stats().in_use == 0)  # gloo's threads let go of a slot a moment after the wait
-        arena.close()
+        assert lists._flat_route(list(torch.zeros(2, 3)), torch.zeros(3), stock.group.WORLD, False) is not None
+        gathered()
+        assert not IN_USE
     finally:
-        lists._NCCL, lists._launch_all_gather = before
+        lists._NCCL = before
         use._wanted.clear()
 
 
 @on(2)
-def test_each_piece_counts_as_written_to_once():
+def test_slices_are_c10ds_where_torch_has_nothing_that_launches_them_flat():
     with flat() as launched:
-        for large in (0, 8 << 20):
-            lists._LARGE, known = large, lists._LARGE
-            out, memory = [torch.zeros(3), torch.zeros(3)], torch.zeros(2, 3)
-            x = torch.ones(3, requires_grad=True)
-            y = (x * out[1]).sum()
-            safecomm.all_gather(out, torch.zeros(3))
-            assert [one._version for one in out] == [1, 1]
-            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-                y.backward()
-            safecomm.all_gather([memory[1], memory[0]], torch.zeros(3))
-            assert memory._version == 2
-            given = [torch.zeros(3), torch.zeros(3)]
-            safecomm.reduce_scatter(torch.zeros(3), given)
-            assert [one._version for one in given] == [0, 0]
-            assert not any(one.requires_grad or one.grad_fn for one in [*out, *given])
-            lists._LARGE = known
-        assert launched == ["all_gather", "all_gather", "reduce_scatter"] * 2
-
-
-@on(2)
-def test_pieces_of_inference_mode_are_staged_where_they_can_be_written_to():
-    with flat() as launched:
-        with torch.inference_mode():
-            gathered(made="pieces")
-            scattered(made="pieces")
-            made = [torch.ones(3), torch.ones(3)]
-        assert launched == ["all_gather", "reduce_scatter"]
-        part = torch.zeros(3)
-        safecomm.reduce_scatter(part, made)
-        assert part.tolist() == [2.0] * 3
-        assert launched == ["all_gather", "reduce_scatter", "reduce_scatter"]
-        with contextlib.suppress(RuntimeError):  # what gloo says of it, in a thread of its own
-            safecomm.all_gather(made, torch.ones(3))
-        assert len(launched) == 3
-
-
-@on(2)
-def test_staging_takes_the_same_slot_each_time_and_is_part_of_a_plan():
-    with flat() as launched:
-        for _ in range(5):
-            gathered(made="pieces")
-            until(lambda: IN_USE[-1].stats().in_use == 0)
-        assert IN_USE[-1].stats().high_water == 512
-        with safecomm.record_plan("cpu") as plan:
-            gathered(made="pieces")
-            scattered(made="pieces")
-        assert [request.nbytes for request in plan.requests] == [24, 24]
-        assert launched == ["all_gather"] * 6 + ["reduce_scatter"]
-
-
-def staged(monkeypatch, gathers, *, home=True, recorded=None, failure=None):
-    """Stage a call of pieces as if on a GPU, and return what was done, in its order, and the tensors."""
-    done = []
-    pieces, tensor = [torch.ones(3), torch.ones(3)], torch.zeros(3)
-
-    def launch(backend, output, source, options):
-        done.append("launch")
-        if failure is not None:
-            raise failure
-        output.copy_(torch.arange(6.0).view(2, 3) if gathers else source[:3] + source[3:])
-        return types.SimpleNamespace(wait=lambda: done.append("wait"))
-
-    def room(shape, dtype):
-        done.append("slot")
-        return torch.zeros(shape, dtype=dtype)
-
-    def all_allocated_on(stream, pointers):
-        assert pointers == sorted(one.data_ptr() for one in [*pieces, tensor])
-        assert stream == 5
-        return home
-
-    def hand_off(op, group, index, storages, frame):
-        assert {one.data_ptr() for one in storages} == {one.data_ptr() for one in [*pieces, tensor]}
-        assert (op, group, index) == ("a call", "a group", 0)
-        if failure is None:
-            assert pieces[1].tolist() == ([3.0, 4.0, 5.0] if gathers else [1.0] * 3), "before the copies"
-            assert tensor.tolist() == ([0.0] * 3 if gathers else [2.0] * 3)
-        done.append("handoff")
-
-    monkeypatch.setattr(lists, "_launch_all_gather" if gathers else "_launch_reduce_scatter", launch)
-    monkeypatch.setitem(IN_USE, 0, types.SimpleNamespace(if_room=room))
-    monkeypatch.setattr(lists, "_current", lambda index: 5)
-    monkeypatch.setattr(lists, "_all_allocated_on", all_allocated_on)
-    monkeypatch.setattr(LEDGER, "hand_off", hand_off)
-    if recorded is not None:
-        monkeypatch.setitem(captures.RECORDING, 7, object())
-        for name in ("check_group", "note"):
-            monkeypatch.setattr(
-                captures, name, lambda op, group, given, *_, name=name: (done.append(name), recorded.append(given))
-            )
-    lane = types.SimpleNamespace(index=0, backend=Backend(2))
-    run = lists._gather if gathers else lists._scatter
-    with contextlib.nullcontext() if failure is None else pytest.raises(type(failure)):
-        assert lists._staged(
-            "a call", run, None, lane, "a group", pieces, tensor, lambda: done.append("count"), written=gathers
-        )
-    return done, pieces, tensor
-
-
-@pytest.mark.parametrize("gathers", [True, False])
-def test_pieces_of_other_streams_are_handed_off_after_the_copies(monkeypatch, gathers):
-    assert staged(monkeypatch, gathers)[0] == ["slot", "count", "launch", "wait"]
-    assert staged(monkeypatch, gathers, home=False)[0] == ["slot", "count", "launch", "wait", "handoff"]
-    failure = stock.DistBackendError("the launch has failed")
-    assert staged(monkeypatch, gathers, home=False, failure=failure)[0] == ["slot", "count", "launch", "handoff"]
-
-
-@pytest.mark.parametrize("gathers", [True, False])
-def test_in_a_capture_the_group_is_checked_before_a_graph_gets_a_slot_and_the_callers_tensors_are_noted(
-    monkeypatch, gathers
-):
-    recorded = []
-    done, pieces, tensor = staged(monkeypatch, gathers, recorded=recorded)
-    assert done == ["check_group", "slot", "count", "launch", "wait", "note"]
-    for given in recorded:
-        assert {id(one) for one in given} == {id(one) for one in [*pieces, tensor]}
+        lists._launch_all_gather = None
+        gathered()
+    assert launched == []
 
 
 @on(2)
@@ -677,24 +453,22 @@ def test_modes_and_symmetric_arenas_and_other_backends_leave_it_to_c10d():
         rank, world = stock.get_rank(), stock.get_world_size()
         for context in (Sees(), SeesFunctions()):
             whole, mine = torch.zeros(world, 3), torch.full((3,), float(rank))
-            for out in (list(whole.unbind()), [torch.zeros(3) for _ in whole]):
-                with context:
-                    safecomm.all_gather(out, mine)
-                assert out[1].tolist() == [1.0] * 3
+            out = list(whole.unbind())
+            with context:
+                safecomm.all_gather(out, mine)
+            assert out[1].tolist() == [1.0] * 3
         assert launched == []
         out, mine = list(torch.zeros(world, 3).unbind()), torch.full((3,), float(rank))
         torch.func.grad(lambda x: (safecomm.all_gather(out, mine), x.sum())[1])(torch.ones(2))
         assert out[1].tolist() == [1.0] * 3
         assert launched == []
         IN_USE[-1].symmetric = True
-        for made in ("slices", "pieces"):
-            gathered(made=made)
-            scattered(made=made)
+        gathered()
+        scattered()
         assert launched == []
         IN_USE[-1].symmetric = False
         known, lists._NCCL = lists._NCCL, torch.distributed.Backend  # such as DETAIL's wrapper around it
         gathered()
-        gathered(made="pieces")
         lists._NCCL = known
         assert launched == []
         gathered()
@@ -710,7 +484,7 @@ def test_inside_of_bucketed_it_is_c10ds_after_what_was_put_off():
         with safecomm.bucketed():
             safecomm.all_reduce(total)
             assert total.tolist() == [1.0] * 3
-            gathered(made="pieces")
+            gathered()
             assert total.tolist() == [2.0] * 3
             gathered()
         assert launched == []
@@ -752,12 +526,10 @@ def test_an_operation_that_is_another_object_is_c10ds():
 @on(2)
 def test_a_flat_call_shows_in_a_profile():
     with flat() as launched:
-        for made in ("slices", "pieces"):
-            with cpu_profile() as profile:
-                gathered(made=made)
-            names = [event.name for event in profile.events()]
-            assert names.count("safecomm::all_gather") == 1
-        assert launched == ["all_gather"] * 2
+        with cpu_profile() as profile:
+            gathered()
+        assert [event.name for event in profile.events()].count("safecomm::all_gather") == 1
+        assert launched == ["all_gather"]
 
 
 @on(2)
@@ -844,5 +616,5 @@ def test_on_the_cpu_an_arena_changes_nothing(async_op):
     with safecomm.use_arena("4MiB", device="cpu"):
         gathered(asynchronous=async_op)
         scattered(asynchronous=async_op)
-        assert lists._found(list(torch.zeros(2, 3)), torch.zeros(3), stock.group.WORLD, async_op) is None
+        assert lists._flat_route(list(torch.zeros(2, 3)), torch.zeros(3), stock.group.WORLD, async_op) is None
     assert safecomm.pending() == []

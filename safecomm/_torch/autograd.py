@@ -56,7 +56,7 @@ class _NoForwardAD:
 
 forward_ad: types.ModuleType | type[_NoForwardAD] = torch.autograd.forward_ad
 
-if look_up("torch.autograd.forward_ad._current_level", None, "lists in pieces are c10d's", exactly(int)) is None:
+if look_up("torch.autograd.forward_ad._current_level", None, "low_latency() copies lists", exactly(int)) is None:
     forward_ad = _NoForwardAD
 """``forward_ad._current_level`` is -1 where no tensor can have a tangent. Copies into given memory refuse tangents."""
 

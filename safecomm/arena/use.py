@@ -76,7 +76,7 @@ def in_use(index: int) -> Arena | Recorder | None:
 
 
 class use_arena(Block):  # noqa: N801
-    """Inside of it, safecomm's buffers on one device come from an arena: :func:`empty`, ``functional``, list forms.
+    """Inside of it, safecomm's buffers on one device come from an arena: those of :func:`empty` and ``functional``.
 
     This holds for all threads, because backward runs in others. Blocks nest: the innermost of a device counts. Entering
     returns the arena.

@@ -1,11 +1,11 @@
-"""All wrapped collectives but the list forms, batches and ends of groups.
+"""All wrapped collectives but batches and ends of groups.
 
 Made by ``python -m safecomm.collectives.generate`` of ``gate.py.in`` and ``table.py``, which are what to change.
 
 A gate asks, in this order: whether something that is held may be over; whether somebody takes the call before the
 backend does (``takers.py``); whether it is an ordinary call, of plain tensors on a group that has a route. Then it
 launches, and holds. What is not ordinary goes the general way, which is c10d's own function with a hold around it; so
-does a call that leaves its group to c10d where ranks are threads. The gates of lists are in ``list_gates.py``.
+does a call that leaves its group to c10d where ranks are threads. The gates of lists are in ``lists.py``.
 """
 
 # ruff: noqa: E501
@@ -22,7 +22,7 @@ import torch
 import torch.distributed.distributed_c10d as c10d
 
 from safecomm import _torch
-from safecomm.collectives import list_gates
+from safecomm.collectives import lists
 from safecomm.collectives.general import (
     by_way_of,
     direct,
@@ -68,6 +68,7 @@ def _caller(frame: types.FrameType) -> types.FrameType:
     return frame.f_back if frame.f_globals is _HERE and frame.f_back is not None else frame
 
 __all__ = [
+    "all_gather",
     "all_gather_coalesced",
     "all_gather_into_tensor",
     "all_gather_single",
@@ -81,6 +82,7 @@ __all__ = [
     "gather_into_tensor",
     "gather_single",
     "reduce",
+    "reduce_scatter",
     "reduce_scatter_single",
     "reduce_scatter_tensor",
     "scatter",
@@ -612,6 +614,32 @@ else:
 if TYPE_CHECKING:
 
     @overload
+    def all_gather(tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: c10d.ProcessGroup | None = ..., async_op: Literal[False] = ...) -> None: ...
+    @overload
+    def all_gather(tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: c10d.ProcessGroup | None = ..., *, async_op: Literal[True]) -> Work: ...
+    @overload
+    def all_gather(tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: c10d.ProcessGroup | None = ..., async_op: bool = ...) -> Work | None: ...
+    def all_gather(*args: object, **kwargs: object) -> object: ...
+
+else:
+    all_gather = direct(lists.all_gather, ROWS["all_gather"], ROWS["all_gather"].launch)
+
+if TYPE_CHECKING:
+
+    @overload
+    def reduce_scatter(output: torch.Tensor, input_list: list[torch.Tensor], op: c10d.ReduceOp | c10d.ReduceOp.RedOpType = ..., group: c10d.ProcessGroup | None = ..., async_op: Literal[False] = ...) -> None: ...
+    @overload
+    def reduce_scatter(output: torch.Tensor, input_list: list[torch.Tensor], op: c10d.ReduceOp | c10d.ReduceOp.RedOpType = ..., group: c10d.ProcessGroup | None = ..., *, async_op: Literal[True]) -> Work: ...
+    @overload
+    def reduce_scatter(output: torch.Tensor, input_list: list[torch.Tensor], op: c10d.ReduceOp | c10d.ReduceOp.RedOpType = ..., group: c10d.ProcessGroup | None = ..., async_op: bool = ...) -> Work | None: ...
+    def reduce_scatter(*args: object, **kwargs: object) -> object: ...
+
+else:
+    reduce_scatter = direct(lists.reduce_scatter, ROWS["reduce_scatter"], ROWS["reduce_scatter"].launch)
+
+if TYPE_CHECKING:
+
+    @overload
     def all_gather_coalesced(output_tensor_lists: list[list[torch.Tensor]], input_tensor_list: list[torch.Tensor], group: c10d.ProcessGroup | None = ..., async_op: Literal[False] = ...) -> None: ...
     @overload
     def all_gather_coalesced(output_tensor_lists: list[list[torch.Tensor]], input_tensor_list: list[torch.Tensor], group: c10d.ProcessGroup | None = ..., *, async_op: Literal[True]) -> torch.Future[Any]: ...
@@ -646,7 +674,7 @@ if TYPE_CHECKING:
     def all_to_all(*args: object, **kwargs: object) -> object: ...
 
 else:
-    all_to_all = direct(list_gates.all_to_all, ROWS["all_to_all"], ROWS["all_to_all"].launch)
+    all_to_all = direct(lists.all_to_all, ROWS["all_to_all"], ROWS["all_to_all"].launch)
 
 if TYPE_CHECKING:
 
@@ -659,7 +687,7 @@ if TYPE_CHECKING:
     def gather(*args: object, **kwargs: object) -> object: ...
 
 else:
-    gather = direct(list_gates.gather, ROWS["gather"], ROWS["gather"].launch)
+    gather = direct(lists.gather, ROWS["gather"], ROWS["gather"].launch)
 
 if TYPE_CHECKING:
 
@@ -672,7 +700,7 @@ if TYPE_CHECKING:
     def scatter(*args: object, **kwargs: object) -> object: ...
 
 else:
-    scatter = direct(list_gates.scatter, ROWS["scatter"], ROWS["scatter"].launch)
+    scatter = direct(lists.scatter, ROWS["scatter"], ROWS["scatter"].launch)
 
 if TYPE_CHECKING:
 

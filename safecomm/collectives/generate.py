@@ -13,14 +13,14 @@ from safecomm.collectives.table import ROWS, Row
 
 FOLDER = Path(__file__).parent
 
-HEAD = '''"""All wrapped collectives but the list forms, batches and ends of groups.
+HEAD = '''"""All wrapped collectives but batches and ends of groups.
 
 Made by ``python -m safecomm.collectives.generate`` of ``gate.py.in`` and ``table.py``, which are what to change.
 
 A gate asks, in this order: whether something that is held may be over; whether somebody takes the call before the
 backend does (``takers.py``); whether it is an ordinary call, of plain tensors on a group that has a route. Then it
 launches, and holds. What is not ordinary goes the general way, which is c10d's own function with a hold around it; so
-does a call that leaves its group to c10d where ranks are threads. The gates of lists are in ``list_gates.py``.
+does a call that leaves its group to c10d where ranks are threads. The gates of lists are in ``lists.py``.
 """
 
 # ruff: noqa: E501
@@ -37,7 +37,7 @@ import torch
 import torch.distributed.distributed_c10d as c10d
 
 from safecomm import _torch
-from safecomm.collectives import list_gates
+from safecomm.collectives import lists
 from safecomm.collectives.general import (
     by_way_of,
     direct,
@@ -127,7 +127,7 @@ else:
 LISTED = """
 ${typed}
 else:
-    ${key} = direct(list_gates.${key}, ROWS["${key}"], ROWS["${key}"].launch)
+    ${key} = direct(lists.${key}, ROWS["${key}"], ROWS["${key}"].launch)
 """
 
 _TYPES = {

@@ -120,11 +120,6 @@ def needs_aliases(group: object, tensors: list[torch.Tensor]) -> bool:
     return False
 
 
-def launch(function: Callable[..., c10d.Work | None], route: Route, group: object, *given: object) -> c10d.Work | None:
-    """Launch by ``function`` of a :class:`_torch.Launch`, on ``group`` where groups have hooks, else on its backend."""
-    return function(group if _torch.HOOKS else route.backend, *given)
-
-
 def hold_launched(
     op: str, inner: c10d.Work | None, route: Route, group: object, tensors: list[torch.Tensor], asynchronous: bool,
     frame: types.FrameType,

@@ -1,46 +1,41 @@
-"""all_gather and reduce_scatter of lists: as one flat collective, of the list's own buffer or of one of the arena.
+"""The direct way of the list forms: plain calls past c10d's Python, and a hold of all that they were given.
 
-c10d's C++ side stages a list through memory of its own, twice the size of the result, and copies tensor by tensor. With
-an arena in use there are two better ways:
+An ordinary call, of plain tensors on a group that has a route, goes to what c10d's own function calls in C++. What is
+not ordinary is c10d's function's, which raises what it raises and does the rest.
 
-- A list that is the consecutive *slices* of one buffer is that buffer, and nothing is staged or copied, however small
-  it is: each copy costs the host more than finding that out.
-- A list in *pieces*, each with memory of its own, is staged in a slot of the arena, and copied by few kernels. Only if
-  the call is synchronous, because else the copies out would have to run on a stream that is not ours, and only if the
-  arena has room.
-
-On NCCL these two and c10d's way run the same ncclAllGather or ncclReduceScatter and count as one call of the group, so
-ranks that go different ways take part in one collective. c10d's flight recorder shows the name of the way that each
-rank went. The list forms of gloo and of ProcessGroupNCCL2 (torch 2.15) are other algorithms, and stay c10d's.
+c10d's C++ side stages an ``all_gather`` or ``reduce_scatter`` of a list through memory of its own, twice the size of
+the result, and copies tensor by tensor. With an arena in use there is a better way: a list that is the consecutive
+*slices* of one buffer is that buffer, and nothing is staged or copied, however small it is: each copy costs the host
+more than finding that out. On NCCL this and c10d's way run the same ncclAllGather or ncclReduceScatter and count as one
+call of the group, so ranks that go different ways take part in one collective. c10d's flight recorder shows the name of
+the way that each rank went. The list forms of gloo and of ProcessGroupNCCL2 (torch 2.15) are other algorithms, and stay
+c10d's.
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal, overload
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed.distributed_c10d as c10d
 from torch.nn import Parameter as _Parameter
 
 from safecomm import _torch
-from safecomm.arena.use import IN_USE, in_use, may_be_used, would_be_used
-from safecomm.collectives.general import direct, forwarded, prepared, prepared_for_all
-from safecomm.collectives.holding import counter, hold_launched, launch, span
-from safecomm.collectives.list_gates import run_all_gather, run_reduce_scatter
+from safecomm.arena.use import IN_USE, may_be_used, would_be_used
+from safecomm.collectives.general import forwarded, prepared, prepared_by_root, prepared_for_all
+from safecomm.collectives.holding import counter, hold_launched, hold_list, span
 from safecomm.collectives.regions import REGIONS
-from safecomm.collectives.routes import ROUTES, Route
-from safecomm.collectives.table import ROWS
-from safecomm.collectives.takers import BUCKETS, DECLINED, ENGINES, GENERAL, default_group, offer
+from safecomm.collectives.routes import ROUTES, RootOptions, Route
+from safecomm.collectives.table import ROWS, Row
+from safecomm.collectives.takers import BUCKETS, DECLINED, ENGINES, GENERAL, offer
 from safecomm.collectives.tensors import storages_of
 from safecomm.core import captures
 from safecomm.core.ledger import LEDGER
 from safecomm.core.work import Work
-from safecomm.guards import KINDS
-
-__all__ = ["all_gather", "reduce_scatter"]
+from safecomm.guards import ListGuards
 
 # Bound once: each of these is read on every call.
 _compiling = torch.compiler.is_dynamo_compiling
@@ -48,40 +43,107 @@ _nonempty = LEDGER.nonempty
 _can_skip_sweep = LEDGER.can_skip_sweep
 _current = LEDGER.streams.current
 _all_allocated_on = LEDGER.streams.all_allocated_on
-_routes = ROUTES.fast
 _getframe = sys._getframe
-_recording = captures.RECORDING
 _has_torch_function = _torch.has_torch_function
-_Tensor = torch.Tensor
+_groups = _torch.groups
+_DEFAULT = _torch.DEFAULT
+_names = _torch.c10d_vars
+_WORLD = _torch.WORLD
+_world = _torch.world
+_routes = ROUTES.fast
 _modes = _torch.dispatch_modes
-_transform = _torch.transform
-_index_of = _torch.index_of
-_has_plain_keys = _torch.has_plain_keys
 _profiler = _torch.profiler
-_forward_ad = _torch.forward_ad
 _inflight = _torch.inflight_as_graph_input
+_HOOKS = _torch.HOOKS
+_recording = captures.RECORDING
+_Tensor = torch.Tensor
+_transform = _torch.transform
+_has_plain_keys = _torch.has_plain_keys
+_index_of = _torch.index_of
 _inference = torch.is_inference_mode_enabled
 _NCCL = _torch.NCCL
-
-_launch_all_gather, _gather_options = prepared_for_all(_torch.all_gather)
-_launch_reduce_scatter, *_scatter_options = prepared(_torch.reduce_scatter)
-_c10d_all_gather, _c10d_reduce_scatter = c10d.all_gather, c10d.reduce_scatter
-_count_all_gather, _count_reduce_scatter = counter("all_gather"), counter("reduce_scatter")
-_ALL_GATHER, _REDUCE_SCATTER = ROWS["all_gather"], ROWS["reduce_scatter"]
-_general_all_gather = forwarded(_ALL_GATHER, asks=False)
-_general_reduce_scatter = forwarded(_REDUCE_SCATTER, asks=False)
-
-_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-STAGED = frozenset((*_FLOATS, torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool))
-"""The types that NCCL sums up and that all of torch's copies know. What c10d says of others, it is to say."""
+_NOTHING = contextlib.nullcontext()
 
 
-_LARGE = 8 << 20
-"""Bytes of a piece beyond which each is copied out on its own.
+# --- an ordinary call ---
 
-That is the driver's copy, at the full speed of the memory, which one kernel for all of them does not reach: with it,
-64 MiB a piece took 9 % longer than c10d's call (2 x H200). What it saves is launches, of which small copies consist.
-"""
+
+class _Way:
+    """How the calls of one row are launched, and what is said of them."""
+
+    __slots__ = ("count", "function", "row")
+
+    def __init__(self, row: Row, function: Callable[..., c10d.Work | None]) -> None:
+        self.row = row
+        self.function = function
+        self.count = counter(row.name)
+
+
+def _route_of(group: object, tensors: list[torch.Tensor], asynchronous: object) -> Route | None:
+    """Return the route of an ordinary call of ``tensors``; None for a call that is c10d's function's."""
+    route = _routes.get(id(group))
+    try:
+        if route is None or _has_torch_function(*tensors):  # a subclass, or a TorchFunctionMode is active
+            return None
+        for tensor in tensors:
+            if tensor.is_nested:  # the guards must not be asked
+                return None
+        if (
+            not route.guards.all(tensors)
+            or _modes()
+            or _profiler._is_profiler_enabled
+            or not (asynchronous is False or (asynchronous is True and not _inflight()))
+        ):
+            return None
+    except (AttributeError, RuntimeError, TypeError):  # not a tensor, or one with attributes of its own
+        return None
+    return route
+
+
+def _given(route: Route, tensors: list[torch.Tensor], asynchronous: bool) -> list[torch.Tensor]:
+    """Return what the backend is given in place of ``tensors``; see ``tensors.host_alias``."""
+    if not asynchronous or route.stream_ordered:
+        return tensors
+    for tensor in tensors:
+        if tensor.requires_grad:
+            return tensors
+    return [tensor.detach() for tensor in tensors]
+
+
+def _run(
+    way: _Way, route: Route, group: object, outputs: Sequence[torch.Tensor | list[torch.Tensor]],
+    inputs: Sequence[torch.Tensor | list[torch.Tensor]], options: object,
+    tensors: list[torch.Tensor], asynchronous: bool,
+) -> Work | None:  # fmt: skip
+    """Launch an ordinary call, hold ``tensors``, and return what the caller gets."""
+    launcher = group if _HOOKS else route.backend
+    index = route.index
+    way.count()
+    try:
+        if route.asks_in_wait:
+            inner = route.launch(way.function, launcher, outputs, inputs, options)
+        else:
+            inner = way.function(launcher, outputs, inputs, options)
+        if asynchronous:
+            return inner and hold_list(way.row, inner, route, group, tensors, _getframe(3))
+        if inner is not None:  # None where ProcessGroupNCCL ran it on the current stream (torch 2.8 and later)
+            if route.asks_in_wait:
+                route.wait_for(inner)
+            else:
+                inner.wait()
+    except Exception as error:
+        # What was launched before that may still be running.
+        if index >= 0 and (route.asks_in_wait or isinstance(error, torch.distributed.DistBackendError)):
+            LEDGER.hand_off(way.row.name, group, index, storages_of(tensors), _getframe(3))
+        raise
+    if index >= 0 and not _all_allocated_on(_current(index), sorted([tensor.data_ptr() for tensor in tensors])):
+        LEDGER.hand_off(way.row.name, group, index, storages_of(tensors), _getframe(3))
+    return None
+
+
+# --- slices of one buffer ---
+
+_SLICES: ListGuards = ListGuards()
 
 
 def whole_of(tensors: list[torch.Tensor], tensor: torch.Tensor, backend: Any) -> torch.Tensor | None:
@@ -144,105 +206,21 @@ def _are_slices(tensors: list[torch.Tensor], tensor: torch.Tensor) -> bool:
     )
 
 
-class _ListGuards:
-    """The lists that one way was found to do: whether tensors are like those of any, in one call of C++ for each."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, list[Callable[..., bool]]] = {}  # by the number of tensors
-        self._met: list[tuple[int, torch.Size, torch.dtype]] = []  # the last that were like none of them
-
-    def match(self, tensors: list[torch.Tensor]) -> bool:
-        """Return whether ``tensors`` are like those of any list that is known. None of them may be nested."""
-        for like in self._known.get(len(tensors), ()):  # noqa: SIM110 (a generator takes longer than the question)
-            if like(*tensors):
-                return True
-        return False
-
-    def add_guard(self, tensors: list[torch.Tensor]) -> None:
-        """Know ``tensors`` from now on, if there were such ones already: to know lists that never come again costs."""
-        kind = len(tensors), tensors[-1].shape, tensors[-1].dtype
-        if kind not in self._met:
-            self._met = [kind, *self._met[: KINDS - 1]]
-        elif len({id(tensor) for tensor in tensors}) == len(tensors):  # nothing is like one tensor given twice
-            known = self._known.get(len(tensors), [])
-            self._known[len(tensors)] = [_torch.look_alike(*tensors, shaped=True), *known[: KINDS - 1]]
-
-
-_SLICES, _READ, _WRITTEN = _ListGuards(), _ListGuards(), (_ListGuards(), _ListGuards())
-"""Lists that are slices; in pieces that are read; in pieces that are written to, outside and inside of inference mode,
-of whose tensors ``like()`` inside of it can't tell others."""
-
-
-def addresses_of(pieces: list[Any], tensor: torch.Tensor, size: int, *, written: bool) -> list[int] | None:
-    """Return where ``pieces`` and ``tensor`` lie, in ascending order; None if our copies would not do what c10d's do.
-
-    They do if there are ``size`` of them, all like ``tensor``. c10d writes to one after the other, so those that are
-    ``written`` to must lie apart. They may overlap ``tensor``, which is read before any is written to, or written to
-    after all were read, there as here.
-    """
+def _flat_route(tensors: list[torch.Tensor], tensor: torch.Tensor, group: object, asynchronous: object) -> Route | None:
+    """Return the route of a call that goes flat if its list can; None for one that is not to."""
     if (
-        len(pieces) != size
-        or _forward_ad._current_level >= 0  # which our copies don't know, and c10d's do
-        or tensor.is_nested  # like() must not be asked
-    ):
-        return None
-    for one in pieces:
-        if type(one) is not _Tensor or one.is_nested:
-            return None
-    guards, together = _WRITTEN[_inference()] if written else _READ, [*pieces, tensor]
-    if not guards.match(together):
-        if not _can_be_copied(pieces, tensor, written):
-            return None
-        guards.add_guard(together)
-    nbytes = tensor.nbytes
-    found = sorted([one.data_ptr() for one in pieces])
-    if not nbytes or not found[0]:
-        return None
-    if written:
-        for one, following in pairwise(found):
-            if following - one < nbytes:
-                return None
-    found.append(tensor.data_ptr())
-    found.sort()
-    return found
-
-
-def _can_be_copied(pieces: list[torch.Tensor], tensor: torch.Tensor, written: bool) -> bool:
-    """Return whether ``pieces`` are like ``tensor``, and our copies do with them what c10d's would."""
-    if (
-        tensor.dtype not in STAGED
-        or not _has_plain_keys(tensor)
-        or tensor.requires_grad
-        or not tensor.is_contiguous()
-        or not tensor.dim()  # torch.cat knows no scalars
-    ):
-        return False
-    shape, dtype, index = tensor.shape, tensor.dtype, _index_of(tensor)
-    fixed = written and not _inference()
-    return all(
-        _has_plain_keys(one)
-        and one.shape == shape
-        and one.dtype is dtype
-        and _index_of(one) == index
-        and not one.requires_grad
-        and one.is_contiguous()
-        and not (fixed and one.is_inference())  # c10d raises when it copies
-        for one in pieces
-    )
-
-
-def _found(tensors: list[torch.Tensor], tensor: torch.Tensor, group: object, asynchronous: bool) -> Route | None:
-    """Return the route of a call that goes flat if its list can; None for one that is c10d's."""
-    if (
-        _has_torch_function(tensor)  # a TorchFunctionMode is active
+        type(asynchronous) is not bool
+        or _has_torch_function(tensor)  # a TorchFunctionMode is active
         or (type(tensor) is not _Tensor and type(tensor) is not _Parameter)
         or type(tensors) is not list
     ):
         return None
     index = _index_of(tensor)
     route = _routes.get(id(group))
-    if (route is None or route.index != index) and (route := _route_of(group, index)) is None:
-        return None
+    if route is None or route.index != index:  # the group's first call on this device, or one that is diverted
+        if type(group) is not c10d.ProcessGroup:
+            return None
+        route = ROUTES.of(group, index)
     backend = route.backend
     if (
         # DETAIL's wrapper compares the names of what the ranks call, which differ. ProcessGroupNCCL2's list forms are
@@ -259,86 +237,35 @@ def _found(tensors: list[torch.Tensor], tensor: torch.Tensor, group: object, asy
     return route
 
 
-def _route_of(group: object, index: int) -> Route | None:
-    """Return the route of a group that has not been called on this device yet, or whose calls are diverted."""
-    if type(group) is not c10d.ProcessGroup:
-        return None
-    return ROUTES.of(group, index)
-
-
-def _run(
-    op: str, function: Callable[..., c10d.Work | None], options: object, route: Route, group: object,
-    output: torch.Tensor, source: torch.Tensor, arguments: list[torch.Tensor], asynchronous: bool,
+def _run_flat(
+    way: _Way, function: Callable[..., c10d.Work | None], route: Route, group: object, output: torch.Tensor,
+    source: torch.Tensor, options: object, tensors: list[torch.Tensor], asynchronous: bool,
 ) -> c10d.Work | None:  # fmt: skip
-    """Launch a flat collective, hold what it uses, and return what the caller gets."""
+    """Launch a flat collective by ``function``, hold what it uses, and return what the caller gets."""
+    op = way.row.name
+    way.count()
     if _recording:
-        captures.check_group(op, group, arguments)
-    if _profiler._is_profiler_enabled:
-        with span(op):
-            inner = launch(function, route, group, output, source, options)
-    else:
-        inner = launch(function, route, group, output, source, options)
+        captures.check_group(op, group, tensors)
+    launcher = group if _HOOKS else route.backend
+    with span(op) if _profiler._is_profiler_enabled else _NOTHING:
+        inner = function(launcher, output, source, options)
     if _recording:
         # Not the buffer, which is gone in a moment: a replay looks whether the caller's own tensors have moved.
-        captures.note(op, group, arguments, _getframe(2))
-    return hold_launched(op, inner, route, group, [output, source], asynchronous, _getframe(2))
+        captures.note(op, group, tensors, _getframe(3))
+    return hold_launched(op, inner, route, group, [output, source], asynchronous, _getframe(3))
 
 
-def _staged(
-    op: str, run: Callable[..., None], options: object, route: Route, group: object, pieces: list[torch.Tensor],
-    tensor: torch.Tensor, count: Callable[[], int], *, written: bool,
-) -> bool:  # fmt: skip
-    """Run a synchronous call of a list in pieces through a slot of the arena; False for one that is c10d's."""
-    addresses = addresses_of(pieces, tensor, route.backend.size(), written=written)
-    if addresses is None:
-        return False
-    arguments = [*pieces, tensor] if _recording else pieces
-    if _recording:
-        captures.check_group(op, group, arguments)  # before a graph is given a slot
-    index, number, shape = route.index, len(pieces), tensor.shape
-    arena = in_use(index)
-    if arena is None:
-        return False
-    slot = arena.if_room((number, *shape) if written else (number * shape[0], *shape[1:]), tensor.dtype)
-    if slot is None:
-        return False
-    count()
-    try:
-        if _profiler._is_profiler_enabled:
-            with span(op):
-                run(route, group, slot, pieces, tensor, options)
-        else:
-            run(route, group, slot, pieces, tensor, options)
-        if _recording:
-            captures.note(op, group, arguments, _getframe(2))  # the slot is the graph's already
-    finally:  # what has failed may still be running
-        if index >= 0 and not _all_allocated_on(_current(index), addresses):
-            LEDGER.hand_off(op, group, index, storages_of([*pieces, tensor]), _getframe(2))
-    return True
+# --- all_gather ---
+
+_row_all_gather = ROWS["all_gather"]
+_c10d_all_gather = c10d.all_gather
+_general_all_gather = forwarded(_row_all_gather, asks=False)
+_launch_all_gather, _flat_options = prepared_for_all(_torch.all_gather)
+_function, _gather_options = prepared_for_all(_row_all_gather.launch)
+_ALL_GATHER = _Way(_row_all_gather, _function)
 
 
-def _gather(
-    route: Route, group: object, slot: torch.Tensor, pieces: list[torch.Tensor], tensor: torch.Tensor, options: object
-) -> None:
-    inner = launch(_launch_all_gather, route, group, slot, tensor, options)
-    if inner is not None:
-        inner.wait()
-    if tensor.nbytes > _LARGE:
-        torch.unbind_copy(slot, out=pieces)
-    else:
-        _torch.copy_all(pieces, slot.unbind())
-
-
-def _scatter(
-    route: Route, group: object, slot: torch.Tensor, pieces: list[torch.Tensor], tensor: torch.Tensor, options: object
-) -> None:
-    torch.cat(pieces, out=slot)
-    inner = launch(_launch_reduce_scatter, route, group, tensor, slot, options)
-    if inner is not None:
-        inner.wait()
-
-
-def _all_gather(
+def all_gather(
     tensor_list: list[torch.Tensor],
     tensor: torch.Tensor,
     group: c10d.ProcessGroup | None = None,
@@ -348,40 +275,53 @@ def _all_gather(
         return _c10d_all_gather(tensor_list, tensor, group, async_op)
     if _nonempty and not _can_skip_sweep():
         LEDGER.sweep()
-    to = group or default_group()
+    to = group if group is not None or _names[_WORLD] is not _world else _groups[_DEFAULT]
     if ENGINES or BUCKETS or REGIONS:
-        taken = offer(_ALL_GATHER, to, (tensor_list, tensor), None, async_op)
-        if taken is GENERAL:
-            return _general_all_gather(tensor_list, tensor, group=group, async_op=async_op)
-        if taken is not DECLINED:
-            return taken
-    route = _found(tensor_list, tensor, to, async_op) if may_be_used() and type(async_op) is bool else None
-    whole = None if route is None else whole_of(tensor_list, tensor, route.backend)
-    if route is None or whole is None:
-        if (
-            route is not None
-            and not async_op
-            and _staged(
-                "all_gather", _gather, _gather_options[async_op], route, to, tensor_list, tensor, _count_all_gather,
-                written=True,
-            )
-        ):  # fmt: skip
-            return None
-        taken = run_all_gather(tensor_list, tensor, to, async_op)
-        return _general_all_gather(tensor_list, tensor, group=group, async_op=async_op) if taken is GENERAL else taken
-    # c10d's copies would say so to autograd, and raise for tensors of inference mode outside of it.
-    if not whole.is_inference():
-        _torch.increment_versions(tensor_list)
-    elif not _inference():
+        taken = offer(_row_all_gather, to, (tensor_list, tensor), None, async_op)
+    else:
+        taken = DECLINED
+    if taken is DECLINED:
+        taken = _run_all_gather(tensor_list, tensor, to, async_op)
+    if taken is GENERAL:
         return _general_all_gather(tensor_list, tensor, group=group, async_op=async_op)
-    _count_all_gather()
-    arguments = [*tensor_list, tensor] if _recording else tensor_list
+    return taken
+
+
+def _run_all_gather(tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: object, asynchronous: bool) -> object:
+    route = _flat_route(tensor_list, tensor, group, asynchronous) if _launch_all_gather and may_be_used() else None
+    if route is not None and (whole := whole_of(tensor_list, tensor, route.backend)) is not None:
+        # c10d's copies would say so to autograd, and raise for tensors of inference mode outside of it.
+        if not whole.is_inference():
+            _torch.increment_versions(tensor_list)
+        elif not _inference():
+            return GENERAL
+        return _run_flat(
+            _ALL_GATHER, _launch_all_gather, route, group, whole, tensor, _flat_options[asynchronous],
+            [*tensor_list, tensor], asynchronous,
+        )  # fmt: skip
+    if type(tensor_list) is not list or not tensor_list:
+        return GENERAL
+    tensors = [*tensor_list, tensor]
+    route = _route_of(group, tensors, asynchronous)
+    if route is None:
+        return GENERAL
+    given = _given(route, tensors, asynchronous)
     return _run(
-        "all_gather", _launch_all_gather, _gather_options[async_op], route, to, whole, tensor, arguments, async_op
+        _ALL_GATHER, route, group, [given[:-1]], given[-1:], _gather_options[asynchronous], tensors, asynchronous
     )
 
 
-def _reduce_scatter(
+# --- reduce_scatter ---
+
+_row_reduce_scatter = ROWS["reduce_scatter"]
+_c10d_reduce_scatter = c10d.reduce_scatter
+_general_reduce_scatter = forwarded(_row_reduce_scatter, asks=False)
+_launch_reduce_scatter, *_flat_reduce_options = prepared(_torch.reduce_scatter)
+_function, *_reduce_options = prepared(_row_reduce_scatter.launch)
+_REDUCE_SCATTER = _Way(_row_reduce_scatter, _function)
+
+
+def reduce_scatter(
     output: torch.Tensor,
     input_list: list[torch.Tensor],
     op: c10d.ReduceOp | c10d.ReduceOp.RedOpType = c10d.ReduceOp.SUM,
@@ -392,62 +332,158 @@ def _reduce_scatter(
         return _c10d_reduce_scatter(output, input_list, op, group, async_op)  # pyright: ignore[reportArgumentType]
     if _nonempty and not _can_skip_sweep():
         LEDGER.sweep()
-    to = group or default_group()
+    to = group if group is not None or _names[_WORLD] is not _world else _groups[_DEFAULT]
     if ENGINES or BUCKETS or REGIONS:
-        taken = offer(_REDUCE_SCATTER, to, (output, input_list), op, async_op)
-        if taken is GENERAL:
-            return _general_reduce_scatter(output, input_list, op=op, group=group, async_op=async_op)
-        if taken is not DECLINED:
-            return taken
-    options = _scatter_options[async_op].get(id(op)) if may_be_used() and type(async_op) is bool else None
-    route = None if options is None else _found(input_list, output, to, async_op)
-    whole = None if route is None else whole_of(input_list, output, route.backend)
-    if route is None or whole is None:
-        if (
-            route is not None
-            and not async_op
-            and _staged(
-                "reduce_scatter", _scatter, options, route, to, input_list, output, _count_reduce_scatter, written=False
-            )
-        ):
-            return None
-        taken = run_reduce_scatter(output, input_list, op, to, async_op)
-        if taken is GENERAL:
-            return _general_reduce_scatter(output, input_list, op=op, group=group, async_op=async_op)
-        return taken
-    _count_reduce_scatter()
-    arguments = [output, *input_list] if _recording else input_list
-    return _run("reduce_scatter", _launch_reduce_scatter, options, route, to, output, whole, arguments, async_op)
+        taken = offer(_row_reduce_scatter, to, (output, input_list), op, async_op)
+    else:
+        taken = DECLINED
+    if taken is DECLINED:
+        taken = _run_reduce_scatter(output, input_list, op, to, async_op)
+    if taken is GENERAL:
+        return _general_reduce_scatter(output, input_list, op=op, group=group, async_op=async_op)
+    return taken
 
 
-if TYPE_CHECKING:
-    _List = list[torch.Tensor]
-    _T = torch.Tensor
-    _Group = c10d.ProcessGroup | None
-    _Op = c10d.ReduceOp | c10d.ReduceOp.RedOpType
+def _run_reduce_scatter(
+    output: torch.Tensor, input_list: list[torch.Tensor], op: object, group: object, asynchronous: bool
+) -> object:
+    route = _flat_route(input_list, output, group, asynchronous) if may_be_used() else None
+    if (
+        route is not None
+        and (flat := _flat_reduce_options[asynchronous].get(id(op))) is not None
+        and (whole := whole_of(input_list, output, route.backend)) is not None
+    ):
+        return _run_flat(
+            _REDUCE_SCATTER, _launch_reduce_scatter, route, group, output, whole, flat, [output, *input_list],
+            asynchronous,
+        )  # fmt: skip
+    if type(input_list) is not list or not input_list:
+        return GENERAL
+    tensors = [output, *input_list]
+    route = _route_of(group, tensors, asynchronous)
+    if route is None or (options := _reduce_options[asynchronous].get(id(op))) is None:
+        return GENERAL
+    given = _given(route, tensors, asynchronous)
+    return _run(_REDUCE_SCATTER, route, group, given[:1], [given[1:]], options, tensors, asynchronous)
 
-    @overload
-    def all_gather(tensor_list: _List, tensor: _T, group: _Group = ..., async_op: Literal[False] = ...) -> None: ...
-    @overload
-    def all_gather(tensor_list: _List, tensor: _T, group: _Group = ..., *, async_op: Literal[True]) -> Work: ...
-    @overload
-    def all_gather(tensor_list: _List, tensor: _T, group: _Group = ..., async_op: bool = ...) -> Work | None: ...
-    def all_gather(*args: object, **kwargs: object) -> object: ...
 
-    @overload
-    def reduce_scatter(
-        output: _T, input_list: _List, op: _Op = ..., group: _Group = ..., async_op: Literal[False] = ...
-    ) -> None: ...
-    @overload
-    def reduce_scatter(
-        output: _T, input_list: _List, op: _Op = ..., group: _Group = ..., *, async_op: Literal[True]
-    ) -> Work: ...
-    @overload
-    def reduce_scatter(
-        output: _T, input_list: _List, op: _Op = ..., group: _Group = ..., async_op: bool = ...
-    ) -> Work | None: ...
-    def reduce_scatter(*args: object, **kwargs: object) -> object: ...
+# --- all_to_all ---
 
-else:
-    all_gather = direct(_all_gather, _ALL_GATHER, _launch_all_gather)
-    reduce_scatter = direct(_reduce_scatter, _REDUCE_SCATTER, _launch_reduce_scatter)
+_row_all_to_all = ROWS["all_to_all"]
+_c10d_all_to_all = c10d.all_to_all
+_general_all_to_all = forwarded(_row_all_to_all, asks=False)
+_function, _all_to_all_options = prepared_for_all(_row_all_to_all.launch)
+_ALL_TO_ALL = _Way(_row_all_to_all, _function)
+
+
+def all_to_all(
+    output_tensor_list: list[torch.Tensor],
+    input_tensor_list: list[torch.Tensor],
+    group: c10d.ProcessGroup | None = None,
+    async_op: bool = False,
+) -> object:
+    if _compiling():
+        return _c10d_all_to_all(output_tensor_list, input_tensor_list, group, async_op)
+    if _nonempty and not _can_skip_sweep():
+        LEDGER.sweep()
+    to = group if group is not None or _names[_WORLD] is not _world else _groups[_DEFAULT]
+    if ENGINES or BUCKETS or REGIONS:
+        taken = offer(_row_all_to_all, to, (output_tensor_list, input_tensor_list), None, async_op)
+    else:
+        taken = DECLINED
+    if taken is DECLINED:
+        taken = _run_all_to_all(output_tensor_list, input_tensor_list, to, async_op)
+    if taken is GENERAL:
+        return _general_all_to_all(output_tensor_list, input_tensor_list, group=group, async_op=async_op)
+    return taken
+
+
+def _run_all_to_all(
+    outputs: list[torch.Tensor], inputs: list[torch.Tensor], group: object, asynchronous: bool
+) -> object:
+    if type(outputs) is not list or type(inputs) is not list or not inputs:
+        return GENERAL
+    tensors = [*outputs, *inputs]
+    route = _route_of(group, tensors, asynchronous)
+    if route is None:
+        return GENERAL
+    given = _given(route, tensors, asynchronous)
+    count = len(outputs)
+    options = _all_to_all_options[asynchronous]
+    return _run(_ALL_TO_ALL, route, group, given[:count], given[count:], options, tensors, asynchronous)
+
+
+# --- gather and scatter ---
+
+_row_gather, _row_scatter = ROWS["gather"], ROWS["scatter"]
+_c10d_gather, _c10d_scatter = c10d.gather, c10d.scatter
+_general_gather, _general_scatter = forwarded(_row_gather, asks=False), forwarded(_row_scatter, asks=False)
+_function, _gather_root = prepared_by_root(_row_gather)
+_GATHER = _Way(_row_gather, _function)
+_function, _scatter_root = prepared_by_root(_row_scatter)
+_SCATTER = _Way(_row_scatter, _function)
+
+
+def gather(
+    tensor: torch.Tensor, gather_list: list[torch.Tensor] | None = None, dst: int | None = None,
+    group: c10d.ProcessGroup | None = None, async_op: bool = False, group_dst: int | None = None,
+) -> object:  # fmt: skip
+    if _compiling():
+        return _c10d_gather(tensor, gather_list, dst, group, async_op, group_dst)
+    if _nonempty and not _can_skip_sweep():
+        LEDGER.sweep()
+    to = group if group is not None or _names[_WORLD] is not _world else _groups[_DEFAULT]
+    if ENGINES or BUCKETS or REGIONS:
+        taken = offer(_row_gather, to, (tensor, gather_list), None, async_op)
+    else:
+        taken = DECLINED
+    if taken is DECLINED:
+        taken = _run_by_root(_GATHER, _gather_root, tensor, gather_list, to, dst, group_dst, async_op)
+    if taken is GENERAL:
+        return _general_gather(tensor, gather_list, dst=dst, group=group, async_op=async_op, group_dst=group_dst)
+    return taken
+
+
+def scatter(
+    tensor: torch.Tensor, scatter_list: list[torch.Tensor] | None = None, src: int | None = None,
+    group: c10d.ProcessGroup | None = None, async_op: bool = False, group_src: int | None = None,
+) -> object:  # fmt: skip
+    if _compiling():
+        return _c10d_scatter(tensor, scatter_list, src, group, async_op, group_src)
+    if _nonempty and not _can_skip_sweep():
+        LEDGER.sweep()
+    to = group if group is not None or _names[_WORLD] is not _world else _groups[_DEFAULT]
+    if ENGINES or BUCKETS or REGIONS:
+        taken = offer(_row_scatter, to, (tensor, scatter_list), None, async_op)
+    else:
+        taken = DECLINED
+    if taken is DECLINED:
+        taken = _run_by_root(_SCATTER, _scatter_root, tensor, scatter_list, to, src, group_src, async_op)
+    if taken is GENERAL:
+        return _general_scatter(tensor, scatter_list, src=src, group=group, async_op=async_op, group_src=group_src)
+    return taken
+
+
+def _run_by_root(
+    way: _Way, options_of: Callable[..., RootOptions | None], tensor: torch.Tensor, parts: list[torch.Tensor] | None,
+    group: object, root: int | None, group_root: int | None, asynchronous: bool,
+) -> object:  # fmt: skip
+    if parts is None:
+        parts = []
+    elif type(parts) is not list:
+        return GENERAL
+    tensors = [*parts, tensor]
+    route = _route_of(group, tensors, asynchronous)
+    if route is None:
+        return GENERAL
+    if root is None and group_root is None:
+        root = 0
+    options = options_of(route, group, root, group_root, None, asynchronous)
+    # The root has the list, and no other rank has.
+    if options is None or (options.rootRank == route.rank) is not bool(parts):
+        return GENERAL
+    given = _given(route, tensors, asynchronous)
+    lists, one = [given[:-1]] if parts else [], given[-1:]
+    if way is _GATHER:
+        return _run(way, route, group, lists, one, options, tensors, asynchronous)
+    return _run(way, route, group, one, lists, options, tensors, asynchronous)

@@ -1,7 +1,7 @@
 """The collectives as data: what each is given, who may take its calls first, and how its calls are launched.
 
 A row with a ``launch`` has a *direct* way: a gate launches plain calls past c10d's Python. The gates of single tensors
-are in ``gates.py``, which ``generate.py`` makes of ``gate.py.in``, and those of lists in ``list_gates.py``. A row
+are in ``gates.py``, which ``generate.py`` makes of ``gate.py.in``, and those of lists in ``lists.py``. A row
 without a launch says why not, and its calls go through c10d's own function; see ``general.py``.
 """
 
@@ -76,7 +76,7 @@ class Row:
         return self.alias if self.alias and not hasattr(c10d, self.key) else self.key
 
 
-_LIST = "it takes lists: its gate is in list_gates.py"
+_LIST = "it takes lists: its gate is in lists.py"
 _COALESCED = "it is rare, and c10d stages it"
 _PEER = "what it is given is held apart, and by aliases: see point_to_point.py"
 _NEW = "it is new in torch 2.14, and rare where latency matters"
@@ -111,11 +111,11 @@ ROWS: dict[str, Row] = {
         ),
         Row(
             "all_gather", ("tensor_list", "tensor"), (), GATHER, staged=True, launch=_torch.all_gather_list,
-            because=_LIST, module="lists",
+            because=_LIST,
         ),
         Row(
-            "reduce_scatter", ("output", "input_list"), (), SCATTER, staged=True, pollable=False,
-            launch=_torch.reduce_scatter_list, because=_LIST, module="lists",
+            "reduce_scatter", ("output", "input_list"), ("op",), SCATTER, staged=True, pollable=False,
+            launch=_torch.reduce_scatter_list, because=_LIST,
         ),
         Row("all_gather_coalesced", ("output_tensor_lists", "input_tensor_list"), staged=True, because=_COALESCED),
         Row("all_reduce_coalesced", ("tensors",), ("op",), because="torch deprecates it, and it answers by a future"),

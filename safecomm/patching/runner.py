@@ -186,5 +186,5 @@ def _summary(process: int, started: int, worlds: list[int]) -> None:
         if 2 * used.high_water < used.capacity:
             memory.append(f"it cost {whole} all the time: a smaller one serves as much")
     if asked_in_vain():
-        memory.append("no arena was made, nor its memory taken: no list form, functional or empty() asked for a buffer")
+        memory.append("no arena was made, nor its memory taken: neither functional nor empty() asked for a buffer")
     print(*(f"safecomm: {line}" for line in [*lines, "; ".join(memory)]), sep="\n", file=sys.stderr, flush=True)

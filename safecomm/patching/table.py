@@ -9,7 +9,7 @@ import torch.distributed
 import torch.distributed.distributed_c10d as c10d
 
 from safecomm import _torch
-from safecomm.collectives import coalesced, gates, groups, lists, objects, point_to_point
+from safecomm.collectives import coalesced, gates, groups, objects, point_to_point
 from safecomm.collectives.table import ROWS
 
 MODULES = (torch.distributed, c10d)
@@ -27,7 +27,7 @@ NAMES = tuple(
 
 
 def _ours(name: str) -> Any:
-    for module in (gates, coalesced, groups, lists, objects, point_to_point):
+    for module in (gates, coalesced, groups, objects, point_to_point):
         if hasattr(module, name):
             return getattr(module, name)
     return None

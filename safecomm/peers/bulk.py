@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from safecomm.collectives.lists import STAGED
 from safecomm.collectives.table import GATHER, REDUCE, SCATTER
 from safecomm.core import captures
 from safecomm.core.ledger import LEDGER
 from safecomm.core.streams import HOST
+from safecomm.peers.limits import COPIED
 from safecomm.peers.order import Order
 from safecomm.peers.room import registers
 from safecomm.peers.staging import RING_PHASES, RING_PROGRAMS, StagingLayout
@@ -116,7 +116,7 @@ class Bulk:
         ``number``: the reduce operation, as the kernels know it.
         """
         if collective == GATHER:
-            if dtype not in STAGED or dtype.itemsize not in _BITS:
+            if dtype not in COPIED or dtype.itemsize not in _BITS:
                 return ()
         elif dtype not in _REDUCED or (number == _AVG and not dtype.is_floating_point):
             return ()

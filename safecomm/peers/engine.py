@@ -15,7 +15,6 @@ import torch.distributed.distributed_c10d as c10d
 
 from safecomm import _torch, backends
 from safecomm.collectives.holding import relaxed
-from safecomm.collectives.lists import STAGED
 from safecomm.collectives.table import COLLECTIVE_OF, EXCHANGE, GATHER, LISTS, OPS, REDUCE, SCATTER
 from safecomm.collectives.takers import DECLINED
 from safecomm.collectives.tensors import storages_of
@@ -28,7 +27,7 @@ from safecomm.guards import PLAIN
 from safecomm.peers import bulk, list_exchange
 from safecomm.peers.host_word import LONG, REMEMBERED, HostWord
 from safecomm.peers.launched import LaunchedKernel
-from safecomm.peers.limits import ASYNCHRONOUS, DTYPES, EXACT, RING, TWO_SHOT, LowLatencyLimits
+from safecomm.peers.limits import ASYNCHRONOUS, COPIED, DTYPES, EXACT, RING, TWO_SHOT, LowLatencyLimits
 from safecomm.peers.order import Order
 from safecomm.peers.room import THREADS, part, registers
 from safecomm.peers.staging import BESIDE, MOST, RING_PROGRAMS, SLOT, Staging, StagingLayout
@@ -232,7 +231,7 @@ class Engine:
             with torch.cuda.device(index):
                 return self._run_list(group, name, given, op, asynchronous)
         number = _number(op)
-        known = tensor.dtype in DTYPES and number >= 0 if scatter else tensor.dtype in STAGED
+        known = tensor.dtype in DTYPES and number >= 0 if scatter else tensor.dtype in COPIED
         direct = known and list_exchange.alike(whole, tensor, self._rank, self._world, written=not scatter)
         taken = direct or (known and list_exchange.can_be_copied(whole, tensor, self._world))
         stream = capture = 0
@@ -364,7 +363,7 @@ class Engine:
         if kernel is None or out.dtype is not dtype or not count:
             return ()
         if kernel == EXACT:
-            if dtype not in STAGED:
+            if dtype not in COPIED:
                 return ()
             width = min(dtype.itemsize, 4)
             count *= dtype.itemsize // width

@@ -15,6 +15,9 @@ from safecomm.peers.staging import StagingLayout
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """Others go to NCCL: of integers, every bit pattern is data, and complex numbers are rare."""
 
+COPIED = frozenset((*DTYPES, torch.float64, torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool))
+"""What is only copied may have any type that NCCL sums up. What c10d says of others, it is to say."""
+
 ONE_SHOT, TWO_SHOT, EXACT, RING = "one_shot", "two_shot", "exact", "ring"
 
 KiB, MiB = 1 << 10, 1 << 20

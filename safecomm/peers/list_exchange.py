@@ -12,14 +12,15 @@ only what that rank does with it.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 
 from safecomm import _torch
 from safecomm.arena.use import IN_USE
 from safecomm.collectives.general import prepared_for_all
-from safecomm.collectives.lists import addresses_of
 from safecomm.core.streams import HOST
-from safecomm.guards import PLAIN
+from safecomm.guards import PLAIN, ListGuards
 
 LARGEST = 1 << 30
 """Elements of a tensor of the list. The kernel counts in 32 bits."""
@@ -27,23 +28,60 @@ LARGEST = 1 << 30
 _launch, (_options, _) = prepared_for_all(_torch.all_to_all)
 
 
-def alike(pieces: object, tensor: torch.Tensor, rank: int, world: int, *, written: bool) -> bool:
-    """Return whether ``pieces`` are all like ``tensor``, and can be sent, or received, where they lie.
+_READ, _WRITTEN = ListGuards(), (ListGuards(), ListGuards())
+"""Lists that are read; lists that are written to, outside and inside of inference mode, of whose tensors ``like()``
+inside of it can't tell others."""
 
-    Those that are ``written`` to must lie apart, from ``tensor`` too, which a peer may still read while another's
-    arrives; but this rank's own may be ``tensor`` itself. Where this is so, :func:`can_be_copied` is so too.
+
+def alike(pieces: object, tensor: torch.Tensor, rank: int, world: int, *, written: bool) -> bool:
+    """Return whether ``pieces`` are ``world`` tensors like ``tensor``, and can be sent, or received, where they lie.
+
+    Those that are ``written`` to must lie apart, because c10d writes to one after the other, and from ``tensor`` too,
+    which a peer may still read while another's arrives; but this rank's own may be ``tensor`` itself. Where this is so,
+    :func:`can_be_copied` is so too.
     """
-    if not isinstance(pieces, list) or tensor.numel() > LARGEST:
+    if (
+        not isinstance(pieces, list)
+        or len(pieces) != world
+        or tensor.numel() > LARGEST
+        or _torch.forward_ad._current_level >= 0  # which our copies don't know, and c10d's do
+        or tensor.is_nested  # like() must not be asked
+    ):
         return False
-    if addresses_of(pieces, tensor, world, written=written) is None:
+    for one in pieces:
+        if type(one) is not torch.Tensor or one.is_nested:
+            return False
+    guards, together = _WRITTEN[torch.is_inference_mode_enabled()] if written else _READ, [*pieces, tensor]
+    if not guards.match(together):
+        if not _are_alike(pieces, tensor, written):
+            return False
+        guards.add_guard(together)
+    nbytes, place = tensor.nbytes, tensor.data_ptr()
+    places = [one.data_ptr() for one in pieces]
+    if not nbytes or not all(places):
         return False
-    if written:
-        place, nbytes = tensor.data_ptr(), tensor.nbytes
-        for peer, one in enumerate(pieces):
-            gap = one.data_ptr() - place
-            if -nbytes < gap < nbytes and (gap or peer != rank):
-                return False
-    return True
+    return not written or (
+        all(following - one >= nbytes for one, following in pairwise(sorted(places)))
+        and all(abs(one - place) >= nbytes or (one == place and peer == rank) for peer, one in enumerate(places))
+    )
+
+
+def _are_alike(pieces: list[torch.Tensor], tensor: torch.Tensor, written: bool) -> bool:
+    """Return whether ``pieces`` are like ``tensor``, and our copies do with them what c10d's would."""
+    if not _torch.has_plain_keys(tensor) or tensor.requires_grad or not tensor.is_contiguous():
+        return False
+    shape, dtype, index = tensor.shape, tensor.dtype, _torch.index_of(tensor)
+    fixed = written and not torch.is_inference_mode_enabled()
+    return all(
+        _torch.has_plain_keys(one)
+        and one.shape == shape
+        and one.dtype is dtype
+        and _torch.index_of(one) == index
+        and not one.requires_grad
+        and one.is_contiguous()
+        and not (fixed and one.is_inference())  # c10d raises when it copies
+        for one in pieces
+    )
 
 
 def can_be_copied(pieces: object, tensor: torch.Tensor, world: int) -> bool:

@@ -16,7 +16,6 @@ from harness import MIB, case, rank, require, settle, slow
 import safecomm
 from safecomm import backends, functional
 from safecomm.collectives import lists
-from safecomm.collectives.routes import ROUTES
 from safecomm.core.ledger import LEDGER
 
 ROOT = Path(__file__).parents[2]
@@ -248,7 +247,7 @@ def arena_s6_slots_of_a_graph_are_its_own():
 
 
 def flat_launches():
-    """Count the list calls that go flat, from now on, staged ones included: in what is returned, by name."""
+    """Count the list calls that go flat, from now on: in what is returned, by name."""
     counts = {"_launch_all_gather": 0, "_launch_reduce_scatter": 0}
 
     def counting(name, launch):
@@ -276,7 +275,7 @@ def memory_of(made, arena, world, numel, dtype):
 def arena_list_forms_against_stock():
     """The same bits as stock's, 20 B to 64 MiB a slice: in slices, in pieces, mixed between ranks, sync and async.
 
-    On ProcessGroupNCCL slices go flat, and pieces are staged and go flat if the call is synchronous.
+    On ProcessGroupNCCL slices go flat, and pieces are c10d's.
     """
     world = stock.get_world_size()
     goes = backends.of(stock.group.WORLD, "cuda").stages_lists  # else lists are c10d's, and take no memory
@@ -325,7 +324,7 @@ def arena_list_forms_against_stock():
                             torch.cuda.synchronize()
                             results.append((gathered, part, exchanged, torch.tensor(versions)))
                             if library is safecomm:
-                                expected += goes and (one_buffer or not asynchronous) and not dtype.is_complex
+                                expected += goes and one_buffer and not dtype.is_complex
                             del works, work, out, sent, one, other  # a handle keeps its outputs
                         for theirs, ours in zip(*results, strict=True):
                             require(torch.equal(ours, theirs), dtype, nbytes, made, how, ours, theirs)
@@ -369,7 +368,7 @@ def pieces_handed_out_again(allocating, launching, numel):
 
 @case(120)
 def arena_s1_pieces_of_another_stream():
-    """Pieces of one stream that are staged on another, with a slow peer: their memory is not handed out too early."""
+    """Pieces of one stream, in calls on another with a slow peer: their memory is not handed out too early."""
     count = bad = reused = 0
     numel = MIB
     launches = flat_launches()
@@ -386,19 +385,14 @@ def arena_s1_pieces_of_another_stream():
         stats = arena.stats()
         require(stats.in_use == 0, arena)
     require(bad == 0, bad, "of", count)
-    # The lists of others than ProcessGroupNCCL are c10d's.
-    staged = count if ROUTES.of(stock.group.WORLD, torch.cuda.current_device()).kind is backends.NCCL else 0
-    require(list(launches.values()) == [staged] * 2, launches, "pieces were not staged")
+    require(list(launches.values()) == [0] * 2, launches, "pieces are c10d's")
     require(reused, "no memory was ever handed out again: the programs do not bite")
     return {"programs": count, "corrupted": bad, "handed out again": reused, "high water MiB": stats.high_water // MIB}
 
 
 @case(120, ranks=2)
 def arena_list_forms_in_a_capture():
-    """Captured in slices, in pieces and mixed between ranks: each replay gives stock's bits, and leases the list.
-
-    What pieces are staged in is the graph's own as well.
-    """
+    """Captured in slices, in pieces and mixed between ranks: each replay gives stock's bits, and leases the list."""
     world = stock.get_world_size()
     goes = backends.of(stock.group.WORLD, "cuda").stages_lists  # else lists are c10d's, and take no memory
     checked = 0
@@ -424,9 +418,7 @@ def arena_list_forms_in_a_capture():
                                 work.wait()
                     del work
                     flat = [launches[name] - before[name] for name in launches]
-                    require(flat == [int(goes and (one_buffer or not asynchronous))] * 2, flat, made, nbytes)
-                    if goes and not one_buffer and not asynchronous:
-                        require(arena.stats().captured >= world * nbytes, "the slot is not the graph's", arena)
+                    require(flat == [int(goes and one_buffer)] * 2, flat, made, nbytes)
                     leases[made] = len(captured.leases())
                     require(leases[made] == 2 * (world + 1), captured.leases())
                     stranger = arena.empty(world, numel).fill_(-7.0)
