@@ -51,7 +51,9 @@ DIRECT = [key for key in GATED if wrapped(gates, key).__globals__ is vars(gates)
 
 
 def test_the_gates_are_what_the_table_and_the_template_make():
-    assert Path(gates.__file__).read_text() == generate.gates(), "run: python -m safecomm.collectives.generate"
+    for suffix, made in ((".py", generate.gates()), (".pyi", generate.stub())):
+        there = Path(gates.__file__).with_suffix(suffix).read_text()
+        assert there == made, "run: python -m safecomm.collectives.generate"
 
 
 def test_a_row_has_a_direct_way_or_says_why_not():

@@ -14,7 +14,8 @@ import safecomm
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = Path(safecomm.__file__).parent
-STUBS = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.pyi") if path.name != "_exported.pyi")
+OWN = {"_exported.pyi", "gates.pyi"}
+STUBS = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.pyi") if path.name not in OWN)
 SUBMODULES = [".".join(stub.with_suffix("").parts).removesuffix(".__init__") for stub in STUBS]
 
 OF_BOTH = """\

@@ -15,8 +15,7 @@ from __future__ import annotations
 import sys
 import types
 import warnings
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import Any
 
 import torch
 import torch.distributed.distributed_c10d as c10d
@@ -149,18 +148,7 @@ def _all_reduce(tensor: torch.Tensor, op: c10d.ReduceOp | c10d.ReduceOp.RedOpTyp
     return None
 
 
-if TYPE_CHECKING:
-
-    @overload
-    def all_reduce(tensor: torch.Tensor, op: c10d.ReduceOp | c10d.ReduceOp.RedOpType = ..., group: c10d.ProcessGroup | None = ..., async_op: Literal[False] = ...) -> None: ...
-    @overload
-    def all_reduce(tensor: torch.Tensor, op: c10d.ReduceOp | c10d.ReduceOp.RedOpType = ..., group: c10d.ProcessGroup | None = ..., *, async_op: Literal[True]) -> Work: ...
-    @overload
-    def all_reduce(tensor: torch.Tensor, op: c10d.ReduceOp | c10d.ReduceOp.RedOpType = ..., group: c10d.ProcessGroup | None = ..., async_op: bool = ...) -> Work | None: ...
-    def all_reduce(*args: object, **kwargs: object) -> object: ...
-
-else:
-    all_reduce = direct(_all_reduce, _row_all_reduce, _launch_all_reduce)
+all_reduce = direct(_all_reduce, _row_all_reduce, _launch_all_reduce)
 
 # --- all_gather_single ---
 
@@ -225,39 +213,20 @@ def _all_gather_single(output_tensor: torch.Tensor, input_tensor: torch.Tensor, 
     return None
 
 
-if TYPE_CHECKING:
+all_gather_single: Any = direct(_all_gather_single, _row_all_gather_single, _launch_all_gather_single)
 
-    @overload
-    def all_gather_single(output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: c10d.ProcessGroup | None = ..., async_op: Literal[False] = ...) -> None: ...
-    @overload
-    def all_gather_single(output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: c10d.ProcessGroup | None = ..., *, async_op: Literal[True]) -> Work: ...
-    @overload
-    def all_gather_single(output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: c10d.ProcessGroup | None = ..., async_op: bool = ...) -> Work | None: ...
-    def all_gather_single(*args: object, **kwargs: object) -> object: ...
-
-    @overload
-    def all_gather_into_tensor(output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: c10d.ProcessGroup | None = ..., async_op: Literal[False] = ...) -> None: ...
-    @overload
-    def all_gather_into_tensor(output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: c10d.ProcessGroup | None = ..., *, async_op: Literal[True]) -> Work: ...
-    @overload
-    def all_gather_into_tensor(output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: c10d.ProcessGroup | None = ..., async_op: bool = ...) -> Work | None: ...
-    def all_gather_into_tensor(*args: object, **kwargs: object) -> object: ...
-
+if _name_all_gather_single == "all_gather_into_tensor":
+    all_gather_into_tensor, all_gather_single = all_gather_single, None
 else:
-    all_gather_single = direct(_all_gather_single, _row_all_gather_single, _launch_all_gather_single)
+    # torch 2.13 and 2.14 warn of the earlier name; since 2.15 it is an alias that does not.
+    _deprecated_all_gather_single = getattr(getattr(c10d, "all_gather_into_tensor", None), "__deprecated__", None)
 
-    if _name_all_gather_single == "all_gather_into_tensor":
-        all_gather_into_tensor, all_gather_single = all_gather_single, None
-    else:
-        # torch 2.13 and 2.14 warn of the earlier name; since 2.15 it is an alias that does not.
-        _deprecated_all_gather_single = getattr(getattr(c10d, "all_gather_into_tensor", None), "__deprecated__", None)
+    def _all_gather_into_tensor(output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: c10d.ProcessGroup | None = None, async_op: bool = False) -> object:
+        if _deprecated_all_gather_single is not None and not _compiling():
+            warnings.warn(_deprecated_all_gather_single, FutureWarning, stacklevel=2)
+        return all_gather_single(output_tensor, input_tensor, group, async_op)
 
-        def _all_gather_into_tensor(output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: c10d.ProcessGroup | None = None, async_op: bool = False) -> object:
-            if _deprecated_all_gather_single is not None and not _compiling():
-                warnings.warn(_deprecated_all_gather_single, FutureWarning, stacklevel=2)
-            return all_gather_single(output_tensor, input_tensor, group, async_op)
-
-        all_gather_into_tensor = by_way_of(_all_gather_into_tensor, _row_all_gather_single)
+    all_gather_into_tensor = by_way_of(_all_gather_into_tensor, _row_all_gather_single)
 
 # --- reduce_scatter_single ---
 
@@ -325,39 +294,20 @@ def _reduce_scatter_single(output: torch.Tensor, input: torch.Tensor, op: c10d.R
     return None
 
 
-if TYPE_CHECKING:
+reduce_scatter_single: Any = direct(_reduce_scatter_single, _row_reduce_scatter_single, _launch_reduce_scatter_single)
 
-    @overload
-    def reduce_scatter_single(output: torch.Tensor, input: torch.Tensor, op: c10d.ReduceOp | c10d.ReduceOp.RedOpType = ..., group: c10d.ProcessGroup | None = ..., async_op: Literal[False] = ...) -> None: ...
-    @overload
-    def reduce_scatter_single(output: torch.Tensor, input: torch.Tensor, op: c10d.ReduceOp | c10d.ReduceOp.RedOpType = ..., group: c10d.ProcessGroup | None = ..., *, async_op: Literal[True]) -> Work: ...
-    @overload
-    def reduce_scatter_single(output: torch.Tensor, input: torch.Tensor, op: c10d.ReduceOp | c10d.ReduceOp.RedOpType = ..., group: c10d.ProcessGroup | None = ..., async_op: bool = ...) -> Work | None: ...
-    def reduce_scatter_single(*args: object, **kwargs: object) -> object: ...
-
-    @overload
-    def reduce_scatter_tensor(output: torch.Tensor, input: torch.Tensor, op: c10d.ReduceOp | c10d.ReduceOp.RedOpType = ..., group: c10d.ProcessGroup | None = ..., async_op: Literal[False] = ...) -> None: ...
-    @overload
-    def reduce_scatter_tensor(output: torch.Tensor, input: torch.Tensor, op: c10d.ReduceOp | c10d.ReduceOp.RedOpType = ..., group: c10d.ProcessGroup | None = ..., *, async_op: Literal[True]) -> Work: ...
-    @overload
-    def reduce_scatter_tensor(output: torch.Tensor, input: torch.Tensor, op: c10d.ReduceOp | c10d.ReduceOp.RedOpType = ..., group: c10d.ProcessGroup | None = ..., async_op: bool = ...) -> Work | None: ...
-    def reduce_scatter_tensor(*args: object, **kwargs: object) -> object: ...
-
+if _name_reduce_scatter_single == "reduce_scatter_tensor":
+    reduce_scatter_tensor, reduce_scatter_single = reduce_scatter_single, None
 else:
-    reduce_scatter_single = direct(_reduce_scatter_single, _row_reduce_scatter_single, _launch_reduce_scatter_single)
+    # torch 2.13 and 2.14 warn of the earlier name; since 2.15 it is an alias that does not.
+    _deprecated_reduce_scatter_single = getattr(getattr(c10d, "reduce_scatter_tensor", None), "__deprecated__", None)
 
-    if _name_reduce_scatter_single == "reduce_scatter_tensor":
-        reduce_scatter_tensor, reduce_scatter_single = reduce_scatter_single, None
-    else:
-        # torch 2.13 and 2.14 warn of the earlier name; since 2.15 it is an alias that does not.
-        _deprecated_reduce_scatter_single = getattr(getattr(c10d, "reduce_scatter_tensor", None), "__deprecated__", None)
+    def _reduce_scatter_tensor(output: torch.Tensor, input: torch.Tensor, op: c10d.ReduceOp | c10d.ReduceOp.RedOpType = c10d.ReduceOp.SUM, group: c10d.ProcessGroup | None = None, async_op: bool = False) -> object:
+        if _deprecated_reduce_scatter_single is not None and not _compiling():
+            warnings.warn(_deprecated_reduce_scatter_single, FutureWarning, stacklevel=2)
+        return reduce_scatter_single(output, input, op, group, async_op)
 
-        def _reduce_scatter_tensor(output: torch.Tensor, input: torch.Tensor, op: c10d.ReduceOp | c10d.ReduceOp.RedOpType = c10d.ReduceOp.SUM, group: c10d.ProcessGroup | None = None, async_op: bool = False) -> object:
-            if _deprecated_reduce_scatter_single is not None and not _compiling():
-                warnings.warn(_deprecated_reduce_scatter_single, FutureWarning, stacklevel=2)
-            return reduce_scatter_single(output, input, op, group, async_op)
-
-        reduce_scatter_tensor = by_way_of(_reduce_scatter_tensor, _row_reduce_scatter_single)
+    reduce_scatter_tensor = by_way_of(_reduce_scatter_tensor, _row_reduce_scatter_single)
 
 # --- broadcast ---
 
@@ -420,18 +370,7 @@ def _broadcast(tensor: torch.Tensor, src: int | None = None, group: c10d.Process
     return None
 
 
-if TYPE_CHECKING:
-
-    @overload
-    def broadcast(tensor: torch.Tensor, src: int | None = ..., group: c10d.ProcessGroup | None = ..., async_op: Literal[False] = ..., group_src: int | None = ...) -> None: ...
-    @overload
-    def broadcast(tensor: torch.Tensor, src: int | None = ..., group: c10d.ProcessGroup | None = ..., *, async_op: Literal[True], group_src: int | None = ...) -> Work: ...
-    @overload
-    def broadcast(tensor: torch.Tensor, src: int | None = ..., group: c10d.ProcessGroup | None = ..., async_op: bool = ..., group_src: int | None = ...) -> Work | None: ...
-    def broadcast(*args: object, **kwargs: object) -> object: ...
-
-else:
-    broadcast = direct(_broadcast, _row_broadcast, _launch_broadcast)
+broadcast = direct(_broadcast, _row_broadcast, _launch_broadcast)
 
 # --- reduce ---
 
@@ -494,18 +433,7 @@ def _reduce(tensor: torch.Tensor, dst: int | None = None, op: c10d.ReduceOp | c1
     return None
 
 
-if TYPE_CHECKING:
-
-    @overload
-    def reduce(tensor: torch.Tensor, dst: int | None = ..., op: c10d.ReduceOp | c10d.ReduceOp.RedOpType = ..., group: c10d.ProcessGroup | None = ..., async_op: Literal[False] = ..., group_dst: int | None = ...) -> None: ...
-    @overload
-    def reduce(tensor: torch.Tensor, dst: int | None = ..., op: c10d.ReduceOp | c10d.ReduceOp.RedOpType = ..., group: c10d.ProcessGroup | None = ..., *, async_op: Literal[True], group_dst: int | None = ...) -> Work: ...
-    @overload
-    def reduce(tensor: torch.Tensor, dst: int | None = ..., op: c10d.ReduceOp | c10d.ReduceOp.RedOpType = ..., group: c10d.ProcessGroup | None = ..., async_op: bool = ..., group_dst: int | None = ...) -> Work | None: ...
-    def reduce(*args: object, **kwargs: object) -> object: ...
-
-else:
-    reduce = direct(_reduce, _row_reduce, _launch_reduce)
+reduce = direct(_reduce, _row_reduce, _launch_reduce)
 
 # --- all_to_all_single ---
 
@@ -570,173 +498,19 @@ def _all_to_all_single(output: torch.Tensor, input: torch.Tensor, output_split_s
     return None
 
 
-if TYPE_CHECKING:
-
-    @overload
-    def all_to_all_single(output: torch.Tensor, input: torch.Tensor, output_split_sizes: list[int] | None = ..., input_split_sizes: list[int] | None = ..., group: c10d.ProcessGroup | None = ..., async_op: Literal[False] = ...) -> None: ...
-    @overload
-    def all_to_all_single(output: torch.Tensor, input: torch.Tensor, output_split_sizes: list[int] | None = ..., input_split_sizes: list[int] | None = ..., group: c10d.ProcessGroup | None = ..., *, async_op: Literal[True]) -> Work: ...
-    @overload
-    def all_to_all_single(output: torch.Tensor, input: torch.Tensor, output_split_sizes: list[int] | None = ..., input_split_sizes: list[int] | None = ..., group: c10d.ProcessGroup | None = ..., async_op: bool = ...) -> Work | None: ...
-    def all_to_all_single(*args: object, **kwargs: object) -> object: ...
-
-else:
-    all_to_all_single = direct(_all_to_all_single, _row_all_to_all_single, _launch_all_to_all_single)
+all_to_all_single = direct(_all_to_all_single, _row_all_to_all_single, _launch_all_to_all_single)
 
 # --- the rest ---
 
-if TYPE_CHECKING:
-
-    @overload
-    def _all_gather_base(output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: c10d.ProcessGroup | None = ..., async_op: Literal[False] = ...) -> None: ...
-    @overload
-    def _all_gather_base(output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: c10d.ProcessGroup | None = ..., *, async_op: Literal[True]) -> Work: ...
-    @overload
-    def _all_gather_base(output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: c10d.ProcessGroup | None = ..., async_op: bool = ...) -> Work | None: ...
-    def _all_gather_base(*args: object, **kwargs: object) -> object: ...
-
-else:
-    _all_gather_base = forwarded(ROWS["_all_gather_base"])
-
-if TYPE_CHECKING:
-
-    @overload
-    def _reduce_scatter_base(output: torch.Tensor, input: torch.Tensor, op: c10d.ReduceOp | c10d.ReduceOp.RedOpType = ..., group: c10d.ProcessGroup | None = ..., async_op: Literal[False] = ...) -> None: ...
-    @overload
-    def _reduce_scatter_base(output: torch.Tensor, input: torch.Tensor, op: c10d.ReduceOp | c10d.ReduceOp.RedOpType = ..., group: c10d.ProcessGroup | None = ..., *, async_op: Literal[True]) -> Work: ...
-    @overload
-    def _reduce_scatter_base(output: torch.Tensor, input: torch.Tensor, op: c10d.ReduceOp | c10d.ReduceOp.RedOpType = ..., group: c10d.ProcessGroup | None = ..., async_op: bool = ...) -> Work | None: ...
-    def _reduce_scatter_base(*args: object, **kwargs: object) -> object: ...
-
-else:
-    _reduce_scatter_base = forwarded(ROWS["_reduce_scatter_base"])
-
-if TYPE_CHECKING:
-
-    @overload
-    def all_gather(tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: c10d.ProcessGroup | None = ..., async_op: Literal[False] = ...) -> None: ...
-    @overload
-    def all_gather(tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: c10d.ProcessGroup | None = ..., *, async_op: Literal[True]) -> Work: ...
-    @overload
-    def all_gather(tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: c10d.ProcessGroup | None = ..., async_op: bool = ...) -> Work | None: ...
-    def all_gather(*args: object, **kwargs: object) -> object: ...
-
-else:
-    all_gather = direct(lists.all_gather, ROWS["all_gather"], ROWS["all_gather"].launch)
-
-if TYPE_CHECKING:
-
-    @overload
-    def reduce_scatter(output: torch.Tensor, input_list: list[torch.Tensor], op: c10d.ReduceOp | c10d.ReduceOp.RedOpType = ..., group: c10d.ProcessGroup | None = ..., async_op: Literal[False] = ...) -> None: ...
-    @overload
-    def reduce_scatter(output: torch.Tensor, input_list: list[torch.Tensor], op: c10d.ReduceOp | c10d.ReduceOp.RedOpType = ..., group: c10d.ProcessGroup | None = ..., *, async_op: Literal[True]) -> Work: ...
-    @overload
-    def reduce_scatter(output: torch.Tensor, input_list: list[torch.Tensor], op: c10d.ReduceOp | c10d.ReduceOp.RedOpType = ..., group: c10d.ProcessGroup | None = ..., async_op: bool = ...) -> Work | None: ...
-    def reduce_scatter(*args: object, **kwargs: object) -> object: ...
-
-else:
-    reduce_scatter = direct(lists.reduce_scatter, ROWS["reduce_scatter"], ROWS["reduce_scatter"].launch)
-
-if TYPE_CHECKING:
-
-    @overload
-    def all_gather_coalesced(output_tensor_lists: list[list[torch.Tensor]], input_tensor_list: list[torch.Tensor], group: c10d.ProcessGroup | None = ..., async_op: Literal[False] = ...) -> None: ...
-    @overload
-    def all_gather_coalesced(output_tensor_lists: list[list[torch.Tensor]], input_tensor_list: list[torch.Tensor], group: c10d.ProcessGroup | None = ..., *, async_op: Literal[True]) -> torch.Future[Any]: ...
-    @overload
-    def all_gather_coalesced(output_tensor_lists: list[list[torch.Tensor]], input_tensor_list: list[torch.Tensor], group: c10d.ProcessGroup | None = ..., async_op: bool = ...) -> torch.Future[Any] | None: ...
-    def all_gather_coalesced(*args: object, **kwargs: object) -> object: ...
-
-else:
-    all_gather_coalesced = forwarded(ROWS["all_gather_coalesced"])
-
-if TYPE_CHECKING:
-
-    @overload
-    def all_reduce_coalesced(tensors: list[torch.Tensor], op: c10d.ReduceOp | c10d.ReduceOp.RedOpType = ..., group: c10d.ProcessGroup | None = ..., async_op: Literal[False] = ...) -> None: ...
-    @overload
-    def all_reduce_coalesced(tensors: list[torch.Tensor], op: c10d.ReduceOp | c10d.ReduceOp.RedOpType = ..., group: c10d.ProcessGroup | None = ..., *, async_op: Literal[True]) -> torch.Future[Any]: ...
-    @overload
-    def all_reduce_coalesced(tensors: list[torch.Tensor], op: c10d.ReduceOp | c10d.ReduceOp.RedOpType = ..., group: c10d.ProcessGroup | None = ..., async_op: bool = ...) -> torch.Future[Any] | None: ...
-    def all_reduce_coalesced(*args: object, **kwargs: object) -> object: ...
-
-else:
-    all_reduce_coalesced = forwarded(ROWS["all_reduce_coalesced"])
-
-if TYPE_CHECKING:
-
-    @overload
-    def all_to_all(output_tensor_list: list[torch.Tensor], input_tensor_list: list[torch.Tensor], group: c10d.ProcessGroup | None = ..., async_op: Literal[False] = ...) -> None: ...
-    @overload
-    def all_to_all(output_tensor_list: list[torch.Tensor], input_tensor_list: list[torch.Tensor], group: c10d.ProcessGroup | None = ..., *, async_op: Literal[True]) -> Work: ...
-    @overload
-    def all_to_all(output_tensor_list: list[torch.Tensor], input_tensor_list: list[torch.Tensor], group: c10d.ProcessGroup | None = ..., async_op: bool = ...) -> Work | None: ...
-    def all_to_all(*args: object, **kwargs: object) -> object: ...
-
-else:
-    all_to_all = direct(lists.all_to_all, ROWS["all_to_all"], ROWS["all_to_all"].launch)
-
-if TYPE_CHECKING:
-
-    @overload
-    def gather(tensor: torch.Tensor, gather_list: list[torch.Tensor] | None = ..., dst: int | None = ..., group: c10d.ProcessGroup | None = ..., async_op: Literal[False] = ..., group_dst: int | None = ...) -> None: ...
-    @overload
-    def gather(tensor: torch.Tensor, gather_list: list[torch.Tensor] | None = ..., dst: int | None = ..., group: c10d.ProcessGroup | None = ..., *, async_op: Literal[True], group_dst: int | None = ...) -> Work: ...
-    @overload
-    def gather(tensor: torch.Tensor, gather_list: list[torch.Tensor] | None = ..., dst: int | None = ..., group: c10d.ProcessGroup | None = ..., async_op: bool = ..., group_dst: int | None = ...) -> Work | None: ...
-    def gather(*args: object, **kwargs: object) -> object: ...
-
-else:
-    gather = direct(lists.gather, ROWS["gather"], ROWS["gather"].launch)
-
-if TYPE_CHECKING:
-
-    @overload
-    def scatter(tensor: torch.Tensor, scatter_list: list[torch.Tensor] | None = ..., src: int | None = ..., group: c10d.ProcessGroup | None = ..., async_op: Literal[False] = ..., group_src: int | None = ...) -> None: ...
-    @overload
-    def scatter(tensor: torch.Tensor, scatter_list: list[torch.Tensor] | None = ..., src: int | None = ..., group: c10d.ProcessGroup | None = ..., *, async_op: Literal[True], group_src: int | None = ...) -> Work: ...
-    @overload
-    def scatter(tensor: torch.Tensor, scatter_list: list[torch.Tensor] | None = ..., src: int | None = ..., group: c10d.ProcessGroup | None = ..., async_op: bool = ..., group_src: int | None = ...) -> Work | None: ...
-    def scatter(*args: object, **kwargs: object) -> object: ...
-
-else:
-    scatter = direct(lists.scatter, ROWS["scatter"], ROWS["scatter"].launch)
-
-if TYPE_CHECKING:
-
-    @overload
-    def gather_single(tensor: torch.Tensor, gather_tensor: torch.Tensor = ..., dst: int | None = ..., group: c10d.ProcessGroup | None = ..., async_op: Literal[False] = ..., group_dst: int | None = ...) -> None: ...
-    @overload
-    def gather_single(tensor: torch.Tensor, gather_tensor: torch.Tensor = ..., dst: int | None = ..., group: c10d.ProcessGroup | None = ..., *, async_op: Literal[True], group_dst: int | None = ...) -> Work: ...
-    @overload
-    def gather_single(tensor: torch.Tensor, gather_tensor: torch.Tensor = ..., dst: int | None = ..., group: c10d.ProcessGroup | None = ..., async_op: bool = ..., group_dst: int | None = ...) -> Work | None: ...
-    def gather_single(*args: object, **kwargs: object) -> object: ...
-
-else:
-    gather_single = forwarded(ROWS["gather_single"])
-
-if TYPE_CHECKING:
-
-    @overload
-    def gather_into_tensor(tensor: torch.Tensor, gather_tensor: torch.Tensor = ..., dst: int | None = ..., group: c10d.ProcessGroup | None = ..., async_op: Literal[False] = ..., group_dst: int | None = ...) -> None: ...
-    @overload
-    def gather_into_tensor(tensor: torch.Tensor, gather_tensor: torch.Tensor = ..., dst: int | None = ..., group: c10d.ProcessGroup | None = ..., *, async_op: Literal[True], group_dst: int | None = ...) -> Work: ...
-    @overload
-    def gather_into_tensor(tensor: torch.Tensor, gather_tensor: torch.Tensor = ..., dst: int | None = ..., group: c10d.ProcessGroup | None = ..., async_op: bool = ..., group_dst: int | None = ...) -> Work | None: ...
-    def gather_into_tensor(*args: object, **kwargs: object) -> object: ...
-
-else:
-    gather_into_tensor = forwarded(ROWS["gather_into_tensor"])
-
-if TYPE_CHECKING:
-
-    @overload
-    def barrier(group: c10d.ProcessGroup | None = ..., async_op: Literal[False] = ..., device_ids: list[int] | None = ..., timeout: timedelta | None = ...) -> None: ...
-    @overload
-    def barrier(group: c10d.ProcessGroup | None = ..., *, async_op: Literal[True], device_ids: list[int] | None = ..., timeout: timedelta | None = ...) -> Work: ...
-    @overload
-    def barrier(group: c10d.ProcessGroup | None = ..., async_op: bool = ..., device_ids: list[int] | None = ..., timeout: timedelta | None = ...) -> Work | None: ...
-    def barrier(*args: object, **kwargs: object) -> object: ...
-
-else:
-    barrier = forwarded(ROWS["barrier"])
+_all_gather_base = forwarded(ROWS["_all_gather_base"])
+_reduce_scatter_base = forwarded(ROWS["_reduce_scatter_base"])
+all_gather = direct(lists.all_gather, ROWS["all_gather"], ROWS["all_gather"].launch)
+reduce_scatter = direct(lists.reduce_scatter, ROWS["reduce_scatter"], ROWS["reduce_scatter"].launch)
+all_gather_coalesced = forwarded(ROWS["all_gather_coalesced"])
+all_reduce_coalesced = forwarded(ROWS["all_reduce_coalesced"])
+all_to_all = direct(lists.all_to_all, ROWS["all_to_all"], ROWS["all_to_all"].launch)
+gather = direct(lists.gather, ROWS["gather"], ROWS["gather"].launch)
+scatter = direct(lists.scatter, ROWS["scatter"], ROWS["scatter"].launch)
+gather_single = forwarded(ROWS["gather_single"])
+gather_into_tensor = forwarded(ROWS["gather_into_tensor"])
+barrier = forwarded(ROWS["barrier"])

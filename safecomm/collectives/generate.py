@@ -1,7 +1,7 @@
-"""Makes ``gates.py`` of ``gate.py.in`` and the table: ``python -m safecomm.collectives.generate``.
+"""Makes ``gates.py`` and its stub of ``gate.py.in`` and the table: ``python -m safecomm.collectives.generate``.
 
 A gate is written out for each collective because every call of a function, and every look at an attribute of a row,
-would be paid by every collective of a program. A test keeps the file what this makes.
+would be paid by every collective of a program. A test keeps the files what this makes.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ from __future__ import annotations
 import sys
 import types
 import warnings
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import Any
 
 import torch
 import torch.distributed.distributed_c10d as c10d
@@ -98,36 +97,40 @@ ${prepared}
 
 AFTER = """
 
-${typed}
-else:
-    ${key} = direct(_${key}, _row_${key}, _launch_${key})
+${key}${annotated} = direct(_${key}, _row_${key}, _launch_${key})
 """
 
 EARLIER = """
-    if _name_${key} == "${alias}":
-        ${alias}, ${key} = ${key}, None
-    else:
-        # torch 2.13 and 2.14 warn of the earlier name; since 2.15 it is an alias that does not.
-        _deprecated_${key} = getattr(getattr(c10d, "${alias}", None), "__deprecated__", None)
+if _name_${key} == "${alias}":
+    ${alias}, ${key} = ${key}, None
+else:
+    # torch 2.13 and 2.14 warn of the earlier name; since 2.15 it is an alias that does not.
+    _deprecated_${key} = getattr(getattr(c10d, "${alias}", None), "__deprecated__", None)
 
-        def _${alias}(${signature}) -> object:
-            if _deprecated_${key} is not None and not _compiling():
-                warnings.warn(_deprecated_${key}, FutureWarning, stacklevel=2)
-            return ${key}(${passed})
+    def _${alias}(${signature}) -> object:
+        if _deprecated_${key} is not None and not _compiling():
+            warnings.warn(_deprecated_${key}, FutureWarning, stacklevel=2)
+        return ${key}(${passed})
 
-        ${alias} = by_way_of(_${alias}, _row_${key})
+    ${alias} = by_way_of(_${alias}, _row_${key})
 """
 
 GENERAL = """
-${typed}
-else:
-    ${key} = forwarded(ROWS["${key}"])
-"""
+${key} = forwarded(ROWS["${key}"])"""
 
 LISTED = """
-${typed}
-else:
-    ${key} = direct(lists.${key}, ROWS["${key}"], ROWS["${key}"].launch)
+${key} = direct(lists.${key}, ROWS["${key}"], ROWS["${key}"].launch)"""
+
+STUB = """# Made by ``python -m safecomm.collectives.generate``: what type checkers are told of ``gates.py``.
+# ruff: noqa: E501
+
+from datetime import timedelta
+from typing import Any, Literal, overload
+
+import torch
+import torch.distributed.distributed_c10d as c10d
+
+from safecomm.core.work import Work
 """
 
 _TYPES = {
@@ -170,12 +173,11 @@ def typed(row: Row) -> str:
         ([*tensors, *lefts, "*", "async_op: Literal[True]", *after], handle),
         ([*tensors, *lefts, "async_op: bool = ...", *after], f"{handle} | None"),
     )
-    found = "if TYPE_CHECKING:\n"
-    for key in filter(None, (row.key, row.alias)):
-        for given, back in forms:
-            found += f"\n    @overload\n    def {key}({', '.join(given)}) -> {back}: ..."
-        found += f"\n    def {key}(*args: object, **kwargs: object) -> object: ...\n"
-    return found
+    return "".join(
+        f"\n@overload\ndef {key}({', '.join(given)}) -> {back}: ..."
+        for key in filter(None, (row.key, row.alias))
+        for given, back in forms
+    )
 
 
 def gate(row: Row) -> str:
@@ -251,25 +253,31 @@ def gate(row: Row) -> str:
         "launched": written + more,
         "frame": frame,
         "prepared": prepared,
-        "typed": typed(row),
+        "annotated": ": Any" if row.alias else "",  # it may be None
     }
     body = (FOLDER / "gate.py.in").read_text().replace("def ${key}(", "def _${key}(")
     return "".join(Template(part).substitute(holes) for part in (BEFORE, body, AFTER, EARLIER if row.alias else ""))
 
 
+_ROWS = [row for row in ROWS.values() if row.module == "gates"]
+
+
 def gates() -> str:
     """Return the text of ``gates.py``."""
-    rows = [row for row in ROWS.values() if row.module == "gates"]
-    public = [key for row in rows for key in (row.key, row.alias) if key and not key.startswith("_")]
+    public = [key for row in _ROWS for key in (row.key, row.alias) if key and not key.startswith("_")]
     names = "".join(f'    "{key}",\n' for key in sorted(public))
-    gated = [gate(row) for row in rows if not row.because]
+    gated = [gate(row) for row in _ROWS if not row.because]
     others = [
-        Template(GENERAL if row.launch is None else LISTED).substitute(key=row.key, typed=typed(row))
-        for row in rows
-        if row.because
+        Template(GENERAL if row.launch is None else LISTED).substitute(key=row.key) for row in _ROWS if row.because
     ]
-    return "".join([HEAD, f"\n__all__ = [\n{names}]\n", *gated, "\n# --- the rest ---\n", *others])
+    return "".join([HEAD, f"\n__all__ = [\n{names}]\n", *gated, "\n# --- the rest ---\n", *others, "\n"])
+
+
+def stub() -> str:
+    """Return the text of ``gates.pyi``."""
+    return "".join([STUB, *map(typed, _ROWS), "\n"])
 
 
 if __name__ == "__main__":
     (FOLDER / "gates.py").write_text(gates())
+    (FOLDER / "gates.pyi").write_text(stub())
