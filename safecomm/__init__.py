@@ -139,7 +139,6 @@ from safecomm.graphs import settle_before_capture as settle_before_capture
 from safecomm.patching.patch import bypassed as bypassed
 from safecomm.patching.patch import is_patched as is_patched
 from safecomm.patching.patch import original as original
-from safecomm.patching.patch import past as past
 from safecomm.patching.patch import patch as patch
 from safecomm.patching.patch import patched as patched
 from safecomm.patching.patch import unpatch as unpatch
@@ -174,7 +173,7 @@ _OWN = (
     "memory_report", "original", "patch", "patched", "pending", "record_memory", "record_plan",
     "settle_before_capture", "unpatch", "use_arena",
 )  # fmt: skip
-"""The public names that are safecomm's own, beside the calls that are wrapped; ``past`` is deprecated, and not here."""
+"""The public names that are safecomm's own, beside the calls that are wrapped."""
 
 
 def _is_torchs(thing: object) -> bool:

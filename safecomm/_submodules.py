@@ -1,7 +1,4 @@
-"""``import safecomm.fsdp``: the submodules of ``torch.distributed``, under our name, the very same objects.
-
-Pickles of version 0.1 name modules that have moved since. Those are found under the old name too.
-"""
+"""``import safecomm.fsdp``: the submodules of ``torch.distributed``, under our name, the very same objects."""
 
 from __future__ import annotations
 
@@ -16,19 +13,10 @@ from types import ModuleType
 _OURS = "safecomm."
 _THEIRS = "torch.distributed."
 
-_MOVED = {
-    "safecomm.captures": "safecomm.core.captures",
-    "safecomm.entries": "safecomm.core.holds",
-    "safecomm.ledger": "safecomm.core.drain",
-    "safecomm.peers.choice": "safecomm.peers.limits",
-    "safecomm.work": "safecomm.core.work",
-}
-"""Where modules are now of which version 0.1 had something public."""
-
 
 def _meant(name: str) -> str:
     """Return the name under which the module called ``name`` here is imported."""
-    return _MOVED.get(name) or _THEIRS + name[len(_OURS) :]
+    return _THEIRS + name[len(_OURS) :]
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -42,7 +30,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         first = ".".join(name.split(".")[:2])
         ours = importlib.machinery.PathFinder.find_spec(first, sys.modules["safecomm"].__path__)
         # A folder of stubs, which type checkers read, is no module: it has no loader.
-        if ours is not None and ours.loader is not None and name not in _MOVED:
+        if ours is not None and ours.loader is not None:
             return None
         try:
             found = importlib.util.find_spec(_meant(name))

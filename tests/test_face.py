@@ -339,7 +339,6 @@ def test_every_own_name_is_exported_once_and_says_where_it_is_from():
         if issubclass(type(thing), (type, types.FunctionType))  # isinstance() would make torch's reduce_op warn
         and thing.__module__.split(".")[0] == "safecomm"
         and not name.startswith("_")
-        and name != "past"  # which is deprecated, and in no list
     }
     new = {name: thing for name, thing in own.items() if not hasattr(c10d, name)}
     assert sorted(new) == sorted(NEW)
@@ -367,6 +366,26 @@ def test_wrapped_functions_look_like_the_originals(name):
 def test_pickle_finds_wrapped_functions_again(name):
     thing = getattr(safecomm, name)
     assert pickle.loads(pickle.dumps(thing)) is thing
+
+
+@pytest.mark.parametrize("name", [name for name in NEW if name.endswith("Error")])
+def test_a_pickled_error_says_what_it_said(name):
+    error = getattr(safecomm, name)(f"what {name} says")
+    again = pickle.loads(pickle.dumps(error))
+    assert (type(again), again.args, str(again)) == (type(error), error.args, str(error))
+
+
+@on(2)
+def test_a_pickled_figure_is_the_same():
+    limits = safecomm.LowLatencyLimits(one_shot=1024, two_shot=4096, scatter=0, gather=2048)
+    with safecomm.use_arena("64KiB", "cpu") as arena:
+        kept = safecomm.empty(100)
+        work = safecomm.all_reduce(torch.ones(1000), async_op=True)
+        (pending,) = safecomm.pending()
+        for figures in (limits, pending, arena.stats(), safecomm.memory_report()):
+            assert pickle.loads(pickle.dumps(figures)) == figures
+        work.wait()
+        del kept
 
 
 def test_pickle_in_another_interpreter():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import pickle
 import sys
 import threading
 from collections import OrderedDict
@@ -21,7 +20,7 @@ from safecomm.core import holds
 from safecomm.core.captures import CapturedGraph
 from safecomm.core.drain import drain_ledger
 from safecomm.core.handoffs import Handoff
-from safecomm.core.holds import HANDED_OFF, Hold, Queue, first_of, leave_all_empty, leave_empty
+from safecomm.core.holds import Hold, Queue, first_of, leave_all_empty, leave_empty
 from safecomm.core.ledger import Ledger
 from safecomm.core.recorded_uses import RecordedUseQueue
 from safecomm.core.streams import HOST
@@ -394,17 +393,6 @@ def test_memory_is_taken_from_aliases_of_all_types() -> None:
 
 
 # --- what is shown ----------------------------------------------------------------------------------------------------
-
-
-def test_the_state_that_had_another_name_still_compares_equal_to_it() -> None:
-    with pytest.warns(DeprecationWarning, match="called 'handed off' now"):
-        assert HANDED_OFF == "trailing"
-    with pytest.warns(DeprecationWarning, match="called 'handed off' now"):
-        assert not HANDED_OFF.__ne__("trailing")
-    assert HANDED_OFF == "handed off"
-    assert HANDED_OFF != "recorded"
-    assert {HANDED_OFF: 1}["handed off"] == 1
-    assert type(pickle.loads(pickle.dumps(HANDED_OFF))) is str
 
 
 def test_a_graph_says_what_it_is_and_holds(device, ledger) -> None:

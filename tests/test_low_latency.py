@@ -27,7 +27,7 @@ import torch
 import torch.distributed as stock
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import launch, on, signal_to_peers, wait_for_signal
+from ranks import launch, on, run_program, signal_to_peers, wait_for_signal
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from watching import Log, Sees, slowed
 
@@ -1245,6 +1245,17 @@ def test_the_runner_switches_it_on_everywhere(tmp_path):
     environment["SAFECOMM_LOW_LATENCY"] = "1"
     by_variable = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     assert by_variable.stdout == "[None]\n"
+
+
+@pytest.mark.parametrize(("value", "found"), [("", {}), ("0", {}), ("limits.json", {None: "limits.json"})])
+def test_what_the_variable_may_say_besides(value, found, monkeypatch):
+    monkeypatch.setenv("SAFECOMM_LOW_LATENCY", value)
+    ended = run_program(
+        "import safecomm\nfrom safecomm.collectives.takers import ENGINES\n"
+        "print({group: engine._limits for group, engine in ENGINES.items()})"
+    )
+    ended.check()
+    assert ended.out == f"{found}\n"
 
 
 # --- tuning ---------------------------------------------------------------------------------------------------------

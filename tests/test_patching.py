@@ -361,17 +361,6 @@ def outcome(library, call, setting):
 
 
 @on(2)
-def test_the_older_name_of_bypassed_warns_and_answers():
-    with safecomm.patched(strict=True):
-        safecomm.original("all_reduce")(torch.ones(2))
-        with pytest.warns(DeprecationWarning, match=r"safecomm\.bypassed\(\)") as warned:
-            assert safecomm.past() == safecomm.bypassed()
-        assert safecomm.bypassed()
-    assert [one.filename for one in warned] == [__file__]
-    assert "past" not in safecomm.__all__
-
-
-@on(2)
 def test_strict_tells_what_goes_past_and_from_where():
     group = stock.group.WORLD
     with safecomm.patched(strict=True):

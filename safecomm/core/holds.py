@@ -15,7 +15,6 @@ import itertools
 import threading
 import time
 import types
-import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
@@ -32,29 +31,6 @@ K = TypeVar("K", bound=Hashable)
 
 SHARE = 8
 """The share of a queue's budget, one part in this many, that may come between two looks at its events."""
-
-
-class _State(str):
-    """A state that had another name in version 0.1, which still compares equal, with a DeprecationWarning."""
-
-    __slots__ = ()
-
-    __hash__ = str.__hash__
-
-    def __eq__(self, other: object) -> bool:
-        if type(other) is str and str.__eq__(other, "trailing"):
-            warnings.warn("the state 'trailing' is called 'handed off' now", DeprecationWarning, stacklevel=2)
-            return True
-        return bool(str.__eq__(self, other))
-
-    def __ne__(self, other: object) -> bool:
-        return not self == other
-
-    def __reduce__(self) -> tuple[type[str], tuple[str]]:
-        return str, (str(self),)
-
-
-HANDED_OFF = _State("handed off")
 
 
 @dataclass(frozen=True)
@@ -123,7 +99,7 @@ class Hold:
     @property
     def state(self) -> str:
         """What :attr:`Pending.state` says."""
-        return HANDED_OFF
+        return "handed off"
 
     @property
     def nbytes(self) -> int:

@@ -35,7 +35,7 @@ class Recording:
     calls: dict[str, int] = field(default_factory=dict)
     """How often each collective was called, also those that held nothing."""
     program: str = ""
-    """What ran; earlier versions did not say."""
+    """What ran; ``""`` where the file does not say."""
 
 
 def read_recording(path: Path) -> Recording:

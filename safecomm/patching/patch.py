@@ -7,7 +7,6 @@ import logging
 import os
 import threading
 import types
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -193,12 +192,6 @@ def bypassed() -> dict[str, int]:
     {}
     """
     return dict(_state.last_strict.bypassed) if _state.last_strict is not None else {}
-
-
-def past() -> dict[str, int]:
-    """Return what :func:`bypassed` does. Deprecated: version 0.1 called it so, and the next release has it no more."""
-    warnings.warn("safecomm.past() is called safecomm.bypassed() now", DeprecationWarning, stacklevel=2)
-    return bypassed()
 
 
 def strict() -> bool:
