@@ -8,9 +8,9 @@ multiplies, and scatters its output, and a backward that goes the same way back.
 size with the length. "tiled" works on 2048 tokens at a time, holds only the inputs of the layers, which were scattered,
 and computes the rest again: nothing does but the buffers of the communication. "recompute" is that without tiles, so
 that the activations inside of a layer do; "keep" holds those to the backward. With "arena" the buffers of the
-communication, what is gathered and what is scattered, come from an arena whose size is that of a recorded pass over all
-lengths. "overhead" is the peak of what is reserved, minus the peak of what the program has in use without an arena. An
-existing FILE keeps the programs that are not run again.
+communication, what is gathered and what is scattered, come from an arena whose size passes over all lengths have found
+to be enough. "overhead" is the peak of what is reserved, minus the peak of what the program has in use without an
+arena. An existing FILE keeps the programs that are not run again.
 """
 
 import argparse
@@ -95,6 +95,22 @@ def step(length, weights, library, program):
         del product, inner, kept
 
 
+def enough(lengths, weights, program):
+    """Return the bytes of an arena in which steps of these lengths find room on all ranks, by trial."""
+    nbytes, lacking = MIB, True
+    while lacking:
+        with safecomm.use_arena(nbytes) as arena:
+            for length in lengths:
+                step(length, weights, safecomm, program)
+            torch.cuda.synchronize()
+            stats = arena.stats()
+        torch.cuda.empty_cache()
+        found = torch.tensor([stats.fallbacks, stats.enough], device="cuda")
+        stock.all_reduce(found, stock.ReduceOp.MAX)
+        lacking, nbytes = found.tolist()
+    return nbytes
+
+
 def run(way, program, out):
     local = int(os.environ["LOCAL_RANK"])
     torch.cuda.set_device(local)
@@ -113,12 +129,9 @@ def run(way, program, out):
     step(512, weights, safecomm, program)
     arena = None
     if way == "arena":
-        with safecomm.record_plan() as plan:
-            for length in sorted(set(order)):
-                step(length, weights, safecomm, program)
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        arena = safecomm.Arena.from_plan(plan)
+        lengths = sorted(set(order)) * 3
+        random.Random(6).shuffle(lengths)
+        arena = safecomm.Arena(enough(lengths, weights, program))
         safecomm.use_arena(arena).__enter__()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()

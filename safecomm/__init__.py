@@ -75,9 +75,7 @@ from safecomm._version import __version__ as __version__
 from safecomm.arena import Arena as Arena
 from safecomm.arena import ArenaStats as ArenaStats
 from safecomm.arena import BucketStats as BucketStats
-from safecomm.arena import Plan as Plan
 from safecomm.arena import empty as empty
-from safecomm.arena import record_plan as record_plan
 from safecomm.arena import use_arena as use_arena
 from safecomm.collectives.bucketed import bucketed as bucketed
 from safecomm.collectives.coalesced import _coalescing_manager as _coalescing_manager
@@ -168,10 +166,10 @@ _LAZY = {
 _OWN = (
     "Arena", "ArenaError", "ArenaFullError", "ArenaStats", "BucketStats", "CaptureBoundaryError", "CapturedGraph",
     "Lease", "LiveGraphError", "LowLatencyError", "LowLatencyLimits", "P2POp", "PeerTimeoutError", "Pending",
-    "PendingWorkError", "Plan", "RecordStreamError", "SafecommError", "StaleGraphError", "Work", "avoid_record_streams",
+    "PendingWorkError", "RecordStreamError", "SafecommError", "StaleGraphError", "Work", "avoid_record_streams",
     "bucketed", "bypassed", "drain", "empty", "functional", "graph", "is_patched", "leaks", "low_latency",
-    "memory_report", "original", "patch", "patched", "pending", "record_memory", "record_plan",
-    "settle_before_capture", "unpatch", "use_arena",
+    "memory_report", "original", "patch", "patched", "pending", "record_memory", "settle_before_capture", "unpatch",
+    "use_arena",
 )  # fmt: skip
 """The public names that are safecomm's own, beside the calls that are wrapped."""
 

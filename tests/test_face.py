@@ -63,8 +63,8 @@ CLASSES = ["Work", "P2POp"]
 NEW = [
     "Arena", "ArenaError", "ArenaFullError", "ArenaStats", "BucketStats", "CaptureBoundaryError",
     "CapturedGraph", "Lease", "LiveGraphError", "LowLatencyError", "PeerTimeoutError", "Pending", "PendingWorkError",
-    "Plan", "RecordStreamError", "SafecommError", "StaleGraphError", "avoid_record_streams", "bucketed", "bypassed",
-    "drain", "empty", "graph", "is_patched", "original", "patch", "patched", "pending", "record_plan",
+    "RecordStreamError", "SafecommError", "StaleGraphError", "avoid_record_streams", "bucketed", "bypassed",
+    "drain", "empty", "graph", "is_patched", "original", "patch", "patched", "pending",
     "settle_before_capture", "unpatch", "use_arena",
 ]  # fmt: skip
 
@@ -172,7 +172,7 @@ def test_completion_shows_no_internals():
     assert set(dir(safecomm.Work())) == {*dir(stock.Work), "inner", "nbytes", "op", "site"}
     with safecomm.use_arena("1MiB", device="cpu") as arena:
         assert {name for name in dir(arena) if name[0] != "_"} == {
-            "check", "close", "device", "empty", "from_plan", "map", "nbytes", "offset", "owns", "stats",
+            "check", "close", "device", "empty", "map", "nbytes", "offset", "owns", "stats",
         }  # fmt: skip
 
 
@@ -324,11 +324,6 @@ def test_contexts_tell_what_they_are_and_whether_they_are_entered():
     assert repr(used) == "<use_arena(<Arena of 1048576 bytes on cpu>): outside>"
     with used:
         assert repr(used).endswith("inside>")
-    planned = safecomm.record_plan("cpu")
-    with planned:
-        safecomm.empty(4)
-        assert repr(planned) == "<record_plan(): inside, 1 requests>"
-    assert repr(planned) == "<record_plan(): outside, 1 requests>"
     assert repr(safecomm.low_latency()) == "<low_latency(): off: it was not switched on>"
 
 

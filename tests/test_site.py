@@ -189,7 +189,7 @@ def test_the_search_and_the_scheme_work_from_the_disk_and_served_by_keys_alone(s
 @needs_browser
 @needs_mkdocs
 def test_the_reference_has_a_signature_of_all_that_is_called(site, browser):
-    for place in ("graphs graph", "arena use_arena", "arena record_plan", "diagnostics leaks.watch"):
+    for place in ("graphs graph", "arena use_arena", "arena empty", "diagnostics leaks.watch"):
         page, name = place.split()
         browser.open((site / "reference" / f"{page}.html").as_uri())
         after = f"document.getElementById('safecomm.{name}').parentElement.querySelector('.doc-signature').textContent"

@@ -80,8 +80,8 @@ def test_paths_circles_and_imports_of_the_core_are_found(tmp_path):
 def test_modules_of_the_package_are_told_from_its_names(package):
     """An import of a name out of a package is one of the package, and of a module out of it one of that module."""
     known = set(package.imports)
-    assert {"safecomm", "safecomm.arena", "safecomm.arena.plan"} <= known
-    assert "safecomm.arena.plan" in package.imports["safecomm.arena"]
+    assert {"safecomm", "safecomm.arena", "safecomm.arena.stats"} <= known
+    assert "safecomm.arena.stats" in package.imports["safecomm.arena"]
     assert "safecomm.arena" in package.imports["safecomm"]
     assert "safecomm._submodules" in package.imports["safecomm"]
     assert len(known) == len(list(size.ROOT.joinpath("safecomm").rglob("*.py")))

@@ -48,7 +48,6 @@ import safecomm.fspd
 from safecomm.fsdp import FullyShardedDataParalel
 with dist.use_arena("1GiB") as arena: arena.statistics()
 with dist.graph(torch.cuda.CUDAGraph()) as captured: captured.bytes
-with dist.record_plan() as plan: plan.request
 with dist.avoid_record_streams() as avoided: avoided.count
 with dist.low_latency() as engine: engine.call
 with dist.leaks.watch() as watched: watched.leak
@@ -62,7 +61,7 @@ work.wait()
 with dist.use_arena("1GiB", full="raise") as arena: buffer: torch.Tensor = arena.empty(4)
 with dist.graph(torch.cuda.CUDAGraph()) as captured: captured.nbytes + 1
 with dist.avoid_record_streams("count", release="order") as avoided: avoided.calls + 1
-with dist.patched(strict=True), dist.bucketed(), dist.record_plan() as plan: plan.save("plan.json")
+with dist.patched(strict=True), dist.bucketed(): pass
 from safecomm.fsdp import FullyShardedDataParallel
 from safecomm.tensor.parallel import ColwiseParallel
 from safecomm.checkpoint.state_dict import get_state_dict

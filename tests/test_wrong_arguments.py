@@ -81,17 +81,9 @@ OWN = {
         "dtype": {"None"},
         "bucket": {"empty"},
     },
-    "Arena.from_plan": {
-        "plan": set(),
-        "device": {"None"},
-        "full": set(),
-        "check": {"None"},
-        "register": {"None"},
-    },
     "Arena.offset": {"tensor": set()},
     "Arena.owns": {"tensor": {"tensor", "one", "whole"}},
     "LowLatencyLimits": {field.name: {"three", "zero"} for field in dataclasses.fields(safecomm.LowLatencyLimits)},
-    "Plan": {"requests": {"nothing"}},
     "avoid_record_streams": {"mode": set(), "release": set(), "this_thread": {"true"}, "strict": {"true"}},
     "bucketed": {"bucket_mb": {"None", "three", "half", "typo", "empty"}, "group": {"None"}},
     "drain": {"wait": {"true"}, "timeout": TIMES, "group": {"None"}},
@@ -122,7 +114,6 @@ OWN = {
     "patch": {"strict": {"None", "true"}, "avoid_record_streams": {"None", "true"}},
     "patched": {"strict": {"None", "true"}, "avoid_record_streams": {"None", "true"}},
     "record_memory": {"path": {"typo"}, "interval": {"three", "half"}},
-    "record_plan": {"device": {"None"}},
     "settle_before_capture": {"timeout": TIMES},
     "use_arena": {
         "arena": {"three"},
@@ -167,7 +158,7 @@ def public():
     named = {name: getattr(safecomm, name) for name in safecomm._OWN}
     named |= {f"functional.{name}": getattr(functional, name) for name in functional.__all__}
     named |= {f"leaks.{name}": getattr(leaks, name) for name in leaks.__all__}
-    named |= {f"Arena.{name}": getattr(safecomm.Arena, name) for name in ("empty", "from_plan", "offset", "owns")}
+    named |= {f"Arena.{name}": getattr(safecomm.Arena, name) for name in ("empty", "offset", "owns")}
     for name, thing in named.items():
         failure = isinstance(thing, type) and issubclass(thing, Exception)
         if callable(thing) and not failure and name not in MADE_BY_SAFECOMM and name != "P2POp":
@@ -181,7 +172,6 @@ def parameters(thing):
 RIGHT = {
     "Arena": lambda: {"nbytes": 4096, "device": "cpu"},
     "Arena.empty": lambda: {"size": (3,)},
-    "Arena.from_plan": lambda: {"plan": a_plan(), "device": "cpu"},
     "LowLatencyLimits": lambda: dict.fromkeys(("one_shot", "two_shot", "scatter", "gather"), 0),
     "empty": lambda: {"size": (3,)},
     "graph": lambda: {"cuda_graph": object.__new__(torch.cuda.CUDAGraph)},
@@ -193,16 +183,10 @@ RIGHT = {
 """The other arguments of each call, where it needs some."""
 
 
-def a_plan():
-    with safecomm.record_plan("cpu") as plan:
-        safecomm.empty(4)
-    return plan
-
-
 def attempt(name, parameter, value):
     """Make a call that is right but for one argument; return what was raised, None if it was accepted."""
     of, _, rest = name.partition(".")
-    arena = safecomm.Arena(4096, "cpu") if of == "Arena" and rest not in ("", "from_plan") else None
+    arena = safecomm.Arena(4096, "cpu") if of == "Arena" and rest else None
     if arena is not None:
         function = getattr(arena, rest)
     else:
@@ -330,8 +314,7 @@ VALUES = st.recursive(
 ONLY_ONE_KIND = [
     (name, parameter)
     for name, parameter in CALLS
-    if OWN[name][parameter] <= {"None", "true"} and (name, parameter) != ("record_plan", "device")
-    and not (name == "Plan" or parameter in ("newer", "device", "owners"))
+    if OWN[name][parameter] <= {"None", "true"} and parameter not in ("newer", "device", "owners")
 ]  # fmt: skip
 
 

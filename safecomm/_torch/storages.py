@@ -121,8 +121,8 @@ def _notices_death(kind: Callable[[torch.UntypedStorage], WeakStorage]) -> bool:
 
 StorageWeakRef: Callable[[torch.UntypedStorage], WeakStorage] = look_up(
     "torch.multiprocessing.reductions.StorageWeakRef", _NeverDead,
-    "record_plan() takes every buffer for needed to the end, leaks.watch() may take one for another, and where "
-    "references are not counted, an arena takes no buffer back",
+    "stats().enough of an arena takes all that did not fit for needed at once, leaks.watch() may take one for another, "
+    "and where references are not counted, an arena takes no buffer back",
     _notices_death,
 )  # fmt: skip
 """A weak reference to a storage, whose ``expired()`` says whether the storage has died."""

@@ -22,7 +22,6 @@ from torch.distributed import ProcessGroup
 from safecomm import _torch, arguments
 from safecomm.arena.arguments import Full, bytes_of, device_of, options_of, shape_of
 from safecomm.arena.layout import Layout
-from safecomm.arena.plan import Plan
 from safecomm.arena.size_class import SizeClass, Slot, idle, rounded
 from safecomm.arena.stats import ArenaStats, bucket_stats, lines_of
 from safecomm.arena.stats import BucketStats as BucketStats
@@ -165,37 +164,6 @@ class Arena:
         self._start(block, self.index, streams, full, sizes, check)
         OPEN[self.index] = self
 
-    @classmethod
-    def from_plan(
-        cls,
-        plan: Plan,
-        device: torch.device | str | int | None = None,
-        *,
-        full: Full = "fallback",
-        check: ProcessGroup | None = None,
-        register: ProcessGroup | None = None,
-    ) -> Arena:
-        """Return an arena of exactly the bytes and buckets that a recorded program needs: see :class:`record_plan`.
-
-        Parameters
-        ----------
-        plan
-            The requests of the program.
-        device, full, check, register
-            As for the class.
-
-        Raises
-        ------
-        ValueError
-            For a plan without requests. Also as the class does.
-        """
-        arguments.check("Arena.from_plan", arguments.is_a("a Plan", Plan), plan=plan)
-        if not plan.requests:
-            raise ValueError("Arena.from_plan(): nothing was asked for while the plan was recorded")
-        arena = cls(plan.nbytes, device, full=full, buckets=plan.buckets, check=check, register=register)
-        arena._layout.exact = True
-        return arena
-
     def _start(
         self, block: torch.Tensor, index: int, streams: Streams, full: Full, buckets: dict[str, int],
         check: ProcessGroup | None,
@@ -213,6 +181,8 @@ class Arena:
         self._ended = ""
         self._fallbacks = self._fallback_bytes = self._enough = 0
         self._warned = False
+        # The ordinary memory that requests got for want of room, and the bytes that each lacked.
+        self._outside: list[tuple[_torch.WeakStorage, int]] = []
         self._log: list[tuple[str, int, int]] = []  # call site, bytes and place of each request since the last check
         self._layout = Layout(block.numel(), buckets, idle)
         # By the arguments and the stream of a request. Requests that are logged are not here, nor those of captures.
@@ -457,6 +427,7 @@ class Arena:
     def _fall_back(self, shape: tuple[int, ...], dtype: torch.dtype, stream: int, bucket: str) -> torch.Tensor:
         """Return ordinary memory for a request that got no slot, or raise ArenaFullError, as ``full`` says."""
         nbytes = math.prod(shape) * dtype.itemsize
+        lacking = 0
         capture = self._capture(stream) if stream > 0 else 0
         unseen, held_off = capture and capture not in captures.RECORDING, self._layout.changing
         if unseen:
@@ -465,7 +436,10 @@ class Arena:
             why = "asked for by a finalizer or a signal handler, in the middle of another request"
         else:
             free = self._layout.buckets[bucket]
-            enough = self._layout.nbytes + rounded(nbytes) - free.tail
+            self._outside = [one for one in self._outside if not one[0].expired()]
+            # What else found no room and still lives would have the end of the block.
+            lacking = rounded(nbytes) - (0 if self._outside else free.tail)
+            enough = self._layout.nbytes + sum(one[1] for one in self._outside) + lacking
             self._enough = max(self._enough, enough)
             where = f"{free.end - free.start} bytes"
             where = f"bucket {bucket!r} of {where}" if bucket else where
@@ -480,7 +454,10 @@ class Arena:
                 "%r: %d bytes at %s are ordinary memory: %s (reported once, counted in stats())",
                 self, nbytes, call_site(), why,
             )  # fmt: skip
-        return torch.empty(shape, dtype=dtype, device=self._device)
+        tensor = torch.empty(shape, dtype=dtype, device=self._device)
+        if lacking > 0:
+            self._outside.append((_torch.StorageWeakRef(tensor.untyped_storage()), lacking))
+        return tensor
 
     def _alloc_stream_of(self, pointer: int) -> int | None:
         place = pointer - self._base

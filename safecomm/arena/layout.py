@@ -1,6 +1,6 @@
 """Layout: where the slots of a block lie, and which slot a request gets.
 
-Nothing here knows of tensors or devices, so that a plan can be tried out without memory. A function tells the layout
+Nothing here knows of tensors or devices, so that it can be tried out without memory. A function tells the layout
 whether a slot is in use.
 
 An idle slot stays in its *size class*, where the next request of the same kind finds it: no search, and the same
@@ -73,7 +73,6 @@ class Layout:
         self._retired: dict[
             object, Slot
         ] = {}  # slots that were freed, to be live again with the storage that they have
-        self.exact = False  # the block has no more room than a plan needs, in which each step begins with all of it
         self.lock: AbstractContextManager[object] = threading.RLock()
         self.changing: bool = False
 
@@ -113,8 +112,8 @@ class Layout:
             try:
                 free = self.buckets[bucket]
                 size_class = self._size_classes.get(key)
-                if self.exact or free.fragmented:
-                    self._coalesce_for_step(free, size_class, usable)
+                if free.fragmented:
+                    self._coalesce_for_step(free, usable)
                 slot = None if size_class is None else size_class.search(self._is_idle)
                 if slot is not None:
                     return slot, NO_STREAMS
@@ -149,7 +148,7 @@ class Layout:
 
         Where the room is short, a step may have to begin at other places than the last one.
         """
-        if self.exact or self.buckets[size_class.bucket].fragmented:
+        if self.buckets[size_class.bucket].fragmented:
             return None
         with self.lock:
             return size_class.search(self._is_idle)
@@ -164,35 +163,18 @@ class Layout:
         room = free.end - free.start - size
         return room >= 0 and sum([slot.end - slot.start for slot in free.in_use(self._is_idle)]) <= room
 
-    def _coalesce_for_step(
-        self, free: FreeList, size_class: SizeClass | None, usable: Callable[[frozenset[int]], bool]
-    ) -> None:
-        """Free the slots of a bucket if a step begins, with this request, that must not begin as the last one did.
+    def _coalesce_for_step(self, free: FreeList, usable: Callable[[frozenset[int]], bool]) -> None:
+        """Free the slots of a bucket if a step begins, whose last one needed places that it could not have begun with.
 
-        A step begins when no slot of the bucket is in use. It must begin anew in two cases. Either the last step needed
-        places that it could not have begun with. Or the block is ``exact``, and the request would not get the first
-        place of the bucket but one behind it, in the way of all later requests. Otherwise the slots stay: a freed range
-        has to be ordered after all streams that used a part of it, and is in no size class any more. They also stay
-        where they would not be ``usable``, as in a capture.
-
-        Parameters
-        ----------
-        free
-            The bucket.
-        size_class
-            What the request is for; None if it is the first of its kind.
-        usable
-            Tells whether a range can be used that some streams used last.
+        A step begins when no slot of the bucket is in use. Otherwise the slots stay: a freed range has to be ordered
+        after all streams that used a part of it, and is in no size class any more. They also stay where they would not
+        be ``usable``, as in a capture.
         """
-        if not free.all_idle(self._is_idle):
-            return
         if (
-            not free.fragmented
-            and size_class is not None
-            and free.start in [slot.start for slot in (*size_class.slots, *size_class.ready)]
+            free.starts
+            and free.all_idle(self._is_idle)
+            and usable(frozenset([self.live[start].size_class.alloc_stream for start in free.starts]))
         ):
-            return
-        if free.starts and usable(frozenset([self.live[start].size_class.alloc_stream for start in free.starts])):
             free.fragmented = False
             self.coalesce_free()
 

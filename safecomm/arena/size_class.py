@@ -155,7 +155,7 @@ class SizeClass:
         slot
             A slot of this class.
         is_idle
-            :func:`idle`, or what stands for it in a plan.
+            :func:`idle`, or what stands for it without memory.
         of_graph
             Whether a slot that only its own graph refers to counts as idle.
         """

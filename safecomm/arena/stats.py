@@ -51,7 +51,8 @@ class ArenaStats:
     fallback_bytes: int
     """Bytes of these requests."""
     enough: int
-    """The capacity with which there would have been room for every request until now."""
+    """The capacity that has room for the requests until now: the block, and what did not fit and was needed at once.
+    Places may lose a little more, which another run in an arena of this size tells."""
     buckets: tuple[BucketStats, ...] = field(default=())
     """Each bucket."""
 

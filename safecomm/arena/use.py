@@ -16,19 +16,16 @@ from torch.distributed import ProcessGroup
 from safecomm import arguments
 from safecomm.arena.arena import OPEN, Arena
 from safecomm.arena.arguments import Full, bytes_of, device_of
-from safecomm.arena.plan import Plan, Recorder
 from safecomm.block import Block
 from safecomm.errors import SafecommError
 
 log: logging.Logger = logging.getLogger("safecomm")
 
-IN_USE: dict[int, Arena | Recorder] = {}
+IN_USE: dict[int, Arena] = {}
 """The arena in use on each device, by the device's index. One for all threads, because backward runs in others."""
 
-_order: dict[
-    object, Arena | Recorder
-] = {}  # the arenas in use, the innermost last, by a key for each time that one was entered
-_innermost: list[Arena | Recorder] = []  # the last arena of ``_order``, if there is any
+_order: dict[object, Arena] = {}  # the arenas in use, the innermost last, by a key for each time that one was entered
+_innermost: list[Arena] = []  # the last arena of ``_order``, if there is any
 _made: list[Arena] = []  # the arenas that are closed when they are no longer in use
 _lock = threading.RLock()  # for changes of these
 
@@ -62,7 +59,7 @@ def would_be_used(index: int) -> bool:
     return index in IN_USE or bool(_wanted and index not in OPEN)
 
 
-def in_use(index: int) -> Arena | Recorder | None:
+def in_use(index: int) -> Arena | None:
     """Return the arena in use on the device with ``index``, which it may have to make; None if there is none."""
     arena = IN_USE.get(index)
     if arena is None and _wanted and index not in OPEN:
@@ -111,7 +108,7 @@ class use_arena(Block):  # noqa: N801
         check: ProcessGroup | None = None,
         register: ProcessGroup | None = None,
     ) -> None:
-        self._made = not isinstance(arena, (Arena, Recorder))
+        self._made = not isinstance(arena, Arena)
         if not self._made and (full != "fallback" or any(x is not None for x in (device, buckets, check, register))):
             raise ValueError(f"use_arena({arena!r}): expected nothing else, which is for an arena that it makes")
         self.arena: Arena = (
@@ -192,39 +189,6 @@ def _choose(index: int) -> None:
         IN_USE[index] = others[-1]
     else:
         IN_USE.pop(index, None)
-
-
-class record_plan:  # noqa: N801
-    """Inside of it, requests to an arena on ``device`` are recorded, for :meth:`Arena.from_plan`.
-
-    The memory is ordinary. Entering returns the :class:`Plan`, which is complete on leaving. Record one typical step of
-    the program, or one of each kind, but not the first: it asks for buffers that it keeps for good.
-
-    Examples
-    --------
-    >>> with record_plan("cpu") as plan:
-    ...     buffer = empty(1000, dtype=torch.uint8)
-    >>> arena = Arena.from_plan(plan, device="cpu")
-    >>> arena.nbytes
-    1024
-    >>> arena.close()
-    """
-
-    def __init__(self, device: torch.device | str | int | None = None) -> None:
-        self._recorder = Recorder(device)
-        self._use = use_arena(self._recorder)  # type: ignore[arg-type]
-
-    def __repr__(self) -> str:
-        where = "inside" if self._use._entered else "outside"
-        return f"<record_plan(): {where}, {len(self._recorder.plan.requests)} requests>"
-
-    def __enter__(self) -> Plan:
-        self._use.__enter__()
-        return self._recorder.plan
-
-    def __exit__(self, *error: object) -> None:
-        self._use.__exit__(None)
-        self._recorder.end()
 
 
 def empty(
