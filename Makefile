@@ -1,4 +1,4 @@
-# make demo        show what it is for: on the GPUs of this machine, or as it was recorded; the page is build/demo.html
+# make demo        show what it is for: on the GPUs of this machine, or as it was recorded
 # make lint        ruff, and what mypy and pyright say of the types
 # make test        lint, types, and the tests that need no GPU, with a fifth of the random programs
 # make test-all    the same with all of them, and what takes long; SAFECOMM_TESTS_SEED=7 for other programs
@@ -34,8 +34,7 @@ PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-comp
 .PHONY: demo lint test test-all coverage compat gpu-test bench dist docs clean venv
 
 demo: $(READY)
-	@mkdir -p build
-	@$(BIN)/safecomm demo --html build/demo.html $(ARGS)
+	@$(BIN)/safecomm demo $(ARGS)
 
 lint: $(READY_FOR_TESTS)
 	$(BIN)/ruff check .

@@ -121,18 +121,7 @@ def _demo_arguments(parser: argparse.ArgumentParser) -> None:
         "--device", choices=("auto", "cpu", "cuda"), default="auto",
         help="cuda: run it on GPUs; cpu: show what was recorded on GPUs (default: GPUs if there are two)",
     )  # fmt: skip
-    where = "the page to write (default: in a new temporary directory)"
-    parser.add_argument("--html", type=Path, metavar="PATH", help=where)
     parser.add_argument("--json", type=Path, metavar="PATH", help="also write what was found to PATH")
-    group = parser.add_argument_group("on GPUs")
-    group.add_argument("--world", type=int, metavar="N", help="ranks (default: every GPU)")
-    group.add_argument("--layers", type=int, metavar="N", help="layers of an iteration (default: 8)")
-    group.add_argument("--iterations", type=int, metavar="N", help="iterations of a pass (default: 5)")
-    group.add_argument("--rows", type=int, metavar="N", help="rows of a layer's result (default: what fits)")
-    group.add_argument("--cols", type=int, metavar="N", help="columns of a layer's result (default: what fits)")
-    group.add_argument("--dtype", metavar="TYPE", help="element type (default: bfloat16)")
-    group.add_argument("--passes", type=int, metavar="N", help="measured passes of each way (default: 3)")
-    group.add_argument("--limit", type=float, metavar="S", help="seconds that a way may take (default: 120)")
 
 
 def _run_arguments(parser: argparse.ArgumentParser) -> None:
@@ -188,10 +177,10 @@ _Arguments = Callable[[argparse.ArgumentParser], None]
 COMMANDS: dict[str, tuple[_Arguments, str, tuple[tuple[str, str], ...]]] = {
     "demo": (
         _demo_arguments,
-        "show the memory of one program with record_stream and with safecomm, in two pictures and a page",
+        "show the memory of one program with record_stream and with safecomm, in two pictures",
         (
             ("demo", "on the GPUs of this machine, or as it was recorded"),
-            ("demo --html /tmp/page.html", "the page goes there"),
+            ("demo --json /tmp/demo.json", "what was found goes there, too"),
         ),
     ),
     "run": (

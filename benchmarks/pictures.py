@@ -18,7 +18,7 @@ from safecomm.diagnostics.plot import plot
 from safecomm.diagnostics.units import MIB
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-RECORDED = ROOT / "safecomm" / "recorded"
+RECORDED = ROOT / "benchmarks" / "results" / "snapshots"
 PICTURES = ROOT / "docs" / "pictures"
 TITLES = {"stock": "torch.distributed and record_stream", "safecomm": "the same program, with safecomm"}
 INKS = {"light": "#1f2328", "dark": "#e6edf3"}

@@ -1,12 +1,12 @@
-"""Memory snapshots of the forum's program, with record_stream and under safecomm, for the report and its tests.
+"""Memory snapshots of the forum's program, with record_stream and under safecomm, for the demo and the report.
 
-    torchrun --nproc-per-node 2 benchmarks/record_snapshots.py --out safecomm/recorded
-    python -m safecomm report safecomm/recorded/stock.pickle safecomm/recorded/safecomm.pickle --html page.html
+    torchrun --nproc-per-node 2 benchmarks/record_snapshots.py --out benchmarks/results/snapshots
+    python -m safecomm report benchmarks/results/snapshots/*.pickle --html page.html
 
 Eight layers by five iterations of a matmul and an all_reduce on a side stream, as in the forum thread that the library
 began with. ``stock`` calls record_stream; ``safecomm`` is the same program inside of ``avoid_record_streams()``. Rank 0
-writes both, trimmed (the history of its device, the lines of Python, no folders), and ``figures.json`` with what the
-allocator itself counted.
+writes both, trimmed (the history of its device, the lines of Python, no folders), ``figures.json`` with what the
+allocator itself counted, and what the demo draws of them.
 """
 
 import argparse
@@ -23,6 +23,9 @@ import torch
 import torch.distributed as stock
 
 import safecomm
+from safecomm.diagnostics.snapshot import read_snapshot
+from safecomm.tools.demo import program as of_demo
+from safecomm.tools.demo import show
 
 LAYERS, ITERATIONS = 8, 5
 ROWS, COLS = 4096, 8192
@@ -116,6 +119,18 @@ def measure(name, x, weights, side, path):
     }
 
 
+def drawn(folder):
+    """Return what the demo draws of the snapshots in ``folder``, as its own run on GPUs returns it."""
+    figures = json.loads((folder / "figures.json").read_text())
+    found = {name: figures[name] for name in ("device", "torch", "date")}
+    pictures = []
+    for name, title in zip(("stock", "safecomm"), of_demo.TITLES, strict=True):
+        (trace,) = read_snapshot(folder / f"{name}.pickle").traces
+        steps = [list(step) for step in zip(trace.times, trace.allocated, trace.unusable, strict=True)]
+        pictures.append({"title": title, "steps": steps})
+    return {**found, "rows": ROWS, "pictures": pictures}
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", required=True, type=Path)
@@ -139,6 +154,7 @@ def main():
         figures[name] = measure(name, x, weights, side, arguments.out / f"{name}.pickle")
     if stock.get_rank() == 0:
         (arguments.out / "figures.json").write_text(json.dumps(figures, indent=1) + "\n")
+        show.RECORDED.write_text(json.dumps(drawn(arguments.out)) + "\n")
         total = sum(path.stat().st_size for path in arguments.out.iterdir())
         print(json.dumps(figures, indent=1), f"\n{total} bytes in {arguments.out}", flush=True)
     safecomm.destroy_process_group()

@@ -166,7 +166,7 @@ def snapshot(dice: random.Random) -> bytes:
 
     kind = dice.random()
     if kind < 0.05:
-        tree = pickle.loads((HERE.parent / "safecomm" / "recorded" / "stock.pickle").read_bytes())
+        tree = pickle.loads((HERE.parent / "benchmarks" / "results" / "snapshots" / "stock.pickle").read_bytes())
     elif kind < 0.5:
         tree = snapshots.forum(stripes=True, layers=2, iterations=2)[0].snapshot()
     else:

@@ -33,7 +33,7 @@ from safecomm.diagnostics.snapshot_report import lines_of
 LAYER = "/home/me/train.py:21 in layer"
 GONE = "/home/me/train.py:23 in layer"
 
-RECORDED = Path(safecomm.__file__).parent / "recorded"
+RECORDED = Path(__file__).parents[1] / "benchmarks" / "results" / "snapshots"
 """Snapshots of a real run, by ``benchmarks/record_snapshots.py``."""
 
 
@@ -744,6 +744,12 @@ def test_a_real_recording_can_be_reported(tmp_path):
     (report,) = make_reports([made.path])
     assert "collectives held 0 B at the most" in report.summary[0]
     make_page([report])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a folder that not even root can write to")
+def test_a_page_that_can_not_be_written_is_one_line_and_status_2(capsys):
+    assert main(["report", str(RECORDED / "stock.pickle"), "--html", "/proc/page.html"]) == 2
+    assert capsys.readouterr().err.startswith("python -m safecomm report: --html: /proc/page.html can't be written: ")
 
 
 # --- snapshots of a real run ----------------------------------------------------------------------------------------

@@ -153,9 +153,7 @@ DATA = {
     "py.typed",
     "diagnostics/page.css",
     "diagnostics/page.js",
-    "recorded/stock.pickle",
-    "recorded/safecomm.pickle",
-    "recorded/figures.json",
+    "tools/demo/recorded.json",
 }
 """What the package reads besides Python. The wheel takes the folder whole."""
 

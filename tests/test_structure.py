@@ -259,7 +259,7 @@ def words(value):
 
 
 RESULTS = [
-    path for folder in ("benchmarks/results", "safecomm/recorded") for path in (ROOT.parent / folder).glob("*.json")
+    path for folder in ("benchmarks/results", "safecomm/tools/demo") for path in (ROOT.parent / folder).rglob("*.json")
 ]
 
 

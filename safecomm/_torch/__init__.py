@@ -32,7 +32,6 @@ list. A test that replaces ``_torch.x`` replaces it for the rest of safecomm, an
 #     names          how a name is looked up and tried out, and what is reported of it
 
 from safecomm._torch.allocator import end_allocation_to_pool as end_allocation_to_pool
-from safecomm._torch.allocator import memory_history as memory_history
 from safecomm._torch.allocator import segments as segments
 from safecomm._torch.autograd import forward_ad as forward_ad
 from safecomm._torch.autograd import increment_versions as increment_versions

@@ -1,17 +1,16 @@
-"""Torch's caching allocator of CUDA: what it has, what it did, and the end of a capture that failed."""
+"""Torch's caching allocator of CUDA: what it has, and the end of a capture that failed."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from safecomm._torch.names import look_up, of_cuda
+from safecomm._torch.names import of_cuda
 
 
 def segments() -> list[dict[str, Any]]:
@@ -56,26 +55,3 @@ _end_allocation: Callable[[int, tuple[int, int]], None] | None = of_cuda(
     _EARLIER if hasattr(torch._C, _EARLIER) else "_cuda_endAllocateToPool", None, _AFTER_FAILURE
 )
 _release_pool: Callable[[int, tuple[int, int]], None] | None = of_cuda("_cuda_releasePool", None, _AFTER_FAILURE)
-
-_WITHOUT_HISTORY = "the demo writes no snapshots, and demo --html says so"
-_record_history: Callable[..., None] | None = look_up(
-    "torch.cuda.memory._record_memory_history", None, _WITHOUT_HISTORY
-)
-_dump_snapshot: Callable[[str], None] | None = look_up("torch.cuda.memory._dump_snapshot", None, _WITHOUT_HISTORY)
-
-
-@contextlib.contextmanager
-def memory_history(path: Path) -> Iterator[None]:
-    """Record what the caching allocator does inside, with the lines of Python, and write a snapshot to ``path``.
-
-    Writes nothing if this torch keeps no history.
-    """
-    if _record_history is None or _dump_snapshot is None:
-        yield
-        return
-    _record_history(stacks="python")
-    try:
-        yield
-        _dump_snapshot(str(path))
-    finally:
-        _record_history(enabled=None)

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
@@ -60,19 +59,14 @@ def _demo(options: argparse.Namespace) -> int:
     from safecomm.tools.demo import pictures
     from safecomm.tools.demo.show import demo
 
-    page: Path = options.html or Path(tempfile.mkdtemp(prefix="safecomm-demo-"), "safecomm-demo.html")
-    for name, path in (("html", page), ("json", options.json)):
-        if path is not None and (path.is_dir() or not os.access(path.absolute().parent, os.W_OK)):
-            raise ValueError(f"--{name}: {path} can't be written; name another place")
-    names = ("world", "layers", "iterations", "rows", "cols", "dtype", "passes", "limit")
-    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-    found = demo(options.device, given, _say)
-    _write_page(page, found.reports)
-    if options.json is not None:
-        options.json.write_text(json.dumps(found.to_json(), indent=1) + "\n")
+    path: Path | None = options.json
+    if path is not None and (path.is_dir() or not os.access(path.absolute().parent, os.W_OK)):
+        raise ValueError(f"--json: {path} can't be written; name another place")
+    found = demo(options.device)
+    if path is not None:
+        path.write_text(json.dumps(found.to_json(), indent=1) + "\n")
     letters = pictures.BLOCKS if pictures.BLOCKS.fit(sys.stdout.encoding or "ascii") else pictures.PLAIN
     _print(found.text(shutil.get_terminal_size().columns, letters, colour=_coloured()))
-    _print(f"\n{page.absolute()}")
     if not found.ok:
         raise SafecommError("not all came out as it must")
     return DONE

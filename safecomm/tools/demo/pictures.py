@@ -5,11 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from safecomm.diagnostics.snapshot import read_snapshot
-
-_MIB = 1 << 20
+MIB = 1 << 20
 _ROWS = 10
 _MARGIN = 12
 """Letters to the left of a picture: a figure, and the axis."""
@@ -46,12 +43,8 @@ class Picture:
     """What one run had of a GPU's memory."""
 
     title: str
-    duration: float
-    """Seconds."""
     steps: list[tuple[float, int, int]]
-    """Since when so many bytes were in use, and so many freed that could not be given out again yet."""
-    allocations: int
-    """How many were made meanwhile."""
+    """Since how many seconds so many bytes were in use, and so many freed that could not be given out again yet."""
 
     @property
     def peak(self) -> int:
@@ -68,7 +61,7 @@ class Picture:
         found: list[tuple[int, int]] = []
         place, now = 0, (0, 0)
         for number in range(count):
-            end = self.duration * (number + 1) / count
+            end = self.steps[-1][0] * (number + 1) / count
             most = now
             while place < len(self.steps) and (self.steps[place][0] < end or number == count - 1):
                 now = self.steps[place][1:]
@@ -76,13 +69,6 @@ class Picture:
                 place += 1
             found.append(most)
         return found
-
-
-def read(title: str, path: Path) -> Picture:
-    """Return the picture of a memory snapshot of torch: of the device on which the most happened."""
-    trace = max(read_snapshot(path).traces, key=lambda one: len(one.blocks))
-    steps = list(zip(trace.times, trace.allocated, trace.unusable, strict=True))
-    return Picture(title, trace.duration, steps, sum(block.made > 0 for block in trace.blocks))
 
 
 def draw(pictures: Sequence[Picture], width: int, letters: Letters = BLOCKS, *, colour: bool = False) -> str:
@@ -107,7 +93,7 @@ def _drawn(pictures: Sequence[Picture], cells: int, top: int, peaks: dict[int, i
     lines = [f"{'':{_MARGIN}}" + "   ".join(f"{one.title[:cells]:{cells}}" for one in pictures)]
     for row in range(_ROWS, 0, -1):
         level = (row - 0.5) / _ROWS * top
-        label = f"{peaks[row] // _MIB} MiB" if row in peaks else ""
+        label = f"{peaks[row] // MIB} MiB" if row in peaks else ""
         drawn = [
             letters.axis
             + "".join(
