@@ -265,7 +265,7 @@ class Arena:
 
     def _empty(self, size: Any, dtype: torch.dtype, stream: int, bucket: str, last: bool = False) -> torch.Tensor:
         self._refuse_ended("Arena.empty()")
-        shape = shape_of(size, dtype, "Arena.empty()")
+        shape = shape_of(size, dtype)
         arguments.check("Arena.empty", arguments.one_of(self._layout.buckets), bucket=bucket)
         with self._layout.lock:
             self._refuse_ended("Arena.empty()")  # another thread may have closed the arena meanwhile

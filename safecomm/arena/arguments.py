@@ -48,23 +48,23 @@ def bytes_of(size: int | str, what: str = "size") -> int:
     return size
 
 
-def shape_of(size: tuple[Any, ...], dtype: object, operation: str) -> tuple[int, ...]:
-    """Return the shape that ``empty(*size, dtype=dtype)`` asks for; ``operation``: the call, for messages.
+def shape_of(size: tuple[Any, ...], dtype: object) -> tuple[int, ...]:
+    """Return the shape that ``empty(*size, dtype=dtype)`` asks an arena for.
 
     Raises ValueError or TypeError for a shape that is none, or has no elements, or a type that is none.
     """
     given = size[0] if len(size) == 1 and isinstance(size[0], (tuple, list)) else size
     if not all(map(arguments.WHOLE.fits, given)):
-        raise TypeError(f"{operation}: expected a shape of integers, got {', '.join(map(arguments.shown, given))}")
+        raise TypeError(f"Arena.empty(): expected a shape of integers, got {', '.join(map(arguments.shown, given))}")
     shape = tuple(map(operator.index, given))
     if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"{operation}: expected a torch.dtype, got dtype={arguments.shown(dtype)}")
+        raise TypeError(f"Arena.empty(): expected a torch.dtype, got dtype={arguments.shown(dtype)}")
     if min(shape, default=1) < 0:
-        raise ValueError(f"{operation}: negative size in the shape {shape}")
+        raise ValueError(f"Arena.empty(): negative size in the shape {shape}")
     if 0 in shape:
-        raise ValueError(f"{operation}: the shape {shape} has no elements, and so no memory to take from an arena")
+        raise ValueError(f"Arena.empty(): the shape {shape} has no elements, and so no memory to take from an arena")
     if math.prod(shape) * dtype.itemsize > LARGEST:
-        raise ValueError(f"{operation}: expected a shape of at most {LARGEST} bytes")
+        raise ValueError(f"Arena.empty(): expected a shape of at most {LARGEST} bytes")
     return shape
 
 
