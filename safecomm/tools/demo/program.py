@@ -96,12 +96,13 @@ def _rank(rank: int, rows: int, folder: str) -> None:
     for title, reduce in zip(TITLES, (dist.all_reduce, all_reduce), strict=True):
         ours: AbstractContextManager[object] = avoid_record_streams()
         with ours if reduce is all_reduce else contextlib.nullcontext():
-            for _ in range(2):  # the first is not measured
-                torch.cuda.synchronize()
-                drain(wait=True)
-                gc.collect()
-                dist.barrier()
-                result, steps = run_program(x, weights, side, reduce)
+            run_program(x, weights, side, reduce)  # once to warm up
+            torch.cuda.synchronize()
+            drain(wait=True)
+            gc.collect()
+            dist.barrier()
+            torch.cuda.synchronize()
+            result, steps = run_program(x, weights, side, reduce)
         results.append(result.cpu())
         del result
         pictures.append({"title": title, "steps": steps})
