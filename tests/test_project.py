@@ -128,7 +128,7 @@ def test_each_command_of_the_tutorial_runs_and_says_what_the_page_says(tmp_path)
     commands = "".join(fenced(TUTORIAL)).splitlines()
     assert len(commands) == 6
     for name in ("stock", "safecomm"):  # what the commands write on GPUs
-        shutil.copy(ROOT / "safecomm" / "recorded" / f"{name}.pickle", tmp_path)
+        shutil.copy(ROOT / "benchmarks" / "results" / "snapshots" / f"{name}.pickle", tmp_path)
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     printed = ""
     for command in commands:
