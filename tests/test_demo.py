@@ -257,9 +257,10 @@ def test_two_ranks_run(tmp_path):
     ],
 )
 def test_ranks_that_do_not_end_well(words, limit, said):
+    others = {*multiprocessing.active_children()}  # of tests that ran before
     with pytest.raises(safecomm.SafecommError, match=said):
         program.launch(_end, words, limit=limit)
-    assert not multiprocessing.active_children()
+    assert {*multiprocessing.active_children()} <= others
 
 
 HANGING = """
