@@ -543,7 +543,8 @@ def brief():
         ("host us: `all_reduce` on a side stream, `wait_stream`", theirs, round(theirs + more, 2)),
         (f"host us: `all_reduce` on its allocation stream ({times['world']} {card(times)})", reduce["stock"],
          reduce["safecomm"]),
-        (f"`low_latency()`, CUDA graph: `all_reduce` of 8 KiB, us ({four['world']} GPUs; symmetric memory {torchs})", nccl, ours),
+        (f"`low_latency()`, CUDA graph: `all_reduce` of 8 KiB, us ({four['world']} GPUs; symmetric memory {torchs})",
+         nccl, ours),
     ]  # fmt: skip
     where = f"{results['world']} x {card(results)}, torch {results['torch'].split('+')[0]}"
     return table((where, "torch.distributed", "safecomm"), rows)
