@@ -36,6 +36,14 @@ def one(watched):
     return watched.leaks[0]
 
 
+def test_it_tells_its_state():
+    model = torch.nn.Linear(2, 2)
+    with leaks.watch(model, log_leaks=False) as watched:
+        kept = [model(torch.ones(1, 2)).sum() for _ in range(3)]
+    assert repr(watched) == f"<leaks.watch(): {len(watched.leaks)} leaks in 3 steps>"
+    assert kept
+
+
 # --- a context that keeps what it was given back: Transformer Engine #1935 ------------------------------------------
 
 

@@ -397,3 +397,11 @@ def test_what_run_records_says_what_ran(tmp_path):
     assert done.status == 0
     (path,) = (tmp_path / "memory").iterdir()
     assert read_recording(path).program == "train.py"
+
+
+def test_it_tells_its_state(tmp_path):
+    recording = safecomm.record_memory(tmp_path / "own.jsonl")
+    assert repr(recording).endswith("own.jsonl'): not recording>")
+    with recording:
+        assert repr(recording).endswith("own.jsonl'): recording>")
+    assert repr(recording).endswith("not recording>")

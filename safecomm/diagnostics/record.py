@@ -200,6 +200,9 @@ class record_memory(contextlib.ContextDecorator):  # noqa: N801
     def _recreate_cm(self) -> record_memory:
         return record_memory(self._base, interval=self._interval)
 
+    def __repr__(self) -> str:
+        return f"<record_memory({str(self._base)!r}): {'not recording' if self._thread is None else 'recording'}>"
+
     def __enter__(self) -> record_memory:
         self.start()
         return self

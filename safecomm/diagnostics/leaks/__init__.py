@@ -138,6 +138,9 @@ class watch:  # noqa: N801
         self._made = Made()
         self._unwaited_before = 0
 
+    def __repr__(self) -> str:
+        return f"<leaks.watch(): {len(self.leaks)} leaks in {self.steps} steps>"
+
     def __enter__(self) -> watch:
         self._old = _variables()
         for module in self.owners:
