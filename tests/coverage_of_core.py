@@ -37,8 +37,8 @@ WHY_NOT: dict[tuple[str, str, str, str], str] = {
     (
         "captures.py",
         "",
-        'if hasattr(torch.cuda.graphs, "register_graph_capture_start_hook"):  # torch 2.14',
-        "torch.cuda.graphs.register_graph_capture_start_hook(_note_place)",
+        'if register := getattr(torch.cuda.graphs, "register_graph_capture_start_hook", None):  # torch 2.14',
+        "register(_note_place)",
     ): "The figures are of a torch that has no such hook. `make compat` runs one that has.",
     (
         "work.py",

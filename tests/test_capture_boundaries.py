@@ -379,7 +379,7 @@ def test_arguments_are_a_graphs_where_the_current_stream_is_captured_s6(device, 
     graph, captured = capturing()
     outside = device.allocate(0, 64).as_subclass(OnDevice)
     host = device.allocate(None, 64)
-    sparse: Any = SimpleNamespace(is_cuda=True, layout=torch.sparse_coo, get_device=lambda: INDEX)
+    sparse: Any = SimpleNamespace(is_meta=False, is_cuda=True, layout=torch.sparse_coo, get_device=lambda: INDEX)
     captures.note("all_reduce", group, [host, sparse, outside], sys._getframe())
     device.switch(2)
     captures.note("all_gather", group, [outside], sys._getframe())

@@ -380,7 +380,9 @@ CUT = """
 @pytest.mark.parametrize("width", [390, 1280, 1600])
 def test_no_word_is_broken_and_no_table_cut_at_any_width(pair, tmp_path, width, dark):
     recording(tmp_path / "run.rank0.jsonl", 0, 1, unusable=300 * MIB)
-    recorded = [Path(snapshots.__file__).parents[1] / "safecomm" / "recorded" / name.name for name in pair]
+    recorded = [
+        Path(snapshots.__file__).parents[1] / "benchmarks" / "results" / "snapshots" / name.name for name in pair
+    ]
     page = tmp_path / "x.html"
     page.write_text(make_page(make_reports([*recorded, tmp_path / "run.jsonl"])), encoding="utf-8")
     browser = Browser()
