@@ -310,7 +310,7 @@ def latency():
 
 
 def latency_of_two():
-    results, soak = load("low_latency.json"), load("low_latency_soak.json")
+    results, soaks = load("low_latency.json"), ("low_latency_soak.json", "low_latency_soak_4.json")
     kinds = results["ratio by operation and type"]
     nccl, torchs, ours = took(results["us in graphs"]["all_reduce"][str(8 << 10)])
     large = results["us in graphs"]["all_reduce"][str(64 << 20)]
@@ -320,8 +320,18 @@ def latency_of_two():
         f"- The largest ratio to NCCL over {len(kinds)} operations and types was "
         f"{max(ratio for sizes in kinds.values() for ratio in sizes.values())}.\n"
         f"- An eager `all_reduce` of 8 KiB takes {results['host us, 8 KiB']['ratio']} of the host time of torch's.\n"
-        f"- A soak made {soak['replayed']:,} replayed calls and {soak['eager']:,} eager ones: {soak['wrong']} wrong "
-        f"elements, {soak['stuck']} hangs.\n" + source("low_latency.json", "low_latency_soak.json")
+        + "".join(map(soaked, soaks))
+        + source("low_latency.json", *soaks)
+    )
+
+
+def soaked(name):
+    soak = load(name)
+    errors = [run["seconds until an error"] for run in soak["runs"] if "seconds until an error" in run]
+    stopped = max((f"; of a rank that stops, an error after {one['took']:g} seconds" for one in errors), default="")
+    return (
+        f"- A soak on {soak['world']} GPUs made {soak['replayed']:,} replayed calls and {soak['eager']:,} eager ones: "
+        f"{soak['wrong']} wrong elements, {soak['stuck']} hangs{stopped}.\n"
     )
 
 
