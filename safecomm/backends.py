@@ -48,7 +48,8 @@ class Kind:
     """Its works say when they are complete. Else ``is_completed()`` is False for ever, and of a dropped handle the
     future is asked."""
     records: bool = False
-    """Its asynchronous collectives call ``record_stream`` for all that they use, so that the allocator keeps it."""
+    """Its asynchronous collectives call ``record_stream`` for all that they use, so that the allocator keeps it. Its
+    sends and receives run on the current stream."""
 
 
 NCCL = Kind("nccl", direct=True, stream_ordered=True, wait_is_stream_order=True, single_call_equivalent=True)

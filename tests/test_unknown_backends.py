@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import sys
+import types
 import typing
 import weakref
 
@@ -370,12 +371,27 @@ def test_record_stream_keeps_only_what_the_allocator_gives_out(monkeypatch):
     monkeypatch.setattr(holding, "kind_for", lambda group, index: backends.NCCL4PY)
     with contextlib.closing(safecomm.Arena("1MiB", device="cpu")) as arena:
         ordinary, buffer = torch.ones(8).untyped_storage(), arena.empty(8).untyped_storage()
-        assert holding._handle_for(None, 0, (ordinary,), True)[1]
-        assert not holding._handle_for(None, 0, (ordinary, buffer), True)[1]
-        assert not holding._handle_for(None, 0, (object(),), True)[1]
+        assert handle_for(0, (ordinary,), True)[1]
+        assert not handle_for(0, (ordinary, buffer), True)[1]
+        assert not handle_for(0, (object(),), True)[1]
         monkeypatch.setattr(holding, "kind_for", lambda group, index: backends.PYTHON)
-        assert holding._handle_for(None, HOST, (buffer,), True)[1]
+        assert handle_for(HOST, (buffer,), True)[1]
         del buffer
+
+
+def handle_for(index, storages, ordered):
+    return holding._handle_for("isend", None, index, storages, ordered, sys._getframe())
+
+
+def test_a_send_of_nccl4py_is_a_use_on_the_current_stream_s1_s3(monkeypatch):
+    """So what it uses is held where it was allocated on another stream, and its handle alone holds it besides."""
+    monkeypatch.setattr(holding, "kind_for", lambda group, index: backends.NCCL4PY)
+    uses, storage = [], torch.ones(8).untyped_storage()
+    monkeypatch.setattr(holding, "LEDGER", types.SimpleNamespace(hand_off=lambda *given: uses.append(given[3])))
+    assert handle_for(0, (storage,), False)[1]
+    assert uses == [(storage,)]
+    assert handle_for(0, (storage,), True)[1]
+    assert uses == [(storage,)]  # of a collective record_stream tells the allocator
 
 
 @pytest.mark.parametrize(
@@ -388,4 +404,4 @@ def test_record_stream_keeps_only_what_the_allocator_gives_out(monkeypatch):
 def test_who_is_waited_for_once(monkeypatch, kind, index, ordered, once):
     """On a device each wait orders another stream. On the host a second one may hang, as that for a gloo send does."""
     monkeypatch.setattr(holding, "kind_for", lambda group, index: kind)
-    assert (type(holding._handle_for(None, index, (), ordered)[0]) is OnceWork) is once
+    assert (type(handle_for(index, (), ordered)[0]) is OnceWork) is once

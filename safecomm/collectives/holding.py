@@ -224,7 +224,9 @@ def _ends_in_order(row: Row, group: object, index: int) -> bool:
     return row.ordered and (row.pollable or index != HOST or kind_for(group, HOST).pollable_p2p)
 
 
-def _handle_for(group: object, index: int, storages: tuple[object, ...], ordered: bool) -> tuple[Work, bool]:
+def _handle_for(
+    op: str, group: object, index: int, storages: tuple[object, ...], ordered: bool, frame: types.FrameType
+) -> tuple[Work, bool]:
     """Return a handle for a work of any backend, and whether the work is kept with the others of its group.
 
     It is not, of a backend that relies on ``record_stream``, where that does nothing: for memory that is not the
@@ -232,7 +234,9 @@ def _handle_for(group: object, index: int, storages: tuple[object, ...], ordered
     """
     kind = kind_for(group, index)
     if kind.records:
-        ordered = ordered and all(type(one) is torch.UntypedStorage and one.resizable() for one in storages)
+        if not ordered:  # a send or receive is among them, which runs on the current stream
+            LEDGER.hand_off(op, group, index, storages, frame)
+        ordered = all(type(one) is torch.UntypedStorage and one.resizable() for one in storages)
     once = not (kind.tells or index != HOST) or not (ordered or kind.pollable_p2p)
     return handle(once=once), ordered
 
@@ -248,7 +252,7 @@ def _hold_work(
         if type(inner) is not c10d.Work:  # somebody's own, of which only wait() need be what it says
             work.needs_full_wait = "only its wait() can be trusted"
         return work
-    work, ordered = _handle_for(group, index, storages, ordered)
+    work, ordered = _handle_for(row.name, group, index, storages, ordered, frame)
     return ROUTES.hold(work, row.name, inner, group, index, storages, frame, staged=row.staged, unordered=not ordered)
 
 
@@ -297,9 +301,10 @@ def hold_region(cm: Any, group: object, region: Region, frame: types.FrameType) 
     storages = storages_of(uses.tensors)
     if cm.works:
         (inner,) = cm.works
-        work, ordered = _handle_for(group, index, storages, region.ordered)
+        op = "_coalescing_manager"
+        work, ordered = _handle_for(op, group, index, storages, region.ordered, frame)
         ROUTES.hold(
-            work, "_coalescing_manager", inner, group, index, storages, frame, aliases=tuple(uses.aliases),
+            work, op, inner, group, index, storages, frame, aliases=tuple(uses.aliases),
             staged=uses.staged, unordered=not ordered, alloc_stream=alloc_stream_of_few(index, storages),
         )  # fmt: skip
         cm.works[:] = [work]

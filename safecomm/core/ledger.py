@@ -109,8 +109,6 @@ class WorkHold(Hold):
             return
         # A wait orders a stream, and perhaps only the first one does: the caller's may still come. So the host waits.
         with streams.using(index, streams.spare(index)), streams.relaxed_capture_mode():
-            with contextlib.suppress(Exception):  # it has none
-                self.inner.get_future().wait()
             self.inner.wait()
             event = streams.record_event(index, streams.spare(index))
             while not streams.query_event(event):

@@ -13,6 +13,7 @@ import importlib.util
 import json
 import os
 import sys
+import time
 
 import torch
 import torch.distributed as stock
@@ -113,11 +114,22 @@ def lists_on_another_stream(library, group=None):
     return ends.tolist() == [number + 1.0 for number in range(world)]
 
 
+def until_nothing_is_watched():
+    """Wait until torch's watchdog asks no events any more, as it does once a second: that ends a capture.
+
+    It asks those of works that nobody has waited for, until it finds them complete.
+    """
+    module = sys.modules.get("torch.distributed._watchdog")
+    while module and module._get_watchdog()._stream_monitors:
+        time.sleep(0.05)
+
+
 def captured(library, layers, group=None):
     """Capture layers of 32 MiB with an asynchronous all_reduce in each: MiB of the graph; check what it replays."""
     x = torch.ones(8 * MIB, device="cuda")
     library.all_reduce(x.clone(), group=group, async_op=True).wait()
     settled()
+    until_nothing_is_watched()
     before, graph = torch.cuda.memory_reserved(), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         y = x
