@@ -8,6 +8,7 @@ and the final parameters' hash are equal to the bit, rank by rank.
 """
 
 import argparse
+import concurrent.futures
 import hashlib
 import importlib.util
 import json
@@ -231,11 +232,10 @@ def main():
     results = {"command": "python tests/gpu/frameworks.py", "torch": torch.__version__, "device": arguments.device}
     if not importlib.util.find_spec("megatron"):
         results["not run"] = "Megatron-core, which is not installed"
-    found = {}
-    for mode in MODES:
-        found[mode] = of_torch(mode, arguments)
-        if "not run" not in results:
-            found[mode] |= of_megatron(mode, arguments)
+    trainers = (of_torch,) if "not run" in results else (of_torch, of_megatron)
+    with concurrent.futures.ThreadPoolExecutor() as threads:  # a start takes most of the time
+        jobs = {mode: [threads.submit(train, mode, arguments) for train in trainers] for mode in MODES}
+    found = {mode: {name: said for job in jobs[mode] for name, said in job.result().items()} for mode in MODES}
     results["about"] = found["stock"].pop("about", None)
     failures = 0
     for name, wanted in found["stock"].items():
