@@ -42,7 +42,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from points import HOOK, DeadlockError, TurnLock, Turns, instrumented
+from points import HOOK, Turns, instrumented
 from simulated import (
     INDEX,
     ArenaDevice,
@@ -60,6 +60,7 @@ from simulated import (
     routes_of,
 )
 from simulated import call_sync as sync
+from turns import DeadlockError, TurnLock
 
 from safecomm import _torch, record_stream, stream_methods
 from safecomm.arena import Arena, use

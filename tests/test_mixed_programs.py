@@ -11,7 +11,7 @@ import mixed_programs
 import pytest
 from amount import SEED, share
 from mixed_programs import run_many
-from points import TurnLock
+from turns import TurnLock
 
 from safecomm.arena import arena as arena_module
 from safecomm.arena import layout as layout_module
