@@ -243,6 +243,22 @@ def test_works_that_do_not_tell_are_left_alone_where_they_may_never_end_s7(devic
     del other
 
 
+def test_a_send_that_another_thread_launches_meanwhile_and_drops_is_waited_for_too_s3_s7(device, ledger) -> None:
+    """Nobody but a wait tells that it is over, so a drain that only looks at it would never end."""
+    group = FakeGroup(device, "gloo")
+    call(ledger, group, [device.allocate(None, 64)], index=HOST)
+
+    def sleep(_: float) -> None:
+        assert sleeping.call_count < 10, "it looks for ever"
+        if sleeping.call_count == 1:
+            call(ledger, group, [device.allocate(None, 64)], index=HOST, p2p=True)
+        device.run()
+
+    with mock.patch("safecomm.core.drain.time.sleep", side_effect=sleep) as sleeping:
+        assert drain_ledger(ledger, wait=True) == 0
+    device.settle()
+
+
 def test_what_only_waits_for_others_from_now_on_is_not_waited_for_s7(device, ledger) -> None:
     """Another thread waits for a functional result meanwhile, and keeps it: there is nothing that could be over."""
     launched = call(ledger, FakeGroup(device, "nccl"), [device.allocate(0, 64)])

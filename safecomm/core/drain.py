@@ -101,11 +101,7 @@ def await_works(ledger: Ledger, timeout: timedelta | None, group: object, *, unp
     stream of a device of anything held is part of a capture.
     """
     _refuse_in_capture(ledger, ())
-    deadline = _deadline(timeout)
-    for hold in ledger.holds(group) if unpollable else ():
-        if _is_unpollable(hold):
-            _await_unpollable(ledger, hold, deadline)
-    _await_all(ledger, group, deadline, unpollable=unpollable)
+    _await_all(ledger, group, _deadline(timeout), unpollable=unpollable)
 
 
 def await_before_capture(ledger: Ledger, timeout: timedelta | None) -> None:
@@ -159,8 +155,10 @@ def _await_all(ledger: Ledger, group: object, deadline: float | None, *, unpolla
         ledger.sweep(thorough=True)
         return hold.awaits_others or hold not in hold.queue.holds
 
-    # Again and again, because a work can become a handoff.
+    # Again and again, because a work can become a handoff, and another thread can launch one.
     while holds := [hold for hold in _unfinished(ledger, group) if unpollable or not _is_unpollable(hold)]:
+        for hold in filter(_is_unpollable, holds):
+            _await_unpollable(ledger, hold, deadline)
         _await(holds, gone, deadline)
 
 
