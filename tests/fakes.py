@@ -352,7 +352,8 @@ class FakeHostWork:
             self.fate = ""
             raise RuntimeError("timed out")
         while self.bit & ~self.device.done:
-            self.device.run()
+            if not self.device.run():
+                self.device.finish()
         if self.fate:
             raise RuntimeError("the connection was closed")
         self.waited = True

@@ -6,6 +6,9 @@ backend, its works, and streams, events and graphs of ``torch.cuda``. Gates, rou
 ledger and all else are the ones that users have.
 
 A process is one rank. What its peers do reaches it as the moment at which a kernel can complete: see :class:`Peer`.
+
+It has two threads, of which one runs at a time (``turns.py``). The other one may get its turn wherever safecomm asks
+the device or the backend, or takes or leaves a lock. Time passes when the program says so.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import importlib.util
 import json
 import os
 import sys
+import threading
 import time
 import types
 from collections.abc import Callable, Iterator
@@ -25,6 +29,18 @@ import torch.distributed as stock
 import torch.distributed.distributed_c10d as c10d
 
 assert "safecomm" not in sys.modules, "front is to be imported before safecomm"
+
+clock = time.perf_counter
+"""The time that really passes."""
+
+
+class Clock:
+    """The time that safecomm sees."""
+
+    now = 0.0
+
+
+time.perf_counter = lambda: Clock.now
 
 # A package of that name without its modules, so that two of them can be changed before any other is there.
 _spec = importlib.util.find_spec("safecomm")
@@ -44,11 +60,16 @@ from fakes import (  # noqa: E402
     Tenant,
     events_of_torch,
 )
+from turns import TurnLock, Turns  # noqa: E402
 
 import safecomm._torch as _torch  # noqa: E402
 from safecomm.core import streams as _streams  # noqa: E402
 
 HOST = _torch.HOST
+
+
+class Loss(AssertionError):
+    """Something did not come back."""
 
 
 class Peer:
@@ -63,12 +84,18 @@ class Device(ArenaDevice):
     """A device whose kernels of a group complete once each peer has come to them, and that knows ``record_stream``."""
 
     def __init__(self) -> None:
+        self.host = False  # memory that no stream orders is the host's
+        self.room = 1 << 20
+        self.idle = 0  # how often in succession the host has slept although nothing runs
         self.waits: dict[int, list[tuple[Peer, int]]] = {}  # by the bit of a kernel: what of its peers it waits for
         self.upcoming = 0
         self.arena = (0, 0, 0)  # the first address of its block, the one past the last, and the stream
         super().__init__()
         self.recorded: dict[Block, set[int]] = {}  # the streams that the allocator was told of
         self.deferred: list[tuple[int, Block]] = []  # until when memory that has died is not given out
+
+    def capacity(self, index: int) -> int:
+        return self.room
 
     def met(self, op: Operation) -> bool:
         """Return whether all peers have come to the call of ``op``."""
@@ -107,7 +134,7 @@ class Device(ArenaDevice):
             if CAPTURING and self.here().capture:
                 CAPTURING[0].touch(self.blocks_of([tensor]))
         elif tensor.nbytes and not self.has(tensor):
-            self.track(tensor, self._current)
+            self.track(tensor, None if self.host else self._current)
 
     def _start(self, pointer: int) -> int:
         """Return where the block begins that ``pointer`` lies in, as the driver does."""
@@ -148,24 +175,93 @@ class Device(ArenaDevice):
         self._next_capture = lambda: self.upcoming
         super().begin_capture(stream)
 
+    def freed(self, pointer: int) -> None:
+        """Note that the memory at ``pointer`` was freed under whoever refers to it."""
+        _, block = self._live.pop(pointer)
+        past = 0
+        for stream in self.recorded.pop(block, ()):
+            past |= self.streams[stream].eager
+        self.deferred.append((past, block))
+        self.settle()
+
     def has(self, tensor: torch.Tensor) -> bool:
-        """Return whether the memory of ``tensor`` is the device's."""
+        """Return whether the memory of ``tensor`` is the device's, or is used by threads of the host in its place."""
         pointer = tensor.untyped_storage().data_ptr()
         live = self._live.get(pointer)
         first, end, _ = self.arena
         return (live is not None and not live[0].expired()) or first <= pointer < end
+
+    def index_of(self, tensor: torch.Tensor) -> int:
+        """Return the index of the device whose memory ``tensor`` has."""
+        live = self._live.get(tensor.untyped_storage().data_ptr())
+        host = self.host and live is not None and live[1].alloc_stream is None
+        return INDEX if self.has(tensor) and not host else HOST
+
+
+class Alone:
+    """The turns of a program with one thread."""
+
+    second = underway = False
+    left = 0
+
+    def point(self) -> None:
+        """Nothing happens here."""
+
+    finish = close = point
 
 
 class Answers:
     """What ``core.streams`` asks of a GPU, answered by the device of the program that is running."""
 
     device: Device
+    turns: Turns | Alone = Alone()
 
     def __getattr__(self, name: str) -> Any:
         def ask(*given: Any) -> Any:
+            Answers.turns.point()
             return getattr(Answers.device, name)(*given)
 
         return ask
+
+
+class Lock(TurnLock):
+    """A lock of safecomm's, of the two threads of the program that is running."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._second = False
+
+    @property
+    def _turns(self) -> Any:  # type: ignore[override]
+        return Answers.turns
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        Answers.turns.point()
+        return super().acquire()
+
+    def release(self) -> None:
+        super().release()
+        Answers.turns.point()
+
+
+class Waiter(threading.Thread):
+    """A thread of safecomm's, which has come to its end when whoever has started it goes on."""
+
+    def start(self) -> None:
+        left, Answers.turns.left = Answers.turns.left, 0
+        super().start()
+        self.join()
+        Answers.turns.left = left
+
+
+class Threading(types.ModuleType):
+    """``threading``, with locks and threads of the program that is running where safecomm makes them."""
+
+    OURS = types.MappingProxyType({"Lock": Lock, "RLock": Lock, "Thread": Waiter})
+
+    def __getattr__(self, name: str) -> Any:
+        ours = sys._getframe(1).f_globals["__name__"].startswith("safecomm") and name in self.OURS
+        return self.OURS[name] if ours else getattr(threading, name)
 
 
 class Graph(ArenaGraph):
@@ -256,6 +352,7 @@ class Backend:
 
     def call(self, name: str, given: tuple[Any, ...]) -> Any:
         """Launch what a method of the group launches."""
+        Answers.turns.point()
         device = Answers.device
         tensors = list(_flatten(given))
         asynchronous = all(getattr(one, "asyncOp", True) for one in given)
@@ -273,12 +370,13 @@ class Backend:
                 device.waits[op.bit] = [(peer, self.calls) for peer in self.peers]
         if CAPTURING and device.here().capture:
             CAPTURING[0].touch(device.blocks_of(tensors))
+        Answers.turns.point()
         return work
 
     def _launch(self, name: str, tensors: list[torch.Tensor], asynchronous: bool, p2p: bool, fate: str) -> Any:
         if not tensors:
             return None
-        if not all(map(Answers.device.has, tensors)):
+        if HOST in map(Answers.device.index_of, tensors):
             return HostWork(self.group, tensors, p2p, fate if asynchronous else "")
         staged = name in STAGED
         if asynchronous or p2p:
@@ -383,10 +481,11 @@ def forked(ask: Callable[[], Any]) -> Any:
 
 # --- in torch's place -----------------------------------------------------------------------------------------------
 
+sys.modules["threading"] = Threading("threading")
 _inside = contextlib.ExitStack()  # until the process ends
 _inside.enter_context(events_of_torch())
 _streams.CudaStreams = Answers  # type: ignore[assignment, misc]
-_torch.index_of = lambda tensor: INDEX if Answers.device.has(tensor) else HOST
+_torch.index_of = lambda tensor: Answers.device.index_of(tensor)
 _torch.Backend = Backend
 _torch.backend_of = lambda group, kind: BACKENDS.get(id(group))
 _torch.current_device = lambda: INDEX
@@ -418,7 +517,7 @@ def _kernel(function: Any) -> Any:
 
     def launch(*given: Any, **how: Any) -> Any:
         device = Answers.device
-        tensors = [one for one in _flatten([*given, how.get("out")]) if device.has(one)]
+        tensors = [one for one in _flatten([*given, how.get("out")]) if device.index_of(one) == INDEX]
         if tensors:
             device.launch(device.here(), device.blocks_of(tensors))
         return function(*given, **how)
@@ -446,8 +545,13 @@ _BEGIN = vars(Graph)["capture_begin"]
 def _sleep(_: float) -> None:
     """The device goes on while the host waits for it."""
     device = Answers.device
-    if not device.run():
-        device.finish()  # peers come, too
+    if device.pending:
+        device.idle = 0
+        if not device.run():
+            device.finish()  # peers come, too
+    elif device.idle > 100:
+        raise Loss("the host waits for what is over (S3)")
+    device.idle += 1
 
 
 time.sleep = _sleep
@@ -479,6 +583,8 @@ _staging.buffer = _tracked_buffer
 del sys.modules["safecomm"]
 import safecomm  # noqa: E402
 
+sys.modules["threading"] = threading
+
 assert sys.modules["safecomm._torch"] is _torch
 # --- record_stream and the arena --------------------------------------------------------------------------------------
 
@@ -492,7 +598,9 @@ class _Kernel(_torch.Override):
     def __init__(self, operator: str, key: str, function: Any, **how: Any) -> None:
         super().__init__(operator, key, function, **how)
         if operator == "aten::record_stream":
-            self.original = record_stream
+            self.original = lambda tensor, stream: Answers.device.record_stream(
+                getattr(tensor, "tensor", tensor), stream.stream_id
+            )
 
 
 class _Over:
@@ -535,3 +643,4 @@ _arena.device_of = lambda device: (torch.device("cpu"), INDEX)
 _CLASSES = safecomm.backends.CLASSES  # type: ignore[attr-defined]
 _KINDS = safecomm.backends  # type: ignore[attr-defined]
 _CLASSES.update({Nccl: _KINDS.NCCL, Nccl2: _KINDS.NCCL2, Gloo: _KINDS.GLOO})
+_KINDS.SOME_ASK_IN_WAIT = True

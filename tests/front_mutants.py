@@ -10,23 +10,29 @@ what it leaves behind is nobody's.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import front
 import front_programs
-from device import Violation
-from front_programs import Loss, run_one
+from front_programs import run_one
+from turns import TurnLock
 
+from safecomm import _torch
 from safecomm.arena import arena as arenas
+from safecomm.arena.free_list import FreeList
 from safecomm.arena.layout import Layout
-from safecomm.arena.size_class import NO_STREAMS
+from safecomm.arena.size_class import ALIGNMENT, NO_STREAMS, SizeClass
 from safecomm.collectives import bucketed, holding, routes, tensors
 from safecomm.core import captures, handoffs, ledger
-from safecomm.core.recorded_uses import RecordedUses
+from safecomm.core import work as works
+from safecomm.core.recorded_uses import RecordedUse, RecordedUses
+from safecomm.core.stream_order import StreamOrder
 
 BOUND = 1500
 """Programs within which a mutant is to be found."""
@@ -35,9 +41,10 @@ MUTANTS: dict[str, tuple[Callable[[], None], str]] = {}
 """By name: what breaks the rule, and the backend of the programs."""
 
 
-def mutant(backend: str = "nccl") -> Callable[[Callable[[], None]], Callable[[], None]]:
+def mutant(*backends: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
     def add(breaks: Callable[[], None]) -> Callable[[], None]:
-        MUTANTS[breaks.__name__] = breaks, backend
+        for backend in backends or ("nccl",):
+            MUTANTS[breaks.__name__ + f"_{backend}" * (len(backends) > 1)] = breaks, backend
         return breaks
 
     return add
@@ -252,6 +259,18 @@ def a_dropped_handle_releases_at_once() -> None:
 
 
 @mutant()
+def a_graph_gives_back_its_slots_when_it_is_captured() -> None:
+    def around(original: Any) -> Any:
+        def seal(self):  # type: ignore[no-untyped-def]
+            original(self)
+            self._leave_slots()
+
+        return seal
+
+    method(captures.CapturedGraph, "seal", around)
+
+
+@mutant()
 def a_graph_gives_back_what_it_uses_when_it_is_captured() -> None:
     def around(original: Any) -> Any:
         def seal(self):  # type: ignore[no-untyped-def]
@@ -310,9 +329,349 @@ def what_sees_captures_stays_in_place() -> None:
     everywhere(captures.unwatch, lambda who=None: None)
 
 
-@mutant()
+@mutant("nccl", "gloo")
 def what_has_failed_is_released() -> None:
     method(ledger.Ledger, "is_idle", lambda original: lambda *_: True)
+
+
+# --- works, handoffs and recorded uses ------------------------------------------------------------------------------
+
+
+def never_released(kind: type) -> None:
+    kept = []
+
+    def around(original: Any) -> Any:
+        def release(self, hold):  # type: ignore[no-untyped-def]
+            if isinstance(hold, kind):
+                kept.append(hold.storages)
+            original(self, hold)
+
+        return release
+
+    method(ledger.Ledger, "release", around)
+
+
+@mutant("nccl", "gloo")
+def works_are_never_released() -> None:
+    never_released(ledger.WorkHold)
+
+
+@mutant()
+def recorded_uses_are_never_released() -> None:
+    never_released(RecordedUse)
+
+
+@mutant("nccl", "gloo")
+def memory_goes_with_the_handle() -> None:
+    def around(original: Any) -> Any:
+        def hold(queue, work, *more):  # type: ignore[no-untyped-def]
+            original(queue, work, *more)
+            queue.holds.pop(work, None)
+            return work
+
+        return hold
+
+    method(ledger.WorkQueue, "hold", around)
+
+
+@mutant()
+def works_end_in_the_order_in_which_they_were_made() -> None:
+    def around(original: Any) -> Any:
+        def waited(self, work):  # type: ignore[no-untyped-def]
+            for earlier in list(work.queue.holds):
+                if earlier is work:
+                    break
+                self._release_waited(earlier)
+            original(self, work)
+
+        return waited
+
+    method(ledger.Ledger, "waited", around)
+
+
+@mutant()
+def works_too_far_behind_are_released_without_order() -> None:
+    method(ledger.Ledger, "_order", lambda original: lambda *_: True)
+
+
+@mutant()
+def handoffs_too_far_behind_are_released_without_order() -> None:
+    def around(original: Any) -> Any:
+        def order_and_release(self, hold, **_):  # type: ignore[no-untyped-def]
+            self._rules.release_all([hold])
+            return set()
+
+        return order_and_release
+
+    method(handoffs.Handoffs, "order_and_release", around)
+
+
+@mutant()
+def handoffs_of_a_capture_are_released_without_order() -> None:
+    def around(original: Any) -> Any:
+        def order_and_release(self, hold, **how):  # type: ignore[no-untyped-def]
+            if not hold.queue.capture:
+                return original(self, hold, **how)
+            self._rules.release_all([hold])
+            return set()
+
+        return order_and_release
+
+    method(handoffs.Handoffs, "order_and_release", around)
+
+
+@mutant()
+def staging_is_left_to_c10d() -> None:
+    method(ledger.Ledger, "guard_staging", lambda original: lambda *_: None)
+
+
+@mutant("gloo")
+def what_can_be_waited_for_once_is_waited_for_again() -> None:
+    def around(original: Any) -> Any:
+        def holds(self, group=None):  # type: ignore[no-untyped-def]
+            found = original(self, group)
+            for hold in found:
+                if isinstance(hold, ledger.WorkHold) and not hold.queue.pollable:
+                    with contextlib.suppress(RuntimeError):
+                        hold.inner.wait()
+            return found
+
+        return holds
+
+    method(ledger.Ledger, "holds", around)
+
+
+@mutant()
+def a_record_is_the_end_of_a_use_that_goes_on() -> None:
+    method(RecordedUses, "_only_recorded", lambda original: lambda *_: True)
+
+
+@mutant()
+def memory_that_frees_itself_goes_at_once() -> None:
+    method(RecordedUses, "freeing", lambda original: lambda *_, **how: [])
+
+
+# --- what the program orders ----------------------------------------------------------------------------------------
+
+
+@mutant()
+def a_later_use_is_behind_an_event() -> None:
+    def around(original: Any) -> Any:
+        def recorded(self, index, stream):  # type: ignore[no-untyped-def]
+            note = original(self, index, stream)
+            return note and (note[0], dict.fromkeys(note[1], sys.maxsize))
+
+        return recorded
+
+    method(StreamOrder, "recorded", around)
+
+
+@mutant()
+def a_wait_is_for_what_is_recorded_later() -> None:
+    def around(original: Any) -> Any:
+        def waited(self, index, stream, note):  # type: ignore[no-untyped-def]
+            original(self, index, stream, note)
+            now = self._streams.capture(stream)
+            known = self._known((stream, index), now)
+            self._behind[stream, index] = now, {**known, **dict.fromkeys(note[1], sys.maxsize)}
+
+        return waited
+
+    method(StreamOrder, "waited", around)
+
+
+@mutant()
+def the_note_of_an_event_is_believed() -> None:
+    def around(original: Any) -> Any:
+        def release(self, queue, serial, waiting):  # type: ignore[no-untyped-def]
+            with mock.patch.object(self, "_streams") as streams:
+                streams.wait_event.return_value = None
+                return original(self, queue, serial, waiting)
+
+        return release
+
+    method(StreamOrder, "_release", around)
+
+
+@mutant()
+def any_stream_that_waits_releases() -> None:
+    def around(original: Any) -> Any:
+        def release(self, queue, serial, waiting):  # type: ignore[no-untyped-def]
+            for hold in list(queue.holds):
+                if hold.event is not None and hold.serial < serial:
+                    self._rules.release(hold)
+            return False
+
+        return release
+
+    method(StreamOrder, "_release", around)
+
+
+@mutant()
+def an_event_is_where_it_was_recorded_first_as_well() -> None:
+    everything: dict[Any, int] = {}
+
+    def around(original: Any) -> Any:
+        def recorded(self, index, stream):  # type: ignore[no-untyped-def]
+            capture, known = original(self, index, stream) or (self._streams.capture(stream), {})
+            everything.update(known)
+            return (capture, dict(everything)) if everything else None
+
+        return recorded
+
+    method(StreamOrder, "recorded", around)
+
+
+@mutant()
+def what_is_captured_is_behind_what_runs() -> None:
+    method(
+        StreamOrder,
+        "_queues",
+        lambda original: (
+            lambda self, used_on, capture: original(self, used_on, capture) + original(self, used_on, 0) * (capture > 0)
+        ),
+    )
+
+
+# --- captures, and two threads --------------------------------------------------------------------------------------
+
+
+@mutant()
+def in_a_capture_the_device_is_asked() -> None:
+    method(ledger.Ledger, "_capturing", lambda original: lambda *_: 0)
+
+
+@mutant()
+def a_wait_crosses_the_boundary_of_a_capture() -> None:
+    method(ledger.Ledger, "check_boundary", lambda original: lambda *_: None)
+
+
+@mutant()
+def a_stream_that_is_captured_elsewhere_is_ordered() -> None:
+    method(ledger.Ledger, "captured_now", lambda original: lambda *_: False)
+
+
+@mutant()
+def all_memory_is_the_pool_of_the_graph() -> None:
+    def around(original: Any) -> Any:
+        def add(self, *given):  # type: ignore[no-untyped-def]
+            with mock.patch.object(self, "_ledger") as asked:
+                asked.streams.pool.return_value = self._pool
+                original(self, *given)
+
+        return add
+
+    method(captures.CapturedGraph, "add", around)
+
+
+@mutant()
+def no_thread_waits_for_another() -> None:
+    method(TurnLock, "acquire", lambda original: lambda *_: True)
+    method(TurnLock, "release", lambda original: lambda _: None)
+
+
+@mutant("nccl2")
+def sends_and_receives_are_not_held() -> None:
+    def around(original: Any) -> Any:
+        def hold(self, work, op, inner, group, index, storages, frame, *, unordered=False, **how):  # type: ignore[no-untyped-def]
+            held = () if unordered else storages
+            return original(self, work, op, inner, group, index, held, frame, unordered=unordered, **how)
+
+        return hold
+
+    method(routes.Routes, "hold", around)
+
+
+@mutant("nccl2")
+def a_wait_is_not_relaxed() -> None:
+    method(ledger.WorkQueue, "wait_for", lambda original: lambda queue, inner, timeout=None: inner.wait())
+
+
+@mutant("nccl2")
+def a_launch_is_not_relaxed() -> None:
+    everywhere(holding.relaxed, lambda *_: contextlib.nullcontext())
+
+
+@mutant("nccl2")
+def a_future_is_asked_for_across_the_boundary_of_a_capture() -> None:
+    def get_future(work):  # type: ignore[no-untyped-def]
+        work.has_future = True
+        return work.inner.get_future()
+
+    works.Work.get_future = get_future  # type: ignore[method-assign]
+
+
+# --- the places of an arena -----------------------------------------------------------------------------------------
+
+
+def idle_is(told: Callable[[Any, bool], bool]) -> None:
+    everywhere(arenas.idle, told)
+
+
+@mutant()
+def what_only_python_refers_to_is_idle() -> None:
+    idle_is(lambda slot, _: _torch.storage_use_count(slot.cdata) == 2)
+    everywhere(arenas.getrefcount, lambda _: arenas.UNUSED)
+
+
+@mutant()
+def what_only_tensors_refer_to_is_idle() -> None:
+    idle_is(lambda slot, _: sys.getrefcount(slot.storage) <= arenas.UNUSED)
+    arenas._use_count = lambda _: 2
+
+
+@mutant()
+def no_slot_is_idle() -> None:
+    idle_is(lambda *_: False)
+    arenas._use_count = lambda _: 0
+
+
+@mutant()
+def a_merged_range_was_used_on_the_streams_of_one_part() -> None:
+    def around(original: Any) -> Any:
+        def merged(free, start, end, after):  # type: ignore[no-untyped-def]
+            first, last, (start, end, _) = original(free, start, end, after)
+            return first, last, (start, end, after)
+
+        return merged
+
+    method(FreeList, "merged", around)
+
+
+@mutant()
+def a_graph_leases_no_slot() -> None:
+    method(captures.CapturedGraph, "lease", lambda original: lambda *_: None)
+
+
+@mutant()
+def idle_slots_are_never_merged() -> None:
+    method(Layout, "coalesce_free", lambda original: lambda *_: None)
+
+
+@mutant()
+def the_end_of_a_slot_is_free() -> None:
+    def around(original: Any) -> Any:
+        def take(layout, *given, **how):  # type: ignore[no-untyped-def]
+            found = original(layout, *given, **how)
+            if found is not None and found[0].end - found[0].start > ALIGNMENT:
+                free = layout.buckets[found[0].size_class.bucket]
+                first, last, merged = free.merged(found[0].end - ALIGNMENT, found[0].end, NO_STREAMS)
+                free.ranges[first:last] = [merged]
+            return found
+
+        return take
+
+    method(Layout, "take", around)
+
+
+@mutant()
+def a_slot_is_of_the_stream_of_the_block() -> None:
+    method(arenas.Arena, "_alloc_stream_of", lambda original: lambda arena, pointer: arena._alloc_stream)
+
+
+@mutant()
+def any_slot_of_a_size_class_is_taken() -> None:
+    method(SizeClass, "search", lambda original: lambda self, is_idle: self.slots.pop() if self.slots else None)
 
 
 def found(name: str, seed: int = 1) -> dict[str, Any]:
@@ -321,10 +680,11 @@ def found(name: str, seed: int = 1) -> dict[str, Any]:
 
     def search() -> dict[str, Any]:
         breaks()
+        front_programs.warm_up()
         for number in range(BOUND):
             _, failure = run_one(seed, number, backend)
             if failure is not None:
-                by = type(failure).__name__ if isinstance(failure, (Violation, Loss)) else ""
+                by = {"unsafe": "Violation", "lost": "Loss", "error": ""}[front_programs.kind_of(failure)]
                 return {"programs": number + 1, "by": by, "reason": f"{type(failure).__name__}: {failure}"[:200]}
         return {"programs": BOUND, "by": "", "reason": "it was not found"}
 

@@ -3,14 +3,17 @@
     python tests/front_programs.py --programs 1000 --seed 1
     python tests/front_programs.py --seed 1 --only 37
 
-One program is one rank on three streams, with two groups of NCCL, NCCL2 or gloo. Each group has one to three peers,
-which are late, die, or come to their groups in another order. The program calls collectives of all kinds, keeps or
-drops their handles and tensors, waits here and there, and orders its streams by events that safecomm sees and by C++
-that it does not. It captures graphs, opens regions and buckets, and has an arena. Everything is drawn from the seed.
+One program is one rank on three streams, with groups of NCCL, NCCL2 or gloo. Each group has one to three peers, which
+are late, die, or come to their groups in another order. The program calls collectives of all kinds, keeps or drops
+their handles and tensors, waits here and there, and orders its streams by events that safecomm sees and by C++ that it
+does not. It captures graphs, opens regions and buckets, and has an arena. Half of the programs have a second thread,
+with groups of its own, which does the same, between two steps or in the middle of one. Everything is drawn from the
+seed.
 
 A program fails by *unsafe reuse* (``Violation``): memory is given out that something may still touch (S1, S5, S6). Or
 by *loss*: it has let go of everything and drained, and not all is back (S3). Programs are correct ones: a stream that
 uses memory is ordered after the stream that the memory was allocated on, and what a graph uses stays where it is.
+While a thread captures, the other one is on the default stream.
 """
 
 from __future__ import annotations
@@ -23,7 +26,6 @@ import logging
 import random
 import subprocess
 import sys
-import time
 import traceback
 import warnings
 from collections import Counter
@@ -33,13 +35,15 @@ from typing import Any
 
 import front
 import torch
-from device import Violation
+from device import Event, Violation
 from fakes import FakeEvent, FakeStream
-from front import Answers, Backend, Device, Gloo, Graph, Nccl, Nccl2
+from front import Alone, Answers, Backend, Clock, Device, Gloo, Graph, Loss, Nccl, Nccl2
+from turns import Turns
 
 import safecomm as dist
 
 SIZES = (64, 128, 256)
+HUGE = 100 << 20  # of which safecomm lets few pile up; nobody writes it, so that it costs nothing
 CAPACITY = 6 * 512  # of an arena, so that it is often full
 STREAMS = 3
 BACKENDS: dict[str, type[Backend]] = {"nccl": Nccl, "nccl2": Nccl2, "gloo": Gloo}
@@ -52,15 +56,11 @@ class Passes(torch.overrides.TorchFunctionMode):
         return function(*given, **(how or {}))
 
 
-class Loss(AssertionError):
-    """Something did not come back."""
-
-
 STEPS = {
     "allocate": 10, "collective": 16, "pair": 8, "lists": 6, "point_to_point": 4, "batch": 2, "region": 4, "bucket": 3,
     "wait": 14, "ask": 4, "kernel": 6, "drop": 12, "alias": 3, "wait_stream": 8, "record_event": 4, "wait_event": 4,
     "peers": 12, "run_device": 10, "drain": 2, "capture": 4, "replay": 8, "end_graph": 3, "request": 10, "use_arena": 2,
-    "close": 1, "avoid": 4, "record": 8,
+    "close": 1, "avoid": 4, "record": 8, "free_in_place": 2, "burst": 2, "order": 6,
 }  # fmt: skip
 """The steps, and how often each is taken."""
 
@@ -71,63 +71,141 @@ class Program:
     def __init__(self, seed: int, number: int, backend: str) -> None:
         self.rng = rng = random.Random(f"{seed}:{number}")
         self.device = Answers.device = Device()
-        self.host = backend == "gloo"
+        self.turns = Answers.turns = Turns(self.switch) if rng.random() < 0.5 else Alone()
+        self.gloo = backend == "gloo"
+        self.host = self.device.host = self.gloo and rng.random() < 0.7
+        self.device.room = rng.choice([1 << 20, 1 << 20, 4096, 0])
+        self.pace = rng.choice([0, 0.02, 1])  # seconds from step to step
+        Clock.now = 0
         shelved = rng.random() < 0.7
-        kinds = [backend, backend]
-        self.backends = [BACKENDS[kind](self.device, kind, rng.randint(1, 3), shelved=shelved) for kind in kinds]
+        kind = BACKENDS[backend]
+        # Two groups of each thread.
+        self.backends = [kind(self.device, backend, rng.randint(1, 3), shelved=shelved) for _ in range(4)]
         self.groups = [front.group_of(one) for one in self.backends]
         self.streams = [FakeStream(self.device, number) for number in range(STREAMS)]
         self.events: list[FakeEvent] = []
         self.tensors: list[torch.Tensor] = []
-        self.works: list[Any] = []
-        self.graphs: list[tuple[Graph, list[torch.Tensor]]] = []
+        self.works: list[tuple[Any, set[int | None]]] = []  # with the streams of their memory, if one wait is enough
+        self.graphs: list[Graph] = []
         self.kept: list[tuple[int, Any]] = []
         self.counts: Counter[str] = Counter()
         self.steps: list[str] = []
-        self.blocks: list[Any] = []  # contexts that are open, the innermost last
+        self.lines = [0, 0]  # of each thread, the place of its last step
+        self.busy = [False, False]  # which thread is in the middle of a step
+        self.blocks: list[list[Any]] = [[], []]  # contexts of each thread that are open, the innermost last
+        self.capturing: bool | None = None  # the thread that captures
+        self.failed: Exception | None = None  # what the second thread has failed with
         self.arena: Any = None
+        self.deceives = rng.random() < 0.3  # events are recorded again past Python
+        self.deceived = False  # one was
         self.weights = [weight * rng.choice([0.2, 1, 1, 3]) for weight in STEPS.values()]
 
     # --- the order of things ----------------------------------------------------------------------------------------
 
     def run(self, stop: int = 0) -> None:
-        """Run the program, or its first ``stop`` steps; raise Violation or Loss if a promise is broken."""
-        count = self.rng.randint(20, 80)
-        for taken in range(count):
+        """Run the program, or its first ``stop`` turns; raise Violation or Loss if a promise is broken."""
+        for taken in range(self.rng.randint(20, 80)):
             if stop and taken == stop:
                 break
-            (name,) = self.rng.choices(list(STEPS), self.weights)
-            self.steps.append(name)
-            self.counts[name] += 1
-            general = self.rng.random() < 0.25
-            with Passes() if general else contextlib.nullcontext():
-                getattr(self, name)()
-            self.check()
+            if self.turns.__class__ is Turns and self.rng.random() < 0.3:
+                self.other()
+            else:
+                self.step()
+        self.turns.finish()
+        self.check()
         self.end()
 
+    def other(self) -> None:
+        """On the first thread: let the second one begin a step, or go on with the one that it is in."""
+        self.counts["turns"] += 1
+        assert isinstance(self.turns, Turns)
+        self.turns.resume(None if self.turns.underway else self.second_step)
+
+    def give_turn(self) -> None:
+        """Between two calls of a step: the turn is the other thread's, if there is one."""
+        if isinstance(self.turns, Turns):
+            self.turns.left = 0
+            self.turns.hand_back() if self.me else self.other()
+
+    def second_step(self) -> None:
+        try:
+            self.step()
+        except Exception as error:  # not in the middle of a call of the first thread, which might catch it
+            self.failed = error
+
+    def switch(self) -> None:
+        """In the middle of a call: the turn is the other thread's."""
+        turns = self.turns
+        self.counts["turns in the middle"] += 1
+        if turns.second:
+            turns.hand_back()
+        else:
+            self.other()
+        turns.left = self.soon() if self.rng.random() < 0.3 else 0
+
+    def soon(self) -> int:
+        return 1 + int(self.rng.expovariate(1 / 10))
+
+    @property
+    def me(self) -> bool:
+        """Whether this is the second thread."""
+        return self.turns.second
+
+    def undisturbed(self) -> bool:
+        """Give the other thread no turn in this step; return whether it is between two steps."""
+        self.turns.left = 0
+        return not self.busy[not self.me]
+
+    @property
+    def beside(self) -> bool:
+        """Whether the other thread captures."""
+        return self.capturing is not None and self.capturing != self.me
+
+    def step(self) -> None:
+        me = self.me
+        (name,) = self.rng.choices(list(STEPS), self.weights)
+        name = "meanwhile" if self.beside and self.rng.random() < 0.5 else name
+        self.lines[me] = len(self.steps)
+        self.steps.append(f"{'second: ' * me}{name}")
+        self.counts[name] += 1
+        Clock.now += self.rng.random() * self.pace
+        general = self.rng.random() < 0.25
+        self.busy[me] = True
+        if self.turns.__class__ is Turns and self.rng.random() < 0.5:
+            self.turns.left = self.soon()
+        try:
+            with Passes() if general else contextlib.nullcontext():
+                getattr(self, name)()
+        finally:
+            self.turns.left = 0
+            self.busy[me] = False
+        self.check()
+
     def note(self, what: object) -> None:
-        self.steps[-1] += f" {what}"
+        self.steps[self.lines[self.me]] += f" {what}"
 
     def check(self) -> None:
         self.device.settle()
+        if self.failed is not None:
+            raise self.failed
         if self.device.faults:
             raise Violation(f"illegal calls: {self.device.faults}")
         self.kept = [one for one in self.kept if one[0] & ~self.device.done]
 
     def end(self) -> None:
         """Let go of everything, and see that all is back."""
+        self.lines[0] = len(self.steps)
         self.steps.append("end")
-        while self.blocks:
-            self.leave()
+        for blocks in self.blocks:
+            while blocks:
+                blocks.pop().__exit__(None, None, None)
         while self.graphs:
             self.end_graph()
         self.works.clear()
         self.tensors.clear()
         self.events.clear()
         self.check()
-        for backend in self.backends:
-            self.arrive(backend, backend.calls)
-        self.device.finish()
+        self.all_is_over()
         self.kept.clear()
         self.device.switch(0)
         for backend in self.backends:
@@ -137,14 +215,29 @@ class Program:
             missing = self.missing()
         if missing:
             raise Loss(missing)
+        self.turns.close()
+
+    def all_is_over(self) -> None:
+        """Let all peers come, and the device complete what it has."""
+        for backend in self.backends:
+            for peer in backend.peers:
+                peer.calls = backend.calls
+        self.device.finish()
 
     def missing(self) -> str:
         """Drain, and return what is not back; "" if all is."""
+        Clock.now += 10
+        for _ in range(2):  # what no stream orders is an event at first
+            dist.drain()
+        lost = [one for one in dist.pending() if one.state != "quarantined" and not self.gloo]
         left = dist.drain(wait=True)
         self.check()
+        stats = None if self.arena is None else self.arena.stats()
         self.close()
         found = {
+            "not back by a call, although it is over": lost,
             "bytes": left,
+            "in an arena": stats and (stats.in_use or stats.buckets[-1].largest_free != stats.capacity),
             "pending": dist.pending(),
             "blocks": self.device.live(),
             "blocks that the allocator defers": self.device.deferred,
@@ -157,14 +250,14 @@ class Program:
 
     def go(self) -> None:
         """Go to some stream."""
-        stream = self.rng.randrange(STREAMS)
+        stream = 0 if self.beside else self.rng.randrange(STREAMS)
         self.device.switch(stream)
         self.note(f"on {stream}")
 
     def some(self, count: int, nbytes: int = 0) -> list[torch.Tensor]:
         """Return tensors of the program, the current stream ordered after their allocation stream; or new ones."""
         rng = self.rng
-        found = [one for one in self.tensors if not nbytes or one.nbytes == nbytes]
+        found = [one for one in self.tensors if one.nbytes == (nbytes or one.nbytes) < HUGE]
         found = [rng.choice(found) if found and rng.random() < 0.8 else self.new(nbytes) for _ in range(count)]
         if len({id(one) for one in found}) < count:
             found = [self.new(nbytes) for _ in range(count)]
@@ -179,9 +272,11 @@ class Program:
         if block is None or block.alloc_stream in (None, here.handle):
             return
         other = self.device.streams[block.alloc_stream]
-        if here.capture != other.capture:
+        if here.capture:
             return  # the origin of the capture is after it
-        if self.rng.random() < 0.5:
+        if self.beside:
+            self.device.wait(here, other.eager, 0)  # by an event from before the capture
+        elif self.rng.random() < 0.5:
             self.streams[here.handle].wait_stream(self.streams[other.handle])
         else:
             self.device.wait(here, other.past, other.capture)  # by C++, which safecomm does not see
@@ -199,21 +294,22 @@ class Program:
         if self.rng.random() < chance:
             self.tensors = [one for one in self.tensors if all(one is not other for other in tensors)]
 
-    def keep_handle(self, work: Any) -> None:
+    def keep_handle(self, work: Any, tensors: list[torch.Tensor] = []) -> None:  # noqa: B006  not changed
+        """Keep the handle of a call, or drop it; ``tensors``: all that it uses."""
         if work is None:
             return
         if self.rng.random() < 0.7:
-            self.works.append(work)
+            self.works.append((work, {block.alloc_stream for block in self.device.blocks_of(tensors)}))
         else:
             self.counts["dropped"] += 1
 
     def pick(self) -> tuple[Any, Backend, bool]:
         """Return a group, its backend, and whether the next call is asynchronous."""
         self.go()
-        at = self.rng.randrange(len(self.groups))
+        at = 2 * self.me + self.rng.randrange(2)
         asynchronous = self.rng.random() < 0.6
         backend = self.backends[at]
-        if asynchronous and not self.device.capturing:
+        if asynchronous:
             backend.fate = self.rng.choices(["", "late", "fails"], [30, 1, 1])[0]
         return self.groups[at], backend, asynchronous
 
@@ -240,8 +336,10 @@ class Program:
             return
         self.go()
         (tensor,) = self.some(1)
-        self.device.launch(self.device.here(), self.device.blocks_of([tensor]))
         block = self.device.block(tensor)
+        if self.beside and block is not None and block.alloc_stream != 0:
+            return  # a stream that is captured can't be ordered after it
+        self.device.launch(self.device.here(), self.device.blocks_of([tensor]))
         if block is not None and block.alloc_stream not in (None, self.device._current):
             self.streams[block.alloc_stream].wait_stream(self.streams[self.device._current])
 
@@ -254,18 +352,21 @@ class Program:
         self.go()
         device = self.device
         if self.arena is None:
+            if not self.undisturbed():
+                return  # the other thread may be about to make one
             self.arena = dist.Arena(CAPACITY, full=self.rng.choice(["fallback", "raise"]))
             self.counts["arenas"] += 1
-        device.settle()
-        nbytes = self.rng.choice(SIZES)
-        ask = dist.empty if self.blocks and self.rng.random() < 0.5 else self.arena.empty
-        try:
-            tensor = ask(nbytes, dtype=torch.uint8)
-        except dist.ArenaError:
-            return
-        self.received(tensor)
-        if self.rng.random() < 0.5:  # what most programs do with it
-            device.launch(device.here(), device.blocks_of([tensor]))
+        for _ in range(self.rng.choice([1, 1, 2, 3])):
+            device.settle()
+            ask = dist.empty if any(self.blocks) and self.rng.random() < 0.5 else self.arena.empty
+            try:
+                tensor = ask(self.rng.choice([64, 256, 512, 1024, 1500]), dtype=torch.uint8)
+            except dist.ArenaError:
+                return
+            self.received(tensor)
+            if self.rng.random() < 0.5:  # what most programs do with it
+                device.launch(device.here(), device.blocks_of([tensor]))
+            del tensor
 
     def received(self, tensor: torch.Tensor) -> None:
         """The program has a buffer, which is the arena's or the allocator's."""
@@ -278,27 +379,31 @@ class Program:
         self.tensors.append(tensor)
 
     def use_arena(self) -> None:
-        if self.arena is not None and len(self.blocks) < 3:
+        if self.arena is not None and len(self.blocks[self.me]) < 3:
             self.enter(dist.use_arena(self.arena))
 
     def avoid(self) -> None:
         if self.host:
             return
-        if self.blocks and self.rng.random() < 0.6:
-            self.leave()
-        elif len(self.blocks) < 3:
-            self.enter(dist.avoid_record_streams(release=self.rng.choice(["auto", "auto", "order", "defer"])))
+        mine = self.blocks[self.me]
+        if mine and self.rng.random() < 0.6:
+            mine.pop().__exit__(None, None, None)
+        elif len(mine) < 3:
+            release = self.rng.choice(["auto", "auto", "order", "defer"])
+            self.enter(dist.avoid_record_streams(release=release, this_thread=self.rng.random() < 0.2))
 
     def enter(self, block: Any) -> None:
         block.__enter__()
-        self.blocks.append(block)
+        self.blocks[self.me].append(block)
 
-    def leave(self) -> None:
-        self.blocks.pop().__exit__(None, None, None)
+    def avoids(self) -> bool:
+        """Return whether this thread is in a block of ``avoid_record_streams()``, which no other thread can end."""
+        return any(isinstance(one, dist.avoid_record_streams) for one in self.blocks[self.me])
 
     def close(self) -> None:
         """Close the arena, if it can be, and check that its block can be given out."""
-        if self.arena is None or any(isinstance(one, dist.use_arena) for one in self.blocks):
+        used = any(isinstance(one, dist.use_arena) for blocks in self.blocks for one in blocks)
+        if self.arena is None or used or self.device.capturing or not self.undisturbed():
             return
         with contextlib.suppress(dist.ArenaError):
             self.arena.close()
@@ -310,12 +415,24 @@ class Program:
             return
         self.go()
         (tensor,) = self.some(1)
-        avoids = any(isinstance(one, dist.avoid_record_streams) for one in self.blocks)
-        if not avoids and self.arena is not None and self.arena.owns(tensor):
+        if not self.avoids() and self.arena is not None and self.arena.owns(tensor):
             return  # the allocator does nothing for an arena's memory
         self.device.launch(self.device.here(), self.device.blocks_of([tensor]))
         front.record_stream(tensor, front.stream_of_torch(self.device._current))
         self.let_go([tensor])
+
+    def free_in_place(self) -> None:
+        """``resize_(0)`` of what another stream uses, and only ``record_stream`` protects."""
+        if self.host or self.device.capturing or not self.avoids() or not self.undisturbed():
+            return
+        tensor = self.device.allocate(self.rng.randrange(STREAMS), 64)
+        self.go()
+        self.order_after(tensor)
+        self.device.launch(self.device.here(), self.device.blocks_of([tensor]))
+        front.record_stream(tensor, front.stream_of_torch(self.device._current))
+        pointer = tensor.data_ptr()
+        tensor.untyped_storage().resize_(0)
+        self.device.freed(pointer)
 
     # --- calls ------------------------------------------------------------------------------------------------------
 
@@ -325,8 +442,26 @@ class Program:
         self.note(f"{name} {'async' * asynchronous} {backend.fate}")
         tensors = self.some(1)
         how: dict[str, Any] = {"broadcast": {"src": 0}, "reduce": {"group_dst": 0}}.get(name, {})
-        self.keep_handle(getattr(dist, name)(*tensors, group=group, async_op=asynchronous, **how))
+        self.keep_handle(getattr(dist, name)(*tensors, group=group, async_op=asynchronous, **how), tensors)
         self.let_go(tensors)
+
+    def burst(self) -> None:
+        """Let much pile up that nobody waits for."""
+        group, backend, asynchronous = self.pick()
+        for _ in range(self.rng.randint(4, 9)):
+            if self.beside:
+                (tensor,) = self.some(1)
+            elif self.host:
+                tensor = self.device.allocate(None, HUGE if asynchronous else 64)
+            else:
+                alloc_stream = self.rng.choice([self.device._current, self.rng.randrange(STREAMS)])
+                tensor = self.device.allocate(alloc_stream, HUGE if asynchronous else 64)
+                self.order_after(tensor)
+            dist.all_reduce(tensor, group=group, async_op=asynchronous)
+            backend.fate = ""
+            self.let_go([tensor], 1)
+            del tensor
+            self.device.settle()
 
     def pair(self) -> None:
         group, backend, asynchronous = self.pick()
@@ -409,22 +544,48 @@ class Program:
 
     # --- handles ----------------------------------------------------------------------------------------------------
 
+    def meanwhile(self) -> None:
+        """While the other thread captures: use memory of its streams, let go of it, and call on."""
+        group, backend, asynchronous = self.pick()
+        backend.fate = ""
+        blocks = [(one, self.device.block(one)) for one in self.tensors]
+        for tensor in [one for one, block in blocks if block is not None and block.alloc_stream][:6]:
+            self.order_after(tensor)
+            dist.all_reduce(tensor, group=group, async_op=asynchronous)
+            self.let_go([tensor], 1)
+        blocks.clear()
+        tensor = None  # type: ignore[assignment]
+        if self.rng.random() < 0.5:
+            self.all_is_over()
+        dist.drain()
+
     def wait(self) -> None:
         if not self.works:
             return
         self.go()
-        work = self.works.pop(self.rng.randrange(len(self.works)))
-        with contextlib.suppress(RuntimeError):  # of a call that fails
-            getattr(work, self.rng.choice(["wait", "wait", "wait", "wait"]))()
+        work, streams = self.works.pop(self.rng.randrange(len(self.works)))
+        self.wait_for(work, streams)
         if self.rng.random() < 0.2:
-            self.works.append(work)
+            self.works.append((work, set()))
+
+    def wait_for(self, work: Any, streams: set[int | None]) -> None:
+        how = self.rng.choice(["wait", "wait", "wait", "synchronize", "block_current_stream"])
+        if self.host or not hasattr(work, how) or getattr(getattr(work, "inner", None), "fate", ""):
+            how = "wait"  # which is what reports a failure
+        self.note(how)
+        with contextlib.suppress(RuntimeError):  # of a call that fails, or was made on the other side of a capture
+            getattr(work, how)()
+            if streams and streams <= {None if self.host else self.device._current} and how == "wait" and work.nbytes:
+                raise Violation("memory is held after a wait on the stream that it was allocated on (S2)")
 
     def ask(self) -> None:
-        if not self.works or self.device.capturing:
+        if not self.works:
             return
         self.go()
-        work = self.rng.choice(self.works)
-        name = self.rng.choice(["is_completed", "get_future", "synchronize"])
+        work, _ = self.rng.choice(self.works)
+        self.ask_of(work, self.rng.choice(["is_completed", "get_future"]))
+
+    def ask_of(self, work: Any, name: str) -> None:
         self.note(name)
         if hasattr(work, name) and not (self.host and name != "is_completed"):
             with contextlib.suppress(RuntimeError):
@@ -433,22 +594,76 @@ class Program:
     # --- order ------------------------------------------------------------------------------------------------------
 
     def wait_stream(self) -> None:
+        if self.beside:
+            return
         one, other = self.rng.sample(range(STREAMS), 2)
         self.note(f"{one} waits for {other}")
-        self.streams[one].wait_stream(self.streams[other])
+        event = FakeEvent()
+        self.streams[other].record_event(event)
+        self.wait_here(one, event)
 
     def record_event(self) -> None:
-        self.events = [self.streams[self.rng.randrange(STREAMS)].record_event(), *self.events[:2]]
+        if not self.beside:
+            self.events = [self.streams[self.rng.randrange(STREAMS)].record_event(), *self.events[:2]]
 
     def wait_event(self) -> None:
-        if self.events:
-            self.streams[self.rng.randrange(STREAMS)].wait_event(self.rng.choice(self.events))
+        if self.events and not self.beside:
+            self.wait_here(self.rng.randrange(STREAMS), self.rng.choice(self.events))
+
+    def wait_here(self, stream: int, event: FakeEvent) -> None:
+        """Let a stream wait for an event, and check that it waits for nothing else."""
+        at, turns = self.device.streams[stream], self.counts["turns"] + self.counts["turns in the middle"]
+        before, point = at.past, event.point
+        self.streams[stream].wait_event(event)
+        asked = before | (0 if point is None else point.past)
+        alone = self.counts["turns"] + self.counts["turns in the middle"] == turns
+        if alone and not self.deceived and at.past != asked:
+            raise Violation(f"stream {stream} waits for {at.past & ~asked:b}, which the program has not asked for (S2)")
+
+    def order(self) -> None:
+        """Use memory on another stream, let go of it, and order its own stream after that, in one of many ways."""
+        if self.host or self.beside:
+            return
+        home, use, third = self.rng.sample(range(STREAMS), 3)
+        event = FakeEvent()
+        tensor = self.device.allocate(home, 64)
+        self.device.switch(use)
+        self.order_after(tensor)
+        hows = ["at once", "used again", "too early", "recorded again", "by way of"] + ["past Python"] * self.deceives
+        how = self.rng.choice(hows)
+        self.note(f"{home} {use} {how}")
+        if how == "too early":
+            self.wait_here(home, event)
+        self.use_here(tensor)
+        if how == "too early":
+            self.streams[use].record_event(event)
+            return
+        self.streams[use].record_event(event)
+        if how == "used again":
+            self.use_here(tensor)
+        elif how == "recorded again":
+            self.streams[third].record_event(event)
+        elif how == "past Python":
+            at = self.device.streams[third]
+            assert event.point is not None
+            event.point = Event(at.past, at.capture)
+            self.deceived = True
+        elif how == "by way of":
+            self.wait_here(third, event)
+            self.streams[third].record_event(event)
+        del tensor
+        self.wait_here(home, event)
+        if self.rng.random() < 0.5:
+            self.events = [event, *self.events[:2]]
+
+    def use_here(self, tensor: torch.Tensor) -> None:
+        if self.avoids() and self.rng.random() < 0.5:
+            self.device.launch(self.device.here(), self.device.blocks_of([tensor]))
+            front.record_stream(tensor, front.stream_of_torch(self.device._current))
+        else:
+            dist.all_reduce(tensor, group=self.groups[2 * self.me])
 
     # --- others -----------------------------------------------------------------------------------------------------
-
-    def arrive(self, backend: Backend, calls: int) -> None:
-        for peer in backend.peers:
-            peer.calls = max(peer.calls, calls)
 
     def peers(self) -> None:
         """Let peers come to further calls: prompt ones to all, late ones to one more, dead ones to none."""
@@ -463,55 +678,107 @@ class Program:
             self.device.run(self.rng.randrange(4))
 
     def drain(self) -> None:
-        if self.rng.random() < 0.5:
+        if self.device.capturing or self.rng.random() < 0.5:
             dist.drain()
         else:
             self.note("wait")
-            for backend in self.backends:
-                self.arrive(backend, backend.calls)
-            self.device.finish()
+            self.all_is_over()
             dist.drain(wait=True)
 
     # --- graphs -----------------------------------------------------------------------------------------------------
 
     def capture(self) -> None:
         """Capture some collectives, of what the graph allocates and of what it does not."""
-        if self.host:
+        if self.gloo or self.device.capturing or not self.undisturbed():
             return
-        for backend in self.backends:
-            self.arrive(backend, backend.calls)
-        self.device.finish()
+        self.all_is_over()
         for _ in range(self.rng.randrange(3)):  # what runs still, beside the works, which are settled
             self.rng.choice([self.request, self.kernel, self.drop])()
+        for _ in range(self.rng.choice([0, 0, 6])):  # what the other thread may use meanwhile
+            self.tensors.append(self.device.allocate(self.rng.randrange(STREAMS), 64))
         graph = torch.cuda.CUDAGraph()
         outside = self.some(2)
-        kept: list[torch.Tensor] = []
-        with dist.graph(graph):
-            for _ in range(self.rng.randint(1, 4)):
-                group = self.rng.choice(self.groups)
-                tensor = self.rng.choice([self.device.allocate(self.device._current, 64), *outside])
-                if self.arena is not None and self.rng.random() < 0.5:
-                    with contextlib.suppress(dist.ArenaError):
-                        tensor = self.arena.empty(512, dtype=torch.uint8)
-                        self.device.received(tensor)
-                if self.rng.random() < 0.5:
+        self.undisturbed()
+        own = dist.graph
+        if self.avoids() and self.rng.random() < 0.5:  # which sees the captures that torch makes
+            own = torch.cuda.graph
+            self.device.finish()  # as torch does
+        works: list[Any] = []
+        try:
+            with own(graph):
+                self.capturing = self.me
+                for _ in range(self.rng.randint(1, 4)):
+                    works += self.captured_call(outside)
+                    for _ in range(self.rng.choice([0, 0, 1, 4])):
+                        self.give_turn()
+                if self.rng.random() < 0.9:
+                    for work in works:
+                        work.wait()
+                self.undisturbed()
+        except dist.CaptureBoundaryError:
+            graph.reset()
+        else:
+            self.counts["captured"] += 1
+            self.graphs.append(graph)
+        finally:
+            self.capturing = None
+        self.works += [(work, set()) for work in works if self.rng.random() < 0.2]
+        self.let_go(outside)
+
+    def captured_call(self, outside: list[torch.Tensor]) -> list[Any]:
+        """Make a call that is captured; return the works that are to be waited for."""
+        rng, device = self.rng, self.device
+        self.turns.left = self.soon() if isinstance(self.turns, Turns) and rng.random() < 0.7 else 0
+        group = self.groups[2 * self.me + rng.randrange(2)]
+        tensor = rng.choice([device.allocate(device._current, 64), *outside])
+        if self.arena is not None and rng.random() < 0.5:
+            with contextlib.suppress(dist.ArenaError):
+                tensor = self.arena.empty(512, dtype=torch.uint8)
+                device.received(tensor)
+        if self.works and rng.random() < 0.3:  # it was launched outside
+            work, _ = rng.choice(self.works)
+            self.ask_of(work, "get_future") if rng.random() < 0.3 else self.wait_for(work, set())
+        how = rng.choice(["sync", "async", "later", "lists", "fork"])
+        origin, side = self.streams[device._current], self.streams[1]
+        if how == "sync":
+            dist.all_reduce(tensor, group=group)
+        elif how in ("async", "later"):
+            work = dist.all_reduce(tensor, group=group, async_op=True)
+            if how == "later":
+                return [work]
+            work.wait()
+        elif how == "lists":
+            parts = [device.allocate(device._current, 64) for _ in range(1 + group.size())]
+            work = dist.all_gather(parts[1:], parts[0], group=group, async_op=True)
+            del parts
+            if rng.random() < 0.5:
+                return [work]
+            work.wait()
+        else:  # to another stream and back
+            left, self.turns.left = self.turns.left, 0
+            side.wait_stream(origin)
+            with torch.cuda.stream(side):
+                if rng.random() < 0.5:
                     dist.all_reduce(tensor, group=group)
                 else:
                     dist.all_reduce(tensor, group=group, async_op=True).wait()
+            if rng.random() < 0.5:
                 del tensor
-        self.counts["captured"] += 1
-        self.graphs.append((graph, kept))
-        self.let_go(outside)
+                self.turns.left = left
+                dist.all_reduce(outside[0], group=group)
+                self.turns.left = 0
+            origin.wait_stream(side)
+        return []
 
     def replay(self) -> None:
-        if self.graphs:
+        if self.graphs and not self.device.capturing:
             self.go()
-            self.rng.choice(self.graphs)[0].replay()
+            self.rng.choice(self.graphs).replay()
 
     def end_graph(self) -> None:
-        if not self.graphs:
+        if not self.graphs or self.device.capturing or not self.undisturbed():
             return
-        graph, _ = self.graphs.pop(self.rng.randrange(len(self.graphs)))
+        graph = self.graphs.pop(self.rng.randrange(len(self.graphs)))
         if self.rng.random() < 0.5:
             graph.reset()
 
@@ -536,6 +803,18 @@ def quiet() -> None:
     warnings.simplefilter("ignore")
     gc.collect()
     gc.freeze()
+    gc.disable()  # it would run at other points when a program runs alone
+
+
+def warm_up() -> None:
+    """Let each stream use memory of another one, so that a program alone does what it does among others."""
+    program = Program(0, 0, "nccl")
+    with contextlib.suppress(Exception):  # of a safecomm that is wrong, which programs are to find
+        for stream in range(STREAMS):
+            program.device.switch(stream)
+            dist.all_reduce(program.device.allocate((stream + 1) % STREAMS, 64), group=program.groups[0])
+        program.end()
+    front.forget(program.groups)
 
 
 def kind_of(failure: Exception) -> str:
@@ -589,8 +868,9 @@ def main() -> int:
         import front_mutants
 
         front_mutants.MUTANTS[options.mutant][0]()
+    warm_up()
     seed, backend, steps = options.seed, options.backend, options.steps
-    began = time.perf_counter()
+    began = front.clock()
     numbers = [*range(options.programs)] if options.only is None else [options.only]
     # In a fork, because a program that fails leaves something behind.
     counts, failed = front.forked(lambda: batch(seed, numbers, backend, steps))
@@ -603,7 +883,7 @@ def main() -> int:
         if options.only is not None:
             print("\n".join(program.steps))
             traceback.print_exception(failure)
-    ended = {**counts, "failures": int(failed is not None), "seconds": round(time.perf_counter() - began, 1)}
+    ended = {**counts, "failures": int(failed is not None), "seconds": round(front.clock() - began, 1)}
     print(json.dumps(ended))
     if options.json:
         write(options.json, {"backend": backend, "seed": seed, **ended})

@@ -17,9 +17,13 @@ class Turns:
 
     It runs a step until that is over, or hands back in the middle of it (:meth:`hand_back`), or until it needs a lock
     (:class:`TurnLock`) that the first thread has. The next :meth:`resume` goes on where it was.
+
+    ``happen``: called at a point of the thread that runs, once ``left`` points of it have gone by.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, happen: Callable[[], None] = lambda: None) -> None:
+        self.happen = happen
+        self.left = 0  # of the thread that runs; 0: nothing is to happen
         self.second = False  # the second thread runs
         self.underway = False  # the second thread is in the middle of a step
         self.blocked = False  # on a lock of the first thread
@@ -39,22 +43,33 @@ class Turns:
             self._back.put(failure)
             del failure
 
+    def point(self) -> None:
+        """Let happen what is to happen here."""
+        if self.left:
+            self.left -= 1
+            if not self.left:
+                self.happen()
+
     def resume(self, step: Callable[[], None] | None = None) -> None:
         """Let the second thread run ``step``, or go on with the one that it is in the middle of."""
         assert self.underway == (step is None)
         assert not self.second
         self.underway = self.second = True
         self.blocked = False
+        left, self.left = self.left, 0
         self._to.put(step if step is not None else True)
         failure = self._back.get()
+        self.left = left
         self.second = False
         if failure is not None:
             raise failure
 
     def hand_back(self) -> None:
         """On the second thread, in the middle of a step: let the first one run until it resumes this one."""
+        left, self.left = self.left, 0
         self._back.put(None)
         self._to.get()
+        self.left = left
 
     def finish(self) -> None:
         """Let the second thread come to the end of its step."""
@@ -76,7 +91,7 @@ class TurnLock:
         self._depth = 0
         self._second = False  # the second thread has it
 
-    def acquire(self) -> bool:
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         turns = self._turns
         while self._depth and self._second != turns.second:
             if turns.second:
