@@ -145,6 +145,8 @@ class Device(ArenaDevice):
         return next(inside, pointer)
 
     def alloc_stream(self, pointer: int, other: int | None = None) -> int | None:
+        if self._start(pointer) not in (*self._live, *self.tenants):
+            raise Violation("memory that safecomm holds was given back (S1)")
         return super().alloc_stream(self._start(pointer), None if other is None else self._start(other))
 
     def pool(self, pointer: int) -> object:

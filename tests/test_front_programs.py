@@ -19,7 +19,7 @@ TESTS = Path(__file__).parent
 MUTANTS = re.findall(r"^@mutant\(.*\)\ndef (\w+)", (TESTS / "front_mutants.py").read_text(), re.MULTILINE)
 RESULTS = json.loads((TESTS.parent / "benchmarks" / "results" / "front_mutants.json").read_text())["parts"]
 QUICK = 20
-"""Programs after which a mutant that each run of the tests looks for was found; the others are for ``make test-all``."""
+"""Programs after which those mutants were found that each run looks for; the others are for ``make test-all``."""
 
 
 def run(script, *arguments):
