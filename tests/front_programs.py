@@ -618,6 +618,7 @@ class Program:
         asked = before | (0 if point is None else point.past)
         alone = self.counts["turns"] + self.counts["turns in the middle"] == turns
         if alone and not self.deceived and at.past != asked:
+            self.check()  # what was not legal comes first
             raise Violation(f"stream {stream} waits for {at.past & ~asked:b}, which the program has not asked for (S2)")
 
     def order(self) -> None:

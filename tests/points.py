@@ -18,8 +18,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import turns
-
 MODULES = (
     "_torch.allocator", "_torch.autograd", "_torch.backends", "_torch.driver", "_torch.functional",
     "_torch.kernels", "_torch.launches", "_torch.lists", "_torch.modes", "_torch.names", "_torch.regions",
@@ -184,19 +182,3 @@ def interrupt_everywhere(begin: Callable[[], tuple[Callable[[], Any], Callable[[
                 raise AssertionError(f"after an exception in {where}") from error
             assert not left
     raise AssertionError
-
-
-class Turns(turns.Turns):
-    """Two threads, for each of which its own count of points goes on where it was."""
-
-    def resume(self, step: Callable[[], None] | None = None) -> None:
-        left, HOOK.left = HOOK.left, 0
-        try:
-            super().resume(step)
-        finally:
-            HOOK.left = left
-
-    def hand_back(self) -> None:
-        left, HOOK.left = HOOK.left, 0
-        super().hand_back()
-        HOOK.left = left
