@@ -850,7 +850,7 @@ def write(path: Path, *parts: Any) -> None:
     before = json.loads(path.read_text()) if path.exists() else {}
     parts = (*(before.get("parts", ()) if before.get("commit") == commit else ()), *parts)
     command = f"python tests/{Path(sys.argv[0]).name}"
-    said = {"command": command, "commit": commit, "torch": torch.__version__, "parts": parts}
+    said = {**before, "command": command, "commit": commit, "torch": torch.__version__, "parts": parts}
     path.write_text(json.dumps(said, indent=1) + "\n")
 
 
