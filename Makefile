@@ -7,7 +7,7 @@
 #                  figure in docs/testing.md; too few, or one that is left without a reason, is an error
 # make gpu-test    the tests that need GPUs; results in build/gpu-test.json
 # make bench       the benchmarks, on GPUs; results in build/bench.json
-# make dist        build the wheel, install it into an empty environment, and try it there
+# make dist        build both wheels, with the C file and pure; install each into an empty environment, and try it there
 # make docs        the documentation as a site, in build/site; a broken link is an error
 # make clean       remove the virtual environment and what tools left behind
 #
@@ -85,10 +85,13 @@ dist:
 	rm -rf build/dist build/empty
 	$(PYTHON) -m venv build/empty
 	$(PIP) $(if $(CPU_INDEX),--index-url $(CPU_INDEX)) $(CPU_TORCH)
+	SAFECOMM_BUILD_C=0 $(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir build/dist .
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir build/dist .
-	$(PIP) build/dist/*.whl
-	cd build/empty && bin/python -W ignore -c 'import safecomm; print(safecomm.__file__)' | grep build/empty
-	cd build/empty && bin/safecomm --version && bin/safecomm demo --device cpu && bin/safecomm doctor
+	set -e; for wheel in build/dist/*-py3-none-any.whl build/dist/*-cp310-abi3-*.whl; do \
+		$(PIP) --force-reinstall --no-deps $$wheel; cd build/empty; \
+		bin/python -W ignore -c 'import safecomm; print(safecomm.__file__)' | grep build/empty; \
+		bin/safecomm --version; bin/safecomm demo --device cpu; bin/safecomm doctor; cd ../..; \
+	done
 	@echo; ls build/dist/*.whl
 
 venv: $(READY_FOR_TESTS)

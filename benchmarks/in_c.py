@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 benchmarks/in_c.py --out FILE [--rounds 60] [--kib 4096]
 
-Needs GPUs, and safecomm built with SAFECOMM_BUILD_C=1. *Warm*: calls in a loop. *Cold*: one call after 4 MiB of other
+Needs GPUs, and safecomm built with its C file. *Warm*: calls in a loop. *Cold*: one call after 4 MiB of other
 memory were read, as between the calls of a program. Tensors are too large for a segment that has an anchor, so that the
 driver is asked. Ratios are medians over rounds, with quartiles.
 """

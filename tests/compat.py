@@ -36,7 +36,7 @@ MUTANTS = "test_machine_catches_a_ledger_that or test_programs_catch_an_arena_th
 """What is left out: that a wrong ledger, arena or gate is caught. It depends on torch only in that some torch forgives
 a gate that is wrong, such as one that does not see dispatch modes (2.8) or forgets the inputs (2.11)."""
 
-NEEDS = ("pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100", "typing-extensions>=4.6")
+NEEDS = ("pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100", "typing-extensions>=4.6", "hatchling")
 """What the environments have besides torch and numpy."""
 
 HANGS = "2.5"

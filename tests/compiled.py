@@ -28,22 +28,10 @@ STRICT = ("-Wall", "-Wextra", "-Werror")
 
 
 def hook() -> types.ModuleType:
-    """Return ``hatch_build.py``, without hatchling, of which the tests need nothing."""
-    interface = types.ModuleType("hatchling.builders.hooks.plugin.interface")
-    interface.BuildHookInterface = object
-    names = interface.__name__.split(".")
-    parts = {".".join(names[: number + 1]): types.ModuleType("part") for number in range(len(names))}
-    before = {name: sys.modules.get(name) for name in parts}
-    sys.modules.update(parts | {interface.__name__: interface})
-    try:
-        spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    finally:
-        for name, one in before.items():
-            sys.modules.pop(name)
-            if one is not None:
-                sys.modules[name] = one
+    """Return ``hatch_build.py``."""
+    spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
     return module
 
 
@@ -122,14 +110,6 @@ def fake_driver(into: Path) -> None:
     source = into / "libcuda.c"
     source.write_text(FAKE_DRIVER)
     subprocess.run(["cc", "-O2", "-fPIC", "-shared", str(source), "-o", str(into / "libcuda.so.1")], check=True)
-
-
-def linked(package: Path) -> None:
-    """Make the folder ``package`` a package whose files are links to those of this one."""
-    for path in (ROOT / "safecomm").rglob("*.py"):
-        place = package / path.relative_to(ROOT / "safecomm")
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.symlink_to(path)
 
 
 def run(program: str, site: Path, **environment: str) -> str:

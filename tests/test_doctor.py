@@ -202,11 +202,10 @@ from safecomm.patching import runner
 from safecomm.peers.limits import read
 if ENGINES:
     read(ENGINES[None]._limits, 2)
-sys.path.insert(0, {root!r})
-sys.modules["hatchling.builders.hooks.plugin.interface"] = type(sys)("x")
-sys.modules["hatchling.builders.hooks.plugin.interface"].BuildHookInterface = object
-import hatch_build
-hatch_build.CustomBuildHook().initialize("standard", {{}})
+if "SAFECOMM_BUILD_C" in os.environ:
+    sys.path.insert(0, {root!r})
+    import hatch_build
+    hatch_build.CustomBuildHook("", {{}}, None, None, "", "").initialize("standard", {{}})
 safecomm.patch()
 """
 """A program that asks for what each variable decides."""

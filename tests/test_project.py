@@ -8,7 +8,6 @@ import runpy
 import shutil
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import pytest
@@ -66,13 +65,8 @@ def test_what_is_not_published_is_not_in_what_people_copy():
 
 
 @pytest.fixture
-def described(monkeypatch):
-    """Return ``docs/long_description.py``, without hatchling."""
-    interface = types.ModuleType("hatchling.metadata.plugin.interface")
-    interface.MetadataHookInterface = object
-    for name in ("hatchling", "hatchling.metadata", "hatchling.metadata.plugin"):
-        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-    monkeypatch.setitem(sys.modules, interface.__name__, interface)
+def described():
+    """Return ``docs/long_description.py``."""
     return runpy.run_path(str(ROOT / "docs" / "long_description.py"))
 
 
@@ -101,8 +95,7 @@ def test_each_link_of_the_long_description_needs_no_other_file(described, addres
 
 
 def test_the_project_is_given_that_text_with_the_address_that_it_has(described):
-    hook = described["CustomMetadataHook"]()
-    hook.root = str(ROOT)
+    hook = described["CustomMetadataHook"](str(ROOT), {})
     for urls, address in (({}, ""), ({"Repository": "https://x.org/a"}, "https://x.org/a")):
         metadata = {"urls": urls}
         hook.update(metadata)

@@ -1,5 +1,5 @@
 /* What each call asks, in C: on which stream memory was allocated, and whether a stream is being captured.
-Optional: hatch_build.py compiles it where it is asked to. Table does what segment_table.py does, step by step, and the
+Optional: hatch_build.py compiles it where it can. Table does what segment_table.py does, step by step, and the
 tests hold the two against each other. It needs nothing of CUDA: ctypes has the addresses of the driver's functions.
 All of it runs with the GIL held. Only missed and otherwise run code of Python, which may change a table, or let another
 thread do that: behind such a call nothing is used that was read of the table before it. */

@@ -1,6 +1,6 @@
 """What each call asks, in C where that was built, and otherwise by ctypes. Both answer the same.
 
-``_driver.c`` is compiled where the wheel is built and that is asked for, and never at import. Whatever is wrong
+``_driver.c`` is compiled where the wheel is built and there is a compiler, and never at import. Whatever is wrong
 with what was built costs time, a few microseconds a call, and nothing else: ``WHY_CTYPES`` says what it is.
 """
 
@@ -17,7 +17,6 @@ import safecomm._torch.driver as driver
 import safecomm._torch.streams as streams
 from safecomm._torch.segment_table import SegmentTable
 
-_BUILD = "SAFECOMM_BUILD_C"  # what hatch_build.py reads
 _VERSION = 1  # of _driver.c: a folder that is installed as editable may have an older build
 
 
@@ -36,7 +35,7 @@ def _load() -> tuple[Any, str]:
         if module.VERSION != _VERSION:
             return None, "what was built is of another version of safecomm: build it again"
     except ModuleNotFoundError:
-        return None, f"the C file was not built, as it is by {_BUILD}=1 pip install"
+        return None, "the C file was not built"
     except Exception as error:  # of whatever kind: nothing here may break the import
         return None, f"what was built can't be loaded ({error})"
     if None in (driver.pointer_attribute, driver.stream_is_capturing, driver.capture_info):

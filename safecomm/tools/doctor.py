@@ -237,6 +237,13 @@ def _of_the_machine(machine: Machine) -> Iterator[Check]:
         yield Check(
             "GPUs", True, "none: collectives run on gloo, where memory is held until the backend's threads are done."
         )
+    yield Check(
+        "questions of each call",
+        True,
+        f"are asked by ctypes, because {machine.why_ctypes}. In C they take some microseconds less."
+        if machine.why_ctypes
+        else "are asked in C.",
+    )
     if not machine.gpus:
         return
     yield Check(
@@ -273,13 +280,6 @@ def _of_the_machine(machine: Machine) -> Iterator[Check]:
         if machine.driver_answers and machine.allocator_answers
         else "the stream that memory was allocated on can't be told (an allocator other than torch's native one, or no "
         "libcuda), so safecomm holds it until the device has passed the collective.",
-    )
-    yield Check(
-        "questions of each call",
-        True,
-        f"are asked by ctypes, because {machine.why_ctypes}. In C they take some microseconds less."
-        if machine.why_ctypes
-        else "are asked in C.",
     )
 
 
