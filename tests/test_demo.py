@@ -38,6 +38,15 @@ def environment(**variables: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", **variables}
 
 
+DEMO = """
+import sys
+from safecomm.__main__ import main
+status = main(["demo", "--device", "cpu", "--json", "demo.json"])
+assert "torch._dynamo" not in sys.modules, "whose import takes longer than all of the demo"
+sys.exit(status)
+"""
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """The demo and the example, which run at the same time: most of it is one process that starts."""
@@ -45,7 +54,7 @@ def runs(tmp_path_factory):
     launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "--standalone")
     commands = {
         "demo": (
-            command("-m", "safecomm", "demo", "--device", "cpu", "--json", "demo.json"),
+            command("-c", DEMO),
             environment(PYTHONIOENCODING="utf-8", COLUMNS="100"),
         ),
         "example": (command(*launcher, str(ROOT / "examples" / "tensor_parallel.py")), environment()),

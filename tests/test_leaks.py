@@ -529,3 +529,22 @@ def test_without_a_dispatch_mode_it_says_so(monkeypatch):
     monkeypatch.setattr(_torch, "TorchDispatchMode", None)
     with pytest.raises(safecomm.SafecommError, match="TorchDispatchMode"):
         leaks.watch()
+
+
+def test_what_watches_is_hidden_from_dynamo_as_soon_as_that_is_imported(monkeypatch):
+    import torch._dynamo
+
+    def step(x):
+        y = x.relu()
+        torch._dynamo.graph_break()
+        return y * 2
+
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    monkeypatch.delattr(torch, "_dynamo")
+    with leaks.watch():
+        torch.ones(2).relu()
+        monkeypatch.undo()
+        for _ in range(3):
+            torch.compile(step, backend="eager")(torch.ones(2))
+    assert torch._dynamo.utils.counters["frames"] == {}

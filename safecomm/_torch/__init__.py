@@ -87,6 +87,7 @@ from safecomm._torch.modes import profiler as profiler
 from safecomm._torch.modes import transform as transform
 from safecomm._torch.modes import undisturbed as undisturbed
 from safecomm._torch.modes import without_functions as without_functions
+from safecomm._torch.modes import without_import as without_import
 from safecomm._torch.names import LACKING as LACKING
 from safecomm._torch.names import NAMES as NAMES
 from safecomm._torch.names import missing as missing

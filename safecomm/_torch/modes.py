@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import types
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -120,3 +121,22 @@ except ImportError:
 
 if not look_up("torch.utils._python_dispatch.TorchDispatchMode", None, "leaks.watch() can't watch", is_class):
     TorchDispatchMode = None  # type: ignore[assignment, misc]
+
+
+def without_import(mode: type) -> type:
+    """Return ``mode``, a ``TorchDispatchMode``, as one that does not import Dynamo.
+
+    Torch hides what a mode does from Dynamo, and imports Dynamo for that, which takes seconds. Here that begins when
+    the program itself has imported it: then the attribute is there.
+    """
+    hidden: Callable[..., object] = mode.__torch_dispatch__  # type: ignore[attr-defined]
+    plain = inspect.unwrap(hidden)
+
+    def dispatch(*arguments: object) -> object:
+        if "_dynamo" not in vars(torch):
+            return plain(*arguments)
+        mode.__torch_dispatch__ = hidden  # type: ignore[attr-defined]
+        return hidden(*arguments)
+
+    mode.__torch_dispatch__ = dispatch  # type: ignore[attr-defined]
+    return mode

@@ -80,6 +80,7 @@ class Made:
 def noting(made: Made) -> Any:
     """Return a context in which ``made`` takes note of each operation of torch."""
 
+    @_torch.without_import
     class Mode(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
         def __torch_dispatch__(
             self,
