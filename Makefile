@@ -31,6 +31,9 @@ READY := .venv/.ready
 READY_FOR_TESTS := .venv/.ready-for-tests
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 
+# Without bytecode each process of a test would compile torch again, which takes longer than to import it.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo lint test test-all coverage compat gpu-test bench dist docs clean venv
 
 demo: $(READY)

@@ -76,7 +76,7 @@ def make(version: str, minor: str, python: str, extra: list[str]) -> Path:
 
 def run(folder: Path, files: list[str], results: Path) -> tuple[dict[str, int], list[str], dict[str, str]]:
     """Run the tests of ``files``; return the counts, what failed, and what was skipped with its reason."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command: list[Any] = [folder / "bin" / "python", "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     command += ["-n", "2", "--dist", "loadfile", f"--junitxml={results}"]
     if files:
