@@ -1,7 +1,7 @@
 """Programs as users write them, from the documents alone, on the simulated device of ``front.py``.
 
     python tests/workloads.py --seed 1 --rounds 20             # each workload, a line of JSON for each
-    python tests/workloads.py --only moe_dispatch --mutant NAME  # with a rule of safecomm broken (front_mutants.py)
+    python tests/workloads.py moe_dispatch:NAME                # with a rule of safecomm broken (front_mutants.py)
 
 Each workload is what one rank runs. Between any two of its lines the device completes kernels, and peers come to
 calls, at a pace that the seed draws: in some steps all at once, in some few, in some none. What a workload may expect
@@ -511,24 +511,30 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Programs as users write them, on the simulated device.")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--only", choices=[one.__name__ for one in WORKLOADS], nargs="*", help="these workloads")
-    parser.add_argument("--mutant", help="a safecomm with this of front_mutants.py broken")
+    parser.add_argument(
+        "only", nargs="*", metavar="WORKLOAD[:MUTANT]",
+        help="of these, and with what front_mutants.py breaks by that name",
+    )  # fmt: skip
     options = parser.parse_args()
+    import front_mutants
     import front_programs
 
     front_programs.quiet()
-    if options.mutant:
-        import front_mutants
+    workloads = {one.__name__: one for one in WORKLOADS}
 
-        front_mutants.MUTANTS[options.mutant][0]()
+    def run(name: str, mutant: str) -> dict[str, Any]:
+        if mutant:
+            front_mutants.MUTANTS[mutant][0]()
+        return rounds_of(workloads[name], options.seed, options.rounds)
+
     failures = 0
-    for program in WORKLOADS:
-        if not options.only or program.__name__ in options.only:
-            # In a fork, because a program that fails leaves something behind.
-            said = front.forked(lambda program=program: rounds_of(program, options.seed, options.rounds))
-            said = said or {"workload": program.__name__, "by": "death", "reason": "the process has died"}
-            failures += bool(said["by"])
-            print(json.dumps(said), flush=True)
+    for one in options.only or workloads:
+        name, _, mutant = one.partition(":")
+        # In a fork, because a program that fails leaves something behind.
+        said = front.forked(lambda name=name, mutant=mutant: run(name, mutant))
+        said = said or {"workload": name, "by": "death", "reason": "the process has died"}
+        failures += bool(said["by"])
+        print(json.dumps(said), flush=True)
     return failures > 0
 
 
