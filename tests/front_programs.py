@@ -99,11 +99,14 @@ class Program:
             (name,) = self.rng.choices(list(STEPS), self.weights)
             self.steps.append(name)
             self.counts[name] += 1
-            general = self.rng.random() < 0.25
-            with Passes() if general else contextlib.nullcontext():
-                getattr(self, name)()
+            self.step(name)
             self.check()
         self.end()
+
+    def step(self, name: str) -> None:
+        general = self.rng.random() < 0.25
+        with Passes() if general else contextlib.nullcontext():
+            getattr(self, name)()
 
     def note(self, what: object) -> None:
         self.steps[-1] += f" {what}"

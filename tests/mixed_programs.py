@@ -1,9 +1,8 @@
 """Random programs that mix all that safecomm does with memory, on a simulated device.
 
-One program has an arena, CUDA graph captures, ``avoid_record_streams()``, three streams, two threads, and a signal
-handler that raises in the middle of a call. The ledger, the arena and the graphs are the real ones; what the device
-does to memory is ``simulated.py``'s, and where a handler raises and threads take turns is ``points.py``'s. Everything
-is drawn from the seed, so a program can be run again alone:
+One program has an arena, CUDA graph captures, ``avoid_record_streams()``, three streams and two threads. The ledger,
+the arena and the graphs are the real ones; what the device does to memory is ``simulated.py``'s, and where threads take
+turns is ``points.py``'s. Everything is drawn from the seed, so a program can be run again alone:
 
     python tests/mixed_programs.py --programs 1000 --seed 1 --jobs 2
     python tests/mixed_programs.py --seed 1 --only 37
@@ -13,9 +12,9 @@ NCCL's groups have the rules of ProcessGroupNCCL, or with ``--nccl2`` those of P
 A program fails by *unsafe reuse*, when memory is given out that something may still touch (S1, S5, S6), or by *loss*,
 when it has let go of everything and not all is back: memory, slots, entries, and what stood in torch's place (S3).
 
-The programs are correct ones. They order or record what they use on other streams, keep what graphs use that nobody
-has seen to be captured, and take a launch that was interrupted for one that runs. A stream is taken into a capture
-while the other thread is between two calls, and on the default stream.
+The programs are correct ones. They order or record what they use on other streams, and keep what graphs use that nobody
+has seen to be captured. A stream is taken into a capture while the other thread is between two calls, and on the
+default stream.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ import argparse
 import contextlib
 import functools
 import gc
-import inspect
 import json
 import logging
 import math
@@ -34,9 +32,8 @@ import subprocess
 import sys
 import time
 import traceback
-import types
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -51,7 +48,6 @@ from simulated import (
     FakeEvent,
     FakeGroup,
     FakeStream,
-    FakeWork,
     Launched,
     Tenant,
     Violation,
@@ -81,27 +77,8 @@ RESULTS = {
     "nccl2": ROOT / "benchmarks" / "results" / "mixed_programs_nccl2.json",
 }
 
-KNOWN: dict[str, tuple[str, str]] = {}
-"""Functions that an interrupt is known to break a promise in, from which of their lines on ("": all), and how.
-
-None raises there, nor in what they call from there.
-"""
-
 KNOWN_TURNS: dict[str, tuple[bool, str]] = {}
 """Functions that another thread is known to break a promise in (True: in a capture): it is given no turn there."""
-
-Known = Mapping[str, tuple[str, str]]
-
-
-class Interrupted(Exception):
-    """What a signal handler raises."""
-
-
-class InterruptedForGood(BaseException):
-    """The same, past ``except Exception``, as KeyboardInterrupt is."""
-
-
-INTERRUPTS = (Interrupted, InterruptedForGood)
 
 
 class Loss(AssertionError):
@@ -120,7 +97,6 @@ class Device(ArenaDevice):
         self.deferred: list[tuple[int, Block]] = []  # until when memory that has died is not given out
         self.upcoming = 0
         self.given_up = False
-        self.unsure = False  # a request of the arena was interrupted
 
     @property
     def _current(self) -> int:
@@ -129,11 +105,6 @@ class Device(ArenaDevice):
     @_current.setter
     def _current(self, stream: int) -> None:
         self.currents[self.turns.second] = stream
-
-    def alloc_stream(self, pointer: int, other: int | None = None) -> int | None:
-        if other is None and self.unsure and self._stream_of is not None and pointer not in self._live:
-            return self._stream_of(pointer)  # what was handed out there last, an interrupt has kept from the program
-        return super().alloc_stream(pointer, other)
 
     def launch(self, stream: Any, blocks: list[Block], *, stuck: bool = False) -> int:
         bit = super().launch(stream, blocks, stuck=stuck)
@@ -223,20 +194,6 @@ class Graph(ArenaGraph):
         self.replayed |= self.device.launch(self.device.here(), [block for block, _ in self.touches])
 
 
-class Group(FakeGroup):
-    """A process group that tells the work that it has launched, until it is asked."""
-
-    latest: FakeWork | None = None
-
-    def launch(self, *arguments: Any, **how: Any) -> FakeWork:
-        self.latest = super().launch(*arguments, **how)
-        return self.latest
-
-    def take_latest(self) -> FakeWork | None:
-        latest, self.latest = self.latest, None
-        return latest
-
-
 class World:
     """What stands in torch's place in the process that runs programs, and the second thread."""
 
@@ -320,8 +277,7 @@ class World:
                 raise Loss("drain(wait=True) waits for what is over (S3)")
 
     def _caught(self, unraisable: Any) -> None:
-        if not isinstance(unraisable.exc_value, INTERRUPTS):
-            self.unraisable.append(unraisable.exc_value)
+        self.unraisable.append(unraisable.exc_value)
 
     def untouched(self) -> str:
         """Return what is not as it was before the program; "" if all is."""
@@ -399,15 +355,13 @@ OF_WORKS = ("allocate", "launch", "launch_sync", "wait", "use_handle", "capture"
 class Program:
     """One program: its steps are methods, of the thread whose turn it is."""
 
-    def __init__(self, world: World, seed: int, number: int, known: Known, nccl: str = "nccl") -> None:
+    def __init__(self, world: World, seed: int, number: int, nccl: str = "nccl") -> None:
         self.rng = random.Random(f"{seed}:{number}")
         rng = self.rng
         self.world = world
         self.turns = world.turns
-        self.known = known
         self.counts: Counter[str] = Counter()
         self.steps: list[str] = []
-        self.interrupted: list[str] = []
         self.device = world.device = Device(world.turns, lambda bit: self.detail(f"({bit:b})"))
         world.idle = 0
         world.with_kernels = rng.random() < 0.6
@@ -422,7 +376,7 @@ class Program:
         captures.LEDGER = arena_module.LEDGER = self.ledger  # type: ignore[misc]
         shelved = rng.random() < 0.7
         self.groups = [
-            [Group(self.device, backend, shelved=shelved) for backend in (nccl, nccl, "gloo")]
+            [FakeGroup(self.device, backend, shelved=shelved) for backend in (nccl, nccl, "gloo")]
             for _ in range(2)
         ]  # fmt: skip
         self.tensors: list[torch.Tensor] = []
@@ -436,7 +390,7 @@ class Program:
         self.arenas: list[Arena] = []  # those that were not seen to be closed
         self.uses: list[Any] = []
         self.between = [True, True]  # whether each thread is between two steps
-        self.events: list[str] = []
+        self.switches = False  # the second thread gets its turn in this step
         self.cuda_events = [FakeEvent() for _ in range(3)]
         if rng.random() < 0.6:  # what safecomm does by itself, for a ledger that is the process's
             self.ledger.handoffs.on_use = functools.partial(stream_methods.see, self.ledger, self.ledger)
@@ -483,12 +437,10 @@ class Program:
         if me:
             HOOK.left = self.soon() if rng.random() < 0.5 else 0
         else:
-            self.events = rng.choices([[], ["interrupt"], ["switch"], ["interrupt", "switch"]], [9, 6, 4, 1])[0][:]
-            HOOK.left = self.soon() if self.events else 0
+            self.switches = rng.random() < 0.4
+            HOOK.left = self.soon() if self.switches else 0
         try:
             getattr(self, name)()
-        except INTERRUPTS:
-            pass
         finally:
             HOOK.left = 0
             self.between[me] = True
@@ -510,45 +462,18 @@ class Program:
         return 1 + int(self.rng.expovariate(1 / 14))
 
     def happen(self) -> None:
-        """It is time for what was drawn, at some point of a call of safecomm."""
+        """It is time for the other thread, at some point of a call of safecomm."""
         frame = sys._getframe(2)
-        switches = self.turns.second or self.events[-1] == "switch"
-        if switches and self.known and _is_known_turn(frame, self.device.here().capture):
+        if _is_known_turn(frame, self.device.here().capture):
             HOOK.left = self.soon()
-            self.counts["spared"] += 1
             return
         if self.turns.second:
             self.note("  hands back " + _where(frame))
             self.turns.hand_back()
             HOOK.left = self.soon() if self.rng.random() < 0.3 else 0
             return
-        if self.events[-1] == "switch":
-            self.events.pop()
-            self.note("  gives the second thread its turn " + _where(frame))
-            self.second_goes_on()
-            HOOK.left = self.soon() if self.events else 0
-            return
-        if self.is_known(frame):
-            HOOK.left = self.soon()
-            self.counts["spared"] += 1
-            return
-        self.events.pop()
-        kind = self.rng.choice(INTERRUPTS)
-        self.counts["interrupts"] += 1
-        self.counts[f"interrupts in {frame.f_globals['__name__'].removeprefix('safecomm.')}"] += 1
-        where = _where(frame)
-        self.note(f"  {kind.__name__} {where}")
-        self.interrupted.append(_chain(frame))
-        raise kind
-
-    def is_known(self, frame: Any) -> bool:
-        """Return whether an interrupt at ``frame`` is known to break a promise, there or in what called it."""
-        while frame is not None:
-            first, _ = self.known.get(_place(frame), (None, ""))
-            if first == "" or (first and frame.f_lineno >= _line_of(frame.f_code, first)):
-                return True
-            frame = frame.f_back
-        return False
+        self.note("  gives the second thread its turn " + _where(frame))
+        self.second_goes_on()
 
     def note(self, what: str) -> None:
         self.steps.append(f"{'second' if self.turns.second else 'first '} {what}")
@@ -640,9 +565,6 @@ class Program:
                     tensor = ask(nbytes, dtype=torch.uint8, bucket=bucket)
             except ArenaError:
                 return
-            except INTERRUPTS:
-                device.unsure = True
-                raise
             if self.base <= tensor.data_ptr() < self.base + CAPACITY:
                 start, end = tensor.data_ptr(), tensor.data_ptr() + tensor.untyped_storage().nbytes()
                 for other in [*(one.untyped_storage() for one in self.tensors), *self.storages]:
@@ -706,7 +628,7 @@ class Program:
 
     # --- calls --------------------------------------------------------------------------------------------
 
-    def used(self, tensors: list[torch.Tensor], group: Group) -> None:
+    def used(self, tensors: list[torch.Tensor], group: FakeGroup) -> None:
         """A collective of ``group`` was called with ``tensors``: do what safecomm does with it in a capture."""
         graph = self.in_capture()
         if graph is None:
@@ -733,15 +655,8 @@ class Program:
         p2p = kind == "p2p"
         receives = p2p and group.backend == "nccl2" and rng.random() < 0.5
         self.detail(f"{kind} {fate}{' receives' * receives}")
-        try:
-            launched = call(self.ledger, group, tensors, staged=kind == "staged", p2p=p2p, receives=receives, fate=fate)
-            self.used(tensors, group)
-        except INTERRUPTS:
-            work = group.take_latest()
-            self.keep(tensors + (work.staging if work is not None else []))  # as c10d does with its own
-            raise
-        finally:
-            group.take_latest()
+        launched = call(self.ledger, group, tensors, staged=kind == "staged", p2p=p2p, receives=receives, fate=fate)
+        self.used(tensors, group)
         kept = rng.random() < 0.7
         if kept:
             self.works.append(launched)
@@ -756,12 +671,8 @@ class Program:
         tensors = self.some(rng.choice([1, 2]))
         if not tensors:
             return
-        try:
-            sync(self.ledger, group, tensors)
-            self.used(tensors, group)
-        except INTERRUPTS:
-            self.keep(tensors)
-            raise
+        sync(self.ledger, group, tensors)
+        self.used(tensors, group)
         if rng.random() < (0.5 if self.in_capture() is None else 0.8):
             self.let_go(tensors)
 
@@ -781,12 +692,7 @@ class Program:
         self.counts["waits_elsewhere"] += not launched.alloc_streams <= {here.handle}
         self.counts["waits_beside_captures"] += bool(self.device.capturing) and not here.capture
         with contextlib.suppress(CaptureBoundaryError, RuntimeError):
-            try:
-                getattr(launched.work, how)()
-            except INTERRUPTS:
-                if rng.random() < 0.5:  # and is waited for again
-                    self.works.append(launched)
-                raise
+            getattr(launched.work, how)()
 
     def use_handle(self) -> None:
         rng = self.rng
@@ -850,9 +756,6 @@ class Program:
             if _diverted():
                 raise
             self.keep([tensor])
-        except INTERRUPTS:
-            self.keep([tensor])
-            raise
         if [one[1] for one in self.contexts] != contexts:
             self.keep([tensor])  # the other thread has left a context, or entered one
 
@@ -905,9 +808,7 @@ class Program:
 
     def undisturbed(self) -> None:
         """Give the other thread no turn in this step."""
-        self.events = [one for one in self.events if one != "switch"]
-        if self.turns.second or not self.events:
-            HOOK.left = 0
+        HOOK.left = 0
 
     def free_in_place(self) -> None:
         device = self.device
@@ -974,11 +875,7 @@ class Program:
         device.upcoming += 1
         self.capturing_thread = me
         graph = self.recording = Graph(device)
-        try:
-            torch.cuda.CUDAGraph.capture_begin(graph)  # type: ignore[arg-type]
-        except INTERRUPTS:
-            self.discard()
-            raise
+        torch.cuda.CUDAGraph.capture_begin(graph)  # type: ignore[arg-type]
 
     def end_capture(self, how: str) -> None:
         device, graph = self.device, self.recording
@@ -1002,9 +899,6 @@ class Program:
             graph.capture_end()
         except (CaptureBoundaryError, RuntimeError):
             self.discard()
-        except INTERRUPTS:
-            self.discard()
-            raise
         else:
             self.counts["captures"] += 1
             self.graphs.append(graph)
@@ -1182,7 +1076,7 @@ class Program:
             "queues": ledger.nonempty,
             "recorded uses": [of_storage for of_storage in ledger.recorded_uses.by_storage.values() if of_storage],
             "quarantine": ledger.quarantine,
-            "leftovers": ledger.handoffs.leftovers or ledger.handoffs.unfinished,
+            "leftovers": ledger.handoffs.leftovers,
             "routes that are off": routes._wanted_off or routes._kept_back,
             "memory": device.live(),
             "memory that the allocator keeps": device.deferred,
@@ -1199,23 +1093,6 @@ def _place(frame: Any) -> str:
     return f"{frame.f_globals['__name__'].removeprefix('safecomm.')}.{getattr(code, 'co_qualname', code.co_name)}"
 
 
-@functools.cache
-def _line_of(code: types.CodeType, text: str) -> int:
-    """Return the line of ``code`` that begins with ``text``."""
-    lines, first = inspect.getsourcelines(code)
-    return first + next(place for place, line in enumerate(lines) if line.strip().startswith(text))
-
-
-def _chain(frame: Any) -> str:
-    """Return what of safecomm has called what at ``frame``, the innermost first, with the line of that."""
-    line, chain = frame.f_lineno, []
-    while frame is not None:
-        if frame.f_globals["__name__"].startswith("safecomm."):
-            chain.append(_place(frame))
-        frame = frame.f_back
-    return f"{chain[0]}:{line} < {' < '.join(chain[1:])}" if chain[1:] else f"{chain[0]}:{line}"
-
-
 def _is_known_turn(frame: Any, capture: int) -> bool:
     found = [KNOWN_TURNS.get(_place(one)) for one in (frame, frame.f_back)]
     return any(one is not None and (capture or not one[0]) for one in found)
@@ -1228,11 +1105,9 @@ def _where(frame: Any) -> str:
 # --- running them -----------------------------------------------------------------------------------------------
 
 
-def run_one(
-    world: World, seed: int, number: int, known: Known | None = None, nccl: str = "nccl"
-) -> tuple[Program, BaseException | None]:
+def run_one(world: World, seed: int, number: int, nccl: str = "nccl") -> tuple[Program, BaseException | None]:
     """Run program ``number`` of ``seed``; return it, and what it has failed with."""
-    program = Program(world, seed, number, KNOWN if known is None else known, nccl)
+    program = Program(world, seed, number, nccl)
     failure: BaseException | None = None
     try:
         program.run()
@@ -1251,20 +1126,18 @@ def run_one(
     return program, failure
 
 
-KINDS = ("steps", "interrupts", "spared", "captures", "replays", "requests", "fallbacks", "record_streams",
+KINDS = ("steps", "captures", "replays", "requests", "fallbacks", "record_streams",
          "thread_switches", "dropped", "waits_elsewhere", "waits_beside_captures")  # fmt: skip
 
 
-def run_many(
-    seed: int, numbers: Any, *, known: Known | None = None, nccl: str = "nccl", stop: int = 0, show: bool = False
-) -> dict[str, Any]:
+def run_many(seed: int, numbers: Any, *, nccl: str = "nccl", stop: int = 0, show: bool = False) -> dict[str, Any]:
     """Run programs of ``seed``; return what they did, and which failed. ``stop``: after so many failures."""
     counts: Counter[str] = Counter()
     failures: list[tuple[int, str, str]] = []
     ran = 0
     with World() as world:
         for number in numbers:
-            program, failure = run_one(world, seed, number, known, nccl)
+            program, failure = run_one(world, seed, number, nccl)
             ran += 1
             counts += program.counts
             if failure is not None:
@@ -1272,15 +1145,7 @@ def run_many(
                     "unsafe_reuse" if isinstance(failure, Violation) else "errors"
                 )  # fmt: skip
                 counts[kind] += 1
-                failures.append(
-                    (
-                        number,
-                        kind,
-                        f"{type(failure).__name__}: {failure}"[:300]
-                        + " after interrupts "
-                        + ", ".join(program.interrupted),
-                    )
-                )
+                failures.append((number, kind, f"{type(failure).__name__}: {failure}"[:300]))
                 if show:
                     print("\n".join(program.steps))
                     traceback.print_exception(failure)
@@ -1293,10 +1158,10 @@ def run_many(
     return {"programs": ran, "counts": dict(counts), "failures": failures}
 
 
-def _job(arguments: tuple[int, range, Known | None, str]) -> dict[str, Any]:
+def _job(arguments: tuple[int, range, str]) -> dict[str, Any]:
     torch.set_num_threads(1)
-    seed, numbers, known, nccl = arguments
-    return run_many(seed, numbers, known=known, nccl=nccl)
+    seed, numbers, nccl = arguments
+    return run_many(seed, numbers, nccl=nccl)
 
 
 def _commit() -> str:
@@ -1314,8 +1179,7 @@ def write(path: Path, part: dict[str, Any]) -> None:
     commit = _commit()
     results = json.loads(path.read_text()) if path.exists() else {}
     if results.get("commit") != commit:
-        spares = {"interrupts": {name: why for name, (_, why) in KNOWN.items()},
-                  "turns": {name: why for name, (_, why) in KNOWN_TURNS.items()}}  # fmt: skip
+        spares = {name: why for name, (_, why) in KNOWN_TURNS.items()}
         results = {"commit": commit, "torch": torch.__version__, "spares": spares, "parts": []}
     results["parts"] = [one for one in results["parts"] if one["seed"] != part["seed"]] + [part]
     results["total"] = {
@@ -1331,20 +1195,18 @@ def main() -> int:
     parser.add_argument("--programs", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, help="run this program alone, and show its steps")
-    parser.add_argument("--strict", action="store_true", help="spare nothing that is known")
     parser.add_argument("--nccl2", action="store_true", help="with ProcessGroupNCCL2's rules")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--json", type=Path, nargs="?", const=Path(), help="a file to add this part to")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    known: Known | None = {} if options.strict else None
     nccl = "nccl2" if options.nccl2 else "nccl"
     if options.only is not None:
-        ended = run_many(options.seed, [options.only], known=known, nccl=nccl, show=True)
+        ended = run_many(options.seed, [options.only], nccl=nccl, show=True)
         print(ended["counts"])
         return bool(ended["failures"])
     began = time.perf_counter()
-    jobs = [(options.seed, range(first, options.programs, options.jobs), known, nccl) for first in range(options.jobs)]
+    jobs = [(options.seed, range(first, options.programs, options.jobs), nccl) for first in range(options.jobs)]
     if options.jobs == 1:
         ended = [_job(jobs[0])]
     else:
@@ -1357,9 +1219,6 @@ def main() -> int:
         "seed": options.seed,
         "programs": options.programs,
         **{kind: counts[kind] for kind in KINDS},
-        "interrupts_in": {
-            kind.split()[-1]: counts[kind] for kind in sorted(counts) if kind.startswith("interrupts in")
-        },
         **{kind: counts[kind] for kind in ("unsafe_reuse", "lost", "errors")},
         "seconds": round(seconds),
     }

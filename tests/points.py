@@ -1,6 +1,6 @@
-"""Where a signal handler can raise, and where another thread can go on: points in the functions of safecomm.
+"""Where another thread can go on: points in the functions of safecomm.
 
-CPython looks for signals, and gives the interpreter to another thread, where a function begins, where a call returns,
+CPython gives the interpreter to another thread where a function begins, where a call returns,
 and where a loop goes back. :func:`instrumented` compiles functions of safecomm anew with a call of :func:`point` at
 each of these. A tracer would see them too, but until Python 3.13 it refers to the locals of each frame that it sees,
 and safecomm counts references. Simulated devices are not compiled anew, so that a call of one is as one into C.
@@ -11,9 +11,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
-import itertools
 import queue
-import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
@@ -149,41 +147,6 @@ def instrumented() -> Iterator[None]:
     finally:
         for function, old in before:
             function.__code__ = old
-
-
-def interrupt_everywhere(begin: Callable[[], tuple[Callable[[], Any], Callable[[], None]]]) -> int:
-    """Interrupt a step at each of its points, once each, and check what that leaves; return how many there are.
-
-    ``begin`` makes all anew, and returns the step and the check.
-    """
-
-    where = ""
-
-    def interrupt() -> None:
-        nonlocal where
-        frame = sys._getframe(2)
-        where = f"{frame.f_code.co_name}, {frame.f_globals['__name__']}:{frame.f_lineno}"
-        raise KeyboardInterrupt
-
-    with instrumented():
-        for place in itertools.count(1):
-            step, check = begin()
-            HOOK.happen, HOOK.left = interrupt, place
-            try:
-                step()
-            except KeyboardInterrupt:
-                pass
-            else:
-                if HOOK.left:  # there are no more
-                    return place - 1
-            finally:
-                left, HOOK.left = HOOK.left, 0
-            try:
-                check()
-            except BaseException as error:
-                raise AssertionError(f"after an exception in {where}") from error
-            assert not left
-    raise AssertionError
 
 
 # --- two threads, one at a time ---------------------------------------------------------------------------------
