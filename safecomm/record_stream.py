@@ -8,6 +8,7 @@ ledger holds, and gives back in an order that does not depend on the host.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import math
@@ -15,7 +16,6 @@ import operator
 import sys
 import threading
 import types
-import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar, get_args
@@ -24,7 +24,6 @@ import torch
 
 from safecomm import _torch, arguments, replacing, stream_methods
 from safecomm.arena.arena import OPEN
-from safecomm.block import Block
 from safecomm.core import captures
 from safecomm.core.call_site import line_of, outside, place
 from safecomm.core.ledger import LEDGER, Ledger
@@ -53,7 +52,7 @@ class _Site:
         self.code, self.instruction, self.count = code, instruction, 0
 
 
-class avoid_record_streams(Block):  # noqa: N801
+class avoid_record_streams(contextlib.ContextDecorator):  # noqa: N801
     """Inside of it, ``record_stream`` does not make memory pile up: Python's, Megatron's, a C++ extension's.
 
     ``mode="convert"`` guarantees for each call what ``record_stream`` guarantees, that the memory is not given out
@@ -117,7 +116,6 @@ class avoid_record_streams(Block):  # noqa: N801
         self.unusable: int = 0
         self._unusable_before = 0
         self._entered: list[object] = []
-        self._noted: weakref.ref[Callable[..., None]] | None = None
 
     @property
     def sites(self) -> Counter[str]:
@@ -153,18 +151,29 @@ class avoid_record_streams(Block):  # noqa: N801
         replacing.ask("avoid_record_streams()")
         self._unusable_before = _unusable()
         key = object()
-        try:
-            with _lock:
+        with _lock:
+            _users[key] = self, _thread.me if self.this_thread else None
+            try:
                 if not _installed:
                     _installed.append(_intercept())
-                self._leave_by(functools.partial(_let_out, key), _installed[0].ledger)
-                _users[key] = self, _thread.me if self.this_thread else None
-                _installed[0].install()
-            self._entered.append(key)
-        except BaseException:
-            _let_out(key)
-            raise
+                    _installed[0].install()
+            except BaseException:
+                _let_out(key)
+                raise
+        self._entered.append(key)
         return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if not self._entered:
+            raise RuntimeError("avoid_record_streams(): it was left, and had not been entered")
+        _let_out(self._entered[-1])
+        self._entered.pop()
+        self.unusable = max(0, _unusable() - self._unusable_before)
+        if self.unusable:
+            what = f"{self.unusable} bytes are freed but unusable: {_blocks_awaiting_free()}"
+            if self.strict and kind is None:
+                raise RecordStreamError(what)
+            log.warning("inside avoid_record_streams(): %s", what)
 
     def __repr__(self) -> str:
         where = "inside" if self._entered else "outside"
@@ -175,38 +184,8 @@ class avoid_record_streams(Block):  # noqa: N801
             told += f", {self.unusable} bytes freed but unusable"
         return f"<avoid_record_streams(mode={self.mode!r}, release={self.release!r}): {where}, {told}>"
 
-    def _leave_by(self, leave: Callable[[], None], ledger: Ledger) -> None:
-        # It is not C's, as what closes a block has to be. So C notes that the next call of safecomm is to do it, and
-        # that there is something to do.
-        end = None if self._exit is None else self._exit()
-        if end is not None:
-            self._noted = weakref.ref(
-                end, functools.partial(ledger.nonempty.__setitem__, ledger.handoffs.leftover_queue)
-            )
-        self._close_by(functools.partial(ledger.handoffs.unfinished.__setitem__, leave))
 
-    def _leave(self, kind: type[BaseException] | None, *_: object) -> None:
-        if not self._entered:
-            raise RuntimeError("avoid_record_streams(): it was left, and had not been entered")
-        key = self._entered[-1]
-        del self._entered[-1]
-        try:
-            _let_out(key)
-        except BaseException:  # of a signal handler
-            _let_out(key)
-            raise
-        if not self._entered:
-            self._closed()
-            self._noted = None
-        self.unusable = max(0, _unusable() - self._unusable_before)
-        if self.unusable:
-            what = f"{self.unusable} bytes are freed but unusable: {_blocks_awaiting_free()}"
-            if self.strict and kind is None:
-                raise RecordStreamError(what)
-            log.warning("inside avoid_record_streams(): %s", what)
-
-
-# One that its thread can take again: leaving looks at what is over, and so perhaps after who has not left.
+# Reentrant: the collector can run inside, and leave a block.
 _lock = threading.RLock()
 _users: dict[object, tuple[avoid_record_streams, object]] = {}  # who is inside, and of which thread if only there
 _installed: list[_Interception] = []  # one while there is a user
@@ -221,10 +200,10 @@ _thread = _Thread()
 
 
 def _let_out(key: object) -> None:
-    """Let whoever is inside under ``key`` be so no more. Again, it does nothing."""
-    _users.pop(key, None)
+    """Let whoever is inside under ``key`` be so no more."""
     with _lock:
-        if _installed and not _users and not _installed[0].leaving:
+        _users.pop(key, None)
+        if _installed and not _users:
             _installed[0].remove()
             _installed.clear()
 
@@ -253,13 +232,9 @@ class _Interception:
         self._calls = 0
         self._attributes: list[tuple[type, str, object, object]] = []
         self._key = key
-        self._installed = False
-        self.leaving = False  # it is being removed
 
     def install(self) -> None:
-        """Stand in torch's place, if this does not yet. What an exception ends is for :meth:`remove` to undo."""
-        if self._installed:
-            return
+        """Stand in torch's place. What an exception ends is for :meth:`remove` to undo."""
         # Where references are not counted, each call goes on to torch's kernel; torch 2.8 does not give that out.
         self._record_stream = _torch.Override(
             "aten::record_stream", self._key, self.record_stream, needs_original=not COUNTED
@@ -277,7 +252,6 @@ class _Interception:
             self._replace(torch.Tensor, "resize_", self._around_tensor_resize)
         stream_methods.see(self, self.ledger)
         captures.watch(self)
-        self._installed = True
 
     def _replace(self, owner: type, name: str, around: Callable[[Any], object]) -> None:
         own = vars(owner).get(name)
@@ -286,26 +260,22 @@ class _Interception:
         setattr(owner, name, replacement)
 
     def remove(self) -> None:
-        """Restore torch, and hand over what is held. May be called again if an exception of a signal handler came."""
-        self.leaving = True
-        try:
-            for owner, name, own, replacement in self._attributes:
-                if vars(owner).get(name) is not replacement:
-                    continue  # somebody has put theirs over ours, which goes on to torch's
-                if own is None:
-                    delattr(owner, name)
-                else:
-                    setattr(owner, name, own)
-            stream_methods.unsee(self)
-            captures.unwatch(self)
-            for override in ("_record_stream", "_resize", "_resize_storage"):
-                if override in vars(self):
-                    vars(self)[override].remove()
-            self.ledger.sweep(thorough=True)
-            if self._installed and self._record_stream.original is not None:
-                self.ledger.recorded_uses.hand_over(_give)
-        finally:
-            self.leaving = False
+        """Restore torch, and hand over what is held."""
+        for owner, name, own, replacement in self._attributes:
+            if vars(owner).get(name) is not replacement:
+                continue  # somebody has put theirs over ours, which goes on to torch's
+            if own is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, own)
+        stream_methods.unsee(self)
+        captures.unwatch(self)
+        for override in ("_record_stream", "_resize", "_resize_storage"):
+            if override in vars(self):
+                vars(self)[override].remove()
+        self.ledger.sweep(thorough=True)
+        if "_record_stream" in vars(self) and self._record_stream.original is not None:
+            self.ledger.recorded_uses.hand_over(_give)
 
     # --- record_stream ----------------------------------------------------------------------------------
 

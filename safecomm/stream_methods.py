@@ -45,12 +45,12 @@ def see(who: object, ledger: Ledger = LEDGER) -> None:
             if name not in _replaced:
                 _replaced[name] = stands, around(stands, ledger)
             original, standing_in = _replaced[name]
-            if stands is original:  # also if an exception of a signal handler came before this, the last time
+            if stands is original:
                 setattr(torch.cuda.Event, name, standing_in)
 
 
 def unsee(who: object) -> None:
-    """Undo :func:`see` for ``who``. May be called again if an exception of a signal handler has come."""
+    """Undo :func:`see` for ``who``."""
     with _lock:
         _users.pop(who, None)
         if _users:
@@ -71,7 +71,7 @@ def forget_uses() -> None:
 def _first_use() -> None:
     if replacing.allowed():
         see(_first_use)
-    LEDGER.handoffs.on_use = None  # last: what an exception of a signal handler has kept from it, the next use does
+    LEDGER.handoffs.on_use = None
 
 
 def _around_record(original: Callable[..., None], ledger: Ledger) -> Callable[..., None]:

@@ -274,6 +274,9 @@ class FakeWork:
     def is_completed(self) -> bool:
         return self.fate == "fails" or self.device.query(self.past, self.capture)
 
+    def is_success(self) -> bool:
+        return self.fate != "fails"
+
     def get_future(self) -> object:
         return object()
 
@@ -342,11 +345,11 @@ class FakeHostWork:
         self.device = group.device
         self.p2p = p2p
         self.fate = fate
-        self.waited = False
+        self.waited = self.failed = False
         self.bit = self.device.launch(group.device.new_stream(), self.device.blocks_of(tensors))
 
     def wait(self, timeout: object = None) -> bool:
-        if self.p2p and self.waited:
+        if self.p2p and self.waited and not self.failed:
             self.device.faults.append("a second wait for a send or receive, which hangs")
         if self.fate == "late" and not self.p2p:  # the threads go on; a send or receive closes its connections instead
             self.fate = ""
@@ -354,11 +357,14 @@ class FakeHostWork:
         while self.bit & ~self.device.done:
             if not self.device.run():
                 self.device.finish()
+        self.waited, self.failed = True, bool(self.fate)
         if self.fate:
             raise RuntimeError("the connection was closed")
-        self.waited = True
         return True
 
     def is_completed(self) -> bool:
         self.device.calls["query"] += 1
         return not self.bit & ~self.device.done and (self.waited or not self.p2p)
+
+    def is_success(self) -> bool:
+        return not self.failed

@@ -68,10 +68,13 @@ STEPS = {
 class Program:
     """One program: each of its steps is a method."""
 
+    threads = True
+    """Whether half of the programs have a second thread."""
+
     def __init__(self, seed: int, number: int, backend: str) -> None:
         self.rng = rng = random.Random(f"{seed}:{number}")
         self.device = Answers.device = Device()
-        self.turns = Answers.turns = Turns(self.switch) if rng.random() < 0.5 else Alone()
+        self.turns = Answers.turns = Turns(self.switch) if rng.random() < 0.5 and self.threads else Alone()
         self.gloo = backend == "gloo"
         self.host = self.device.host = self.gloo and rng.random() < 0.7
         self.device.room = rng.choice([1 << 20, 1 << 20, 4096, 0])
@@ -174,12 +177,16 @@ class Program:
         if self.turns.__class__ is Turns and self.rng.random() < 0.5:
             self.turns.left = self.soon()
         try:
-            with Passes() if general else contextlib.nullcontext():
-                getattr(self, name)()
+            self.take(name, general)
         finally:
             self.turns.left = 0
             self.busy[me] = False
         self.check()
+
+    def take(self, name: str, general: bool) -> None:
+        """Take the step ``name``; ``general``: its calls go the general way."""
+        with Passes() if general else contextlib.nullcontext():
+            getattr(self, name)()
 
     def note(self, what: object) -> None:
         self.steps[self.lines[self.me]] += f" {what}"

@@ -32,8 +32,7 @@ from safecomm.collectives.routes import Routes
 from safecomm.core import ledger as ledgers
 from safecomm.core.ledger import Ledger
 from safecomm.core.streams import HOST, alloc_stream_of
-from safecomm.core.work import StagedWork, Work
-from safecomm.core.work import handle as new_handle
+from safecomm.core.work import StagedWork, Work, waited_for_once
 
 ledgers.INTERVAL = 0  # of the ledgers that are made from here on: each call looks at what is held
 
@@ -111,7 +110,7 @@ def call(
         inner = group.launch(tensors, staged=staged, p2p=p2p, receives=receives, fate=fate)
     op = next(_ops)
     storages = tuple(tensor.untyped_storage() for tensor in tensors)
-    handle = new_handle(once=p2p and group.backend == "gloo")
+    handle = waited_for_once() if p2p and group.backend == "gloo" else Work()
     frame = sys._getframe(1)
     now = device.here()
     if staged and not p2p and index != HOST and not now.capture:  # as holding.hold_list() does

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import itertools
 import logging
 import os
 import random
@@ -725,30 +724,6 @@ def test_a_full_arena_that_raises_says_that_it_was_asked_in_the_middle_of_anothe
     assert len(said) == 1
 
 
-@pytest.mark.parametrize("when", range(1, 40))
-def test_what_an_exception_has_interrupted_is_found_again_s4(when):
-    """S4: a signal handler that raises in the middle costs no memory, however far the request has come."""
-    used, looks = set(), itertools.repeat(None)
-
-    def idle(slot, _):
-        if next(looks, "now") == "now":
-            raise InterruptedError
-        return slot not in used
-
-    layout = Layout(8 * 512, {}, idle)
-    for _ in range(6):
-        asked(layout, used, "kind", 1)
-    looks = itertools.chain(itertools.repeat(None, when), ["now"], itertools.repeat(None))
-    with contextlib.suppress(InterruptedError):
-        for _ in range(8):
-            used.pop()
-            asked(layout, used, "kind", 1)
-            layout.reclaim()
-    used.clear()
-    looks = itertools.repeat(None)
-    assert layout.largest("") == 8 * 512
-
-
 def test_what_another_thread_has_in_hand_is_nobody_elses_s1():
     used = set()
     layout = Layout(512, {}, lambda slot, _: slot not in used)
@@ -774,7 +749,7 @@ def test_what_was_not_put_in_order_yet_is_not_forgotten_s1():
 
 @pytest.mark.parametrize("event", ["call", "c_call", "c_return", "return"])
 def test_an_exception_at_any_point_of_a_request_costs_no_memory_s4(event):
-    """S4: as a signal handler that raises there would. ``Layout`` alone, whose calls are the points where one can."""
+    """What belongs together is changed together: later requests are as before. ``Layout`` alone."""
     left, files = 0, {one.__file__ for one in (layout_module, free_list_module, size_class_module)}
 
     def profile(frame, what, _):
@@ -847,7 +822,7 @@ def test_waiting_for_the_device_forgets_nobody_who_came_meanwhile_s1():
 
 
 def test_what_is_given_back_meanwhile_is_no_stray_s1(monkeypatch, arena):
-    """S1: a signal handler comes after the count of references: what that says must still be so when it is compared."""
+    """S1: a finalizer comes after the count of references: what that says must still be so when it is compared."""
     layout, count, done = arena._layout, layout_module.getrefcount, []
     held = [arena.empty(64) for _ in range(8)]
     (size_class,) = layout._size_classes.values()

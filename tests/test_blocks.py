@@ -1,79 +1,30 @@
-"""Blocks that an exception leaves where nothing can catch it: later calls run, or raise, and are never collected (S8).
+"""Regions and ``bucketed()``: an exception leaves neither open, wherever it comes. Later calls run, or raise (S8).
 
-The exception comes at each place in turn where a signal handler can raise while a block is opened, used and closed.
+The exception comes at each place in turn where a signal handler can raise while one is opened, used and closed.
 """
 
 import contextlib
-import dis
-import functools
 import gc
-import signal
-import sys
-import threading
 
 import pytest
 import torch
 import torch.distributed as stock
 import torch.distributed.distributed_c10d as c10d
+from interrupts import Interrupted
 from ranks import on
 
 import safecomm
-from safecomm import block
-from safecomm.arena import use
-from safecomm.arena.arena import OPEN
-from safecomm.block import Block
-from safecomm.collectives import bucketed, coalesced, takers
+from safecomm.collectives import block, bucketed, coalesced, takers
 from safecomm.collectives.routes import ROUTES
 from safecomm.collectives.takers import BUCKETS
 
 GATHER = "all_gather_single" if hasattr(stock, "all_gather_single") else "all_gather_into_tensor"
-OPENING = {module.__file__ for module in (block, bucketed, coalesced, takers, contextlib, use)}
+OPENING = {module.__file__ for module in (block, bucketed, coalesced, takers, contextlib)}
 """The files of what opens and closes blocks, and of what is called in between."""
 
 
-class Interrupt(BaseException):
-    """As a signal handler raises."""
-
-
-@functools.cache
-def _places(code):
-    """Return where in ``code`` the interpreter runs signal handlers: at the start, after calls, and in loops."""
-    found = set()
-    before = "RESUME"
-    for instruction in dis.get_instructions(code):
-        if (before == "RESUME" or before.startswith("CALL")) and instruction.opname not in ("RESUME", "CACHE"):
-            found.add(instruction.offset)
-        if instruction.opname.startswith("JUMP_BACKWARD"):
-            found.add(instruction.argval)
-        before = instruction.opname
-    return found
-
-
-class Interrupted:
-    """Raises :class:`Interrupt` at the place ``number`` of those that the files of ``OPENING`` come to inside."""
-
-    def __init__(self, number):
-        self.left = number
-
-    def __enter__(self):
-        sys.settrace(self._called)
-
-    def __exit__(self, *_):
-        sys.settrace(None)
-
-    def _called(self, frame, event, argument):
-        if frame.f_code.co_filename not in OPENING:
-            return None
-        frame.f_trace_opcodes = True
-        return self._step
-
-    def _step(self, frame, event, argument):
-        if event == "opcode" and frame.f_lasti in _places(frame.f_code):
-            self.left -= 1
-            if self.left < 0:
-                sys.settrace(None)
-                raise Interrupt
-        return self._step
+def _opens(frame):
+    return frame.f_code.co_filename in OPENING
 
 
 def _region():
@@ -112,26 +63,13 @@ def _decorated():
     safecomm.all_reduce(torch.ones(4))
 
 
-def _arena_in_use():
-    with safecomm.use_arena(OPEN[-1]):
-        safecomm.empty(4)
-
-
-def _arena_in_use_twice():
-    use = safecomm.use_arena(OPEN[-1])
-    with use, use:
-        safecomm.empty(4)
-
-
-ARENAS = [_arena_in_use, _arena_in_use_twice]
 BLOCKS = [_region, _region_of_nothing, _asynchronous_region, _bucketed, _bucketed_around_others, _decorated]
 
 
 @pytest.mark.parametrize("kept", [False, True], ids=["freed", "kept"])
-@pytest.mark.parametrize("run", BLOCKS + ARENAS)
+@pytest.mark.parametrize("run", BLOCKS)
 @on(1)
 def test_no_interrupt_leaves_a_block_open_s8(run, kept):
-    arena = safecomm.Arena("64KiB", "cpu")
     run()
     gc.collect()
     gc.disable()
@@ -141,19 +79,17 @@ def test_no_interrupt_leaves_a_block_open_s8(run, kept):
     try:
         while True:
             try:
-                with Interrupted(number):
+                with Interrupted(number, _opens):
                     run()
             except BaseException as error:
                 if kept:  # as a notebook does, and with it all frames
                     errors.append(error)
             else:
                 break
-            if c10d._world.pg_coalesce_state or BUCKETS or use.IN_USE:
+            if c10d._world.pg_coalesce_state or BUCKETS:
                 collecting.append(number)
                 c10d._world.pg_coalesce_state.clear()
                 BUCKETS.clear()
-                use.IN_USE.clear()
-                use._order.clear()
             number += 1
     finally:
         gc.enable()
@@ -165,38 +101,6 @@ def test_no_interrupt_leaves_a_block_open_s8(run, kept):
     errors.clear()
     gc.collect()
     assert not ROUTES._kept_back  # later calls are as fast as before
-    arena.close()
-    safecomm.drain(wait=True)
-
-
-@on(1)
-def test_no_signal_leaves_a_block_open_s8():
-    """The same with real signals, whose handlers run where the interpreter lets them."""
-    assert threading.current_thread() is threading.main_thread()
-    raised = [0, 0]
-
-    def handler(*_):
-        raised[0] += 1
-        raise Interrupt
-
-    before = signal.signal(signal.SIGALRM, handler)
-    gc.disable()  # a finalizer would swallow the exception
-    try:
-        for number in range(2000):
-            try:
-                signal.setitimer(signal.ITIMER_REAL, 1e-5 + number % 300 * 1e-6)
-                while raised[0] == raised[1]:
-                    BLOCKS[number % 2 * 3]()
-            except Interrupt:
-                pass
-            raised[1] = raised[0]
-            assert not c10d._world.pg_coalesce_state
-            assert not BUCKETS
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-        gc.enable()
-    assert raised[0] == 2000
     safecomm.drain(wait=True)
 
 
@@ -247,26 +151,3 @@ def test_a_region_on_a_rank_outside_of_its_group_s8():
                 dist.all_reduce(torch.ones(4), group=group)
             if asynchronous and not stock.get_rank():
                 manager.wait()
-
-
-def test_a_block_that_dies_is_closed_and_one_that_ends_is_not_closed_again():
-    closed = []
-
-    class Once(Block):
-        def __init__(self, ends):
-            self.ends = ends
-
-        def __enter__(self):
-            self._close_by(closed.append)
-
-        def _leave(self, *_):
-            if self.ends:
-                self._closed()
-
-    with Once(True):
-        gc.collect()
-    assert closed == []
-    with Once(False):
-        gc.collect()
-        assert closed == []
-    assert len(closed) == 1

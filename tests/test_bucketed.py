@@ -4,7 +4,6 @@ import contextlib
 import gc
 import itertools
 import random
-import subprocess
 import sys
 import threading
 import weakref
@@ -746,34 +745,3 @@ def test_what_overlaps_is_found():
         assert bucketed._disjoint(tensors, [tensor.nbytes for tensor in tensors]) == disjoint, places
         found.add(disjoint)
     assert found == {True, False}
-
-
-INTERRUPTED = """
-import signal, time
-import torch, torch.distributed as dist
-import safecomm
-# The group's threads inherit the mask. A signal that the kernel gives to one of them is lost until
-# the next one: in that thread CPython computes that this thread need not handle it (3.11).
-signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
-dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
-class Interrupt(Exception): pass
-armed = False
-def handler(*_):
-    if armed: raise Interrupt
-signal.signal(signal.SIGALRM, handler)
-tensors = [torch.ones(4) for _ in range(50)]
-for number in range(60000):
-    armed = True
-    try:
-        with safecomm.bucketed():
-            signal.setitimer(signal.ITIMER_REAL, 2e-5 + number % 100 * 1e-6)
-            while True:
-                for tensor in tensors: safecomm.all_reduce(tensor)
-    except Interrupt:
-        armed = False
-"""
-
-
-def test_an_exception_of_a_signal_handler_leaves_no_lock_behind():
-    subprocess.run([sys.executable, "-c", INTERRUPTED], check=True, timeout=50)

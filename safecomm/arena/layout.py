@@ -8,24 +8,18 @@ addresses in every step. Only a request that fits nowhere else frees all idle sl
 depend on nothing but which slots are in use at each request, so the same program gets the same places on every rank and
 in every run.
 
-How it stays whole, whatever runs in between
---------------------------------------------
-Python runs finalizers and signal handlers on the thread that it interrupts, wherever a function begins, a call returns,
-or a loop goes back. Both may ask for a buffer or look one up, and a signal handler may raise. Other threads may run
-there too. Four rules keep every byte in one free range or one slot:
+How it stays whole
+------------------
+Finalizers run in the middle of a request, on its thread, and may ask for a buffer. Other threads may ask at any time.
 
 - **Lock.** All changes of ranges and of the table of live slots are made by the holder of ``lock``. The lock is
-  reentrant, so it does not keep out code that interrupts its holder. ``changing`` does: the holder sets it for as long
-  as it reads or changes these fields. Code that finds it set has interrupted the holder, gets no slot and frees none.
-- **Commit point.** A change of several fields computes all new values first, and then assigns them without a call in
-  between. An exception comes before the first assignment or after the last. ``changing`` itself is set by an assignment
-  right before a ``try``, and cleared by one in its ``finally``: the call of a context manager could be interrupted.
+  reentrant, so it does not keep out a finalizer on its holder's thread. ``changing`` does: the holder sets it for as
+  long as it reads or changes these fields. Code that finds it set gets no slot and frees none.
 - **In hand.** The lists of a size class are changed without the lock, each by single calls into C. A slot that was
   popped is on no list, so it is the popper's alone until the popper pushes it again. The slot must be ordered after
   ``slot.after`` before the push.
-- **Strays.** An exception may end the popper before the push. The slot is then live, idle, on no list, and in no hand:
-  nothing refers to it but the table, which its reference count tells. :meth:`Layout.coalesce_free` frees it. Where
-  references are not counted, the code that took the slot frees it before the exception goes on.
+- **Exceptions.** One that comes before a push leaves a slot that is live, idle, on no list and in no hand. Its
+  reference count tells that, and :meth:`Layout.coalesce_free` frees it.
 """
 
 from __future__ import annotations
@@ -84,8 +78,8 @@ class Layout:
     ) -> tuple[Slot, frozenset[int]] | None:  # fmt: skip
         """Return a slot for a request, and the streams that its use must be ordered after; None if there is no room.
 
-        Also None for a request of a finalizer or a signal handler that interrupted another one on its thread. The
-        caller makes the slot's storage, if the slot has none, and calls :meth:`push`.
+        Also None for a request of a finalizer in the middle of another one on its thread. The caller makes the slot's
+        storage, if the slot has none, and calls :meth:`push`.
 
         Parameters
         ----------
@@ -217,8 +211,8 @@ class Layout:
                     with contextlib.suppress(ValueError):  # another thread was faster
                         size_class.ready.remove(slot)
                         self._retire(slot)
-            # Or else it is a stray, to which only ``live`` and the tuple refer, and maybe ``first`` of its class. What
-            # ``first`` is must be read before the count. After the count, ``is_idle`` sees what an interrupt took.
+            # Or else an exception has left it: only ``live`` and the tuple refer to it, and maybe ``first`` of its
+            # class, which must be read before the count.
             elif size_class.remove(slot, is_idle, of_graph=False) or (
                 COUNTED and HELD_ONCE + 1 + (size_class.first is slot) == getrefcount(slot) and is_idle(slot, False)
             ):
@@ -227,7 +221,6 @@ class Layout:
     def _retire(self, slot: Slot) -> None:
         """Free ``slot``, which is on no list, and keep it with its storage for a request at the same place."""
         size_class = slot.size_class
-        # Before the commit point of coalesce(): a slot that is live and not ``first`` is found again as a stray.
         if size_class.first is slot:
             size_class.first = None
         self.buckets[size_class.bucket].coalesce(slot)
@@ -250,9 +243,10 @@ class Layout:
         with self.lock:
             before, self.changing = self.changing, True
             try:
-                return [slot for free in self.buckets.values() for slot in free.in_use(self._is_idle)]
+                found = [slot for free in self.buckets.values() for slot in free.in_use(self._is_idle)]
             finally:
                 self.changing = before
+            return found
 
     def at(self, place: int) -> Slot | None:
         """Return the slot that the byte at ``place`` is in; None if it is free."""

@@ -136,7 +136,6 @@ class SizeClass:
         except IndexError:  # another thread was faster
             pass
         finally:
-            # No call puts the slots back: after one, an exception of a signal handler would lose them all.
             slots[:0] = busy[::-1]
         ready.sort(key=_start_of, reverse=True)
         try:

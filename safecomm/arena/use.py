@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
 import threading
@@ -16,7 +15,6 @@ from torch.distributed import ProcessGroup
 from safecomm import arguments
 from safecomm.arena.arena import OPEN, Arena
 from safecomm.arena.arguments import Full, bytes_of, device_of
-from safecomm.block import Block
 from safecomm.errors import SafecommError
 
 log: logging.Logger = logging.getLogger("safecomm")
@@ -72,7 +70,7 @@ def in_use(index: int) -> Arena | None:
     return arena
 
 
-class use_arena(Block):  # noqa: N801
+class use_arena(contextlib.ContextDecorator):  # noqa: N801
     """Inside of it, safecomm's buffers on one device come from an arena: those of :func:`empty` and ``functional``.
 
     This holds for all threads, because backward runs in others. Blocks nest: the innermost of a device counts. Entering
@@ -116,53 +114,36 @@ class use_arena(Block):  # noqa: N801
             if self._made
             else arena  # type: ignore[assignment]
         )
-        self._entered: list[tuple[object, object]] = []  # of each time: its key in ``_order``, and its watch
+        self._entered: list[object] = []  # of each time: its key in ``_order``
 
     def __enter__(self) -> Arena:
         arena = self.arena
         if self._made:
             arena._refuse_ended("use_arena()")
         key = object()
-        self._close_by(functools.partial(_left, key, arena))
-        try:
-            with _lock:
-                self._entered.append((key, self._watch))
-                self._watch = None
-                if self._made:
-                    _made.append(arena)
-                _order[key] = arena
-                _choose(arena.index)
-        except BaseException:  # of a signal handler, after which no with statement may leave this block
-            _left(key, arena)
-            raise
+        with _lock:
+            if self._made:
+                _made.append(arena)
+            _order[key] = arena
+            _choose(arena.index)
+        self._entered.append(key)
         return arena
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if not self._entered:
+            raise RuntimeError("use_arena(): it was left, and had not been entered")
+        # The traceback of an exception may hold tensors of the arena, so there is no wait for them.
+        _left(self._entered.pop(), self.arena, wait=kind is None)
 
     def __repr__(self) -> str:
         return f"<use_arena({self.arena!r}): {'inside' if self._entered else 'outside'}>"
 
-    def _leave(self, kind: type[BaseException] | None, *_: object) -> None:
-        if not self._entered:
-            raise RuntimeError("use_arena(): it was left, and had not been entered")
-        entered = self._entered[-1]
-        try:  # the traceback of an exception may hold tensors of the arena, so there is no wait for them
-            _left(entered[0], self.arena, wait=kind is None)
-        finally:
-            self._entered.remove(entered)  # last: the watch of this entry goes with it, and nothing is left to do
 
-
-def _left(key: object, arena: Any, _: object = None, *, wait: bool = False) -> None:
+def _left(key: object, arena: Arena, *, wait: bool) -> None:
     """End one use of ``arena``, and close it if this was the last one and a block made it.
 
-    May be called again, where an exception has ended it.
-
-    Parameters
-    ----------
-    key
-        The key of the use in ``_order``.
-    arena
-        The arena.
-    wait
-        Whether closing waits a moment for slots in use, and raises ArenaError if there are any.
+    ``key``: of the use in ``_order``. ``wait``: whether closing waits a moment for slots in use, and raises ArenaError
+    if there are any.
     """
     with _lock:
         _order.pop(key, None)

@@ -22,8 +22,8 @@ import torch.distributed.distributed_c10d as c10d
 
 from safecomm import _torch, arguments
 from safecomm.arena.staging import buffer
-from safecomm.block import Block
 from safecomm.collectives import gates
+from safecomm.collectives.block import Block
 from safecomm.collectives.table import GATHER, OP_IDS, REDUCE, ROWS, SCATTER, Row, fits
 from safecomm.collectives.takers import BUCKETS, default_group
 from safecomm.collectives.tensors import storages_of
@@ -126,7 +126,6 @@ class Buckets:
 
         ``given``: its input, None for an all_reduce.
         """
-        # Not acquire() and try: an exception of a signal handler can come in between, and the block would not end.
         with self.lock:
             batch = self.batch
             if (
@@ -368,7 +367,7 @@ class _Bucketed(Block):
                     "not all results are there"
                 ) from buckets.failure
             buckets.launch()
-        self._closed()
+        self._watch = None
 
 
 # --- what is launched -----------------------------------------------------------------------------------------

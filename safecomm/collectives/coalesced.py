@@ -19,7 +19,7 @@ import torch.distributed.distributed_c10d as c10d
 
 from safecomm import _torch
 from safecomm._torch import index_of
-from safecomm.block import Block
+from safecomm.collectives.block import Block
 from safecomm.collectives.general import DIRECT, SUM, TOGETHER, inside, stand_in
 from safecomm.collectives.holding import (
     counter,
@@ -123,7 +123,7 @@ class _Manager(Block):
             if not was_open:  # c10d would go on collecting the group's calls without running them
                 _forget(group)
             if isinstance(error, TypeError):  # of C++, which has begun nothing on a device that is none
-                self._closed()
+                self._watch = None
             beside.__exit__(None, None, None)
             raise
         return cm
@@ -153,7 +153,7 @@ class _Manager(Block):
         if ready is None:
             return False
         REGIONS.pop(group)
-        if len(region) != 1:  # a signal handler may have made another call since
+        if len(region) != 1:  # another thread may have made another call since
             REGIONS[group] = region
             return False
         # c10d's manager, if there is one, is left where it is: it would launch the call again.

@@ -39,7 +39,7 @@ from safecomm.collectives.takers import BUCKETS, DECLINED, ENGINES, GENERAL, off
 from safecomm.collectives.tensors import storages_of
 from safecomm.core.ledger import LEDGER
 from safecomm.core.streams import HOST
-from safecomm.core.work import Work, handle
+from safecomm.core.work import Work, waited_for_once
 
 # Bound once: each of these is read on every call.
 _compiling = torch.compiler.is_dynamo_compiling
@@ -277,7 +277,7 @@ def _reduce_scatter_single(output: torch.Tensor, input: torch.Tensor, op: c10d.R
         else:
             inner = _launch_reduce_scatter_single(launcher, to_write, to_read, options)
         if not route.stream_ordered:
-            route, work = route.unordered(to), handle(once=True)
+            route, work = route.unordered(to), waited_for_once()
             return inner and route.hold(work, _name_reduce_scatter_single, inner, storages, alloc_stream, _caller(_getframe(1)))
         return inner and route.hold(Work(), _name_reduce_scatter_single, inner, storages, alloc_stream, _caller(_getframe(1)))
     if route.asks_in_wait:

@@ -54,7 +54,7 @@ from safecomm.collectives.takers import BUCKETS, DECLINED, ENGINES, GENERAL, off
 from safecomm.collectives.tensors import storages_of
 from safecomm.core.ledger import LEDGER
 from safecomm.core.streams import HOST
-from safecomm.core.work import Work, handle
+from safecomm.core.work import Work, waited_for_once
 
 # Bound once: each of these is read on every call.
 _compiling = torch.compiler.is_dynamo_compiling
@@ -207,7 +207,7 @@ def gate(row: Row) -> str:
     if not row.pollable:
         hold = (
             "if not route.stream_ordered:\n"
-            f"            route, work = route.unordered(to), handle(once=True)\n"
+            f"            route, work = route.unordered(to), waited_for_once()\n"
             f"            return inner and route.hold(work, _name_{row.key}, inner, storages, alloc_stream, {frame})\n"
             f"        {hold}"
         )

@@ -24,7 +24,7 @@ from safecomm.core.call_site import outside, program
 from safecomm.core.holds import leave_all_empty
 from safecomm.core.ledger import LEDGER
 from safecomm.core.streams import HOST
-from safecomm.core.work import RegionWork, StagedWork, Work, handle, member
+from safecomm.core.work import RegionWork, StagedWork, Work, member, waited_for_once
 
 _NOTHING = contextlib.nullcontext()
 _current = LEDGER.streams.current
@@ -148,7 +148,7 @@ def hold_list(
     if index < 0:
         if row.pollable:
             return route.hold(Work(), row.name, inner, storages, HOST, frame)
-        return route.unordered(group).hold(handle(once=True), row.name, inner, storages, HOST, frame)
+        return route.unordered(group).hold(waited_for_once(), row.name, inner, storages, HOST, frame)
     stream = _current(index)
     alloc_stream = stream if _all_allocated_on(stream, sorted([tensor.data_ptr() for tensor in tensors])) else None
     if not row.staged:
@@ -178,7 +178,7 @@ def hold_together(
             LEDGER.hand_off(op, group, index, storages_of(tensors), frame)
         return None
     # gloo does not tell the end of a reduce-scatter, and its work copies from the aliases at each wait.
-    work = RegionWork() if ordered else handle(once=True)
+    work = RegionWork() if ordered else waited_for_once()
     work.aliases = tuple(aliases)
     storages = tuple([tensor.untyped_storage() for tensor in tensors])
     to = route if ordered else route.unordered(group)
@@ -238,7 +238,7 @@ def _handle_for(
             LEDGER.hand_off(op, group, index, storages, frame)
         ordered = all(type(one) is torch.UntypedStorage and one.resizable() for one in storages)
     once = not (kind.tells or index != HOST) or not (ordered or kind.pollable_p2p)
-    return handle(once=once), ordered
+    return waited_for_once() if once else Work(), ordered
 
 
 def _hold_work(

@@ -101,7 +101,7 @@ class Routes:
         self.fast: dict[int, Route] = {}  # by the id of a group that is c10d's own: the route of its ordinary calls
         self.all: dict[Key, Route] = {}
         self._kept_back: dict[int, Route] = {}  # the fast ones, while they are off
-        self._wanted_off: dict[object, None] = {}  # who wants them off
+        self._wanted_off: int = 0  # how many want them off
         # Reentrant: the collector can run inside, and end the capture of a graph that died.
         self._lock = threading.RLock()
 
@@ -128,8 +128,6 @@ class Routes:
         results
             For functional collectives, which are released when they are complete, and in no other case.
         """
-        if self._kept_back and not self._wanted_off:
-            self._restore()  # an exception has kept the last one who wanted them off from that
         key = Key(id(group), index, capture, unordered, results)
         route = self.all.get(key)
         return self._make(key, group, stream) if route is None else route
@@ -198,21 +196,16 @@ class Routes:
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
         """Let every call take the general way, past whatever has to see all of them."""
-        who = object()
+        with self._lock:
+            self._wanted_off += 1
+            self._move(self.fast, self._kept_back)
         try:
-            with self._lock:
-                self._wanted_off[who] = None
-                self._move(self.fast, self._kept_back)
             yield
         finally:
-            self._wanted_off.pop(who, None)  # at once, because an exception of a signal handler can come
-            self._restore()
-
-    def _restore(self) -> None:
-        """Let calls take the fast routes, if nobody wants them off."""
-        with self._lock:
-            if not self._wanted_off:
-                self._move(self._kept_back, self.fast)
+            with self._lock:
+                self._wanted_off -= 1
+                if not self._wanted_off:
+                    self._move(self._kept_back, self.fast)
 
     @staticmethod
     def _move(routes: dict[int, Route], to: dict[int, Route]) -> None:

@@ -14,10 +14,10 @@ The promises that the comments name, in a line each (``docs/contract.md`` has al
 - S5: inside a CUDA graph capture nothing is polled, and no capture is broken by safecomm.
 - S6: what a graph's collectives use is the graph's until it is reset or dies.
 
-What keeps them when an exception of a signal handler comes, or another thread does:
+What keeps them when an exception comes in between, also of a signal handler, or another thread does:
 
-- Python runs handlers and gives way to threads at calls, at the start of functions and where loops go back. Where two
-  statements have to happen together, no call stands between them, and a comment says so.
+- Memory is held before what made it safe is given up, and released after it is safe. An exception may so keep memory
+  held, never release it.
 - A hold stays in its queue until all is done for it, so that the next sweep finds it. Releasing twice does nothing.
 - Works need no lock: each thread orders what it needs, and one of them takes the hold out. Events do, because one that
   was recycled is recorded again elsewhere: whoever polls or waits for an event of a hold, or looks at recorded uses,

@@ -25,6 +25,7 @@ import torch
 
 from safecomm import _torch
 from safecomm.core.call_site import called_from, outside, place
+from safecomm.core.drain import BEFORE_WAITING
 from safecomm.core.holds import Hold
 from safecomm.core.ledger import LEDGER, Ledger
 from safecomm.errors import CaptureBoundaryError, LiveGraphError, StaleGraphError
@@ -111,7 +112,6 @@ class CapturedGraph:
         self._end_method = "capture_end_pre" if hasattr(graph, "capture_end_pre") else "capture_end"
         self._during = contextlib.ExitStack()
         self._finalizer: weakref.finalize[[], torch.cuda.CUDAGraph] | None = None
-        self._deaths: tuple[weakref.ref[torch.cuda.CUDAGraph], ...] = ()
 
     def __repr__(self) -> str:
         if RECORDING.get(self.capture) is self:
@@ -184,7 +184,6 @@ class CapturedGraph:
         pointer = storage.data_ptr()
         kept = _torch.KEPT.get(_torch.cdata_of(storage))  # None where references are not counted
         if pointer not in self._slots:
-            # Without a call in between, where an exception of a signal handler could come.
             self._slots[pointer] = storage
             if kept is not None:
                 kept += (None,)
@@ -193,7 +192,7 @@ class CapturedGraph:
         for pointer, storage in tuple(self._slots.items()):
             kept = _torch.KEPT.get(_torch.cdata_of(storage))
             if pointer in self._slots:
-                del self._slots[pointer]  # as in lease()
+                del self._slots[pointer]
                 if kept:
                     del kept[-1]
 
@@ -238,41 +237,33 @@ class CapturedGraph:
     def begin(self, graph: torch.cuda.CUDAGraph) -> None:
         """Record what is captured into ``graph`` from now on, until its capture ends, or until it dies."""
         try:
-            self._follow(graph)
+            self._finalizer = weakref.finalize(graph, self._end)
+            self._finalizer.atexit = False
             for context in DURING:
                 self._during.enter_context(context())
             # On the object, so that it ends with the capture, whoever is still there then.
             graph.__dict__[self._end_method] = functools.partial(_end_capture, self)
+            # Before the capture can end, because a replay that is not seen would leave no trace of its stream.
+            graph.__dict__["replay"] = self.replay
+            graph.__dict__["reset"] = self.reset
             RECORDING[self.capture] = self
         except BaseException:
             self._end()
             raise
 
     def seal(self) -> None:
-        """Begin the life of the graph: its capture has ended well. May be called again if an exception has come."""
-        graph = self._graph()
+        """Begin the life of the graph: its capture has ended well."""
         _live[id(self)] = self
-        self._follow(graph)
-        graph.__dict__["replay"] = self.replay
-        graph.__dict__["reset"] = self.reset
         self._shared_ranges.clear()
+        self._leave_capture()
+
+    def _leave_capture(self) -> None:
         if RECORDING.get(self.capture) is self:  # without a driver all captures have one id
             RECORDING.pop(self.capture, None)
         self._during.close()
-        graph.__dict__.pop(self._end_method, None)
-
-    def _follow(self, graph: Any) -> None:
-        """See to it that the death of ``graph`` is the end of this."""
-        if self._finalizer is None:
-            handoffs = self._ledger.handoffs
-            # What is done in Python when the graph dies, an exception of a signal handler can end, and nobody would
-            # know. So the next call of safecomm looks after it. That it has died is noted in C.
-            self._deaths = (
-                weakref.ref(graph, functools.partial(handoffs.unfinished.__setitem__, self._end)),
-                weakref.ref(graph, functools.partial(self._ledger.nonempty.__setitem__, handoffs.leftover_queue)),
-            )
-            self._finalizer = weakref.finalize(graph, self._end)
-            self._finalizer.atexit = False
+        graph = self._graph()
+        if graph is not None:
+            graph.__dict__.pop(self._end_method, None)
 
     def _end(self) -> None:
         """Leave nothing behind: the graph is reset or dead, or its capture has failed. Again, it does nothing.
@@ -280,15 +271,12 @@ class CapturedGraph:
         The garbage collector may call it, so nothing is freed here, and no device is asked.
         """
         self._give_back()
-        if RECORDING.get(self.capture) is self:  # without a driver all captures have one id
-            RECORDING.pop(self.capture, None)
-        self._during.close()
+        self._leave_capture()
         _live.pop(id(self), None)
         graph = self._graph()
         if graph is not None:
-            for name in (self._end_method, "replay", "reset"):
-                graph.__dict__.pop(name, None)
-        self._deaths = ()
+            graph.__dict__.pop("replay", None)
+            graph.__dict__.pop("reset", None)
         if self._finalizer is not None:
             self._finalizer.detach()
 
@@ -311,7 +299,7 @@ class CapturedGraph:
 def watch(who: object = None) -> None:
     """See the captures that begin from now on, until :func:`unwatch` is called as often as this.
 
-    ``who`` is counted once, and may call either again if an exception of a signal handler has come.
+    ``who`` is counted once.
     """
     global _own_begin
     with _lock:
@@ -340,6 +328,16 @@ def unwatch(who: object = None) -> None:
             else:
                 torch.cuda.CUDAGraph.capture_begin = replaced  # type: ignore[method-assign]
         _own_begin = None
+
+
+def _end_dead() -> None:
+    """End what is left of graphs that have died, if an exception came as they did."""
+    for captured in list(_live.values()):
+        if captured._graph() is None:
+            captured._end()
+
+
+BEFORE_WAITING.append(_end_dead)
 
 
 def capturing() -> bool:
@@ -410,11 +408,7 @@ def _end_capture(captured: CapturedGraph) -> None:
         raise
     else:
         if not unjoined:
-            try:
-                captured.seal()
-            except BaseException:  # of a signal handler: the graph is one that can be replayed
-                captured.seal()
-                raise
+            captured.seal()
     finally:
         if LEDGER.streams.capture(captured.stream) != captured.capture:  # else it goes on, as above
             LEDGER.end_capture(captured.capture)

@@ -25,6 +25,9 @@ log: logging.Logger = logging.getLogger("safecomm")
 
 H = TypeVar("H", bound=Hold)
 
+BEFORE_WAITING: list[Callable[[], None]] = []
+"""Called before the host waits until nothing is held: each gives the ledger what an exception has kept from it."""
+
 
 def pending() -> list[Pending]:
     """Return what safecomm holds now, oldest first: a :class:`Pending` for each call whose memory can't be reused yet.
@@ -83,6 +86,8 @@ def drain_ledger(
     """Do for ``ledger`` what :func:`drain` does."""
     if wait:
         deadline = _deadline(timeout)
+        for give in BEFORE_WAITING:
+            give()
         ledger.sweep()  # takes over what graphs that died have left
         await_works(ledger, timeout, group)
         _empty_quarantine(ledger, group, deadline)
@@ -211,12 +216,15 @@ def _await_unpollable(ledger: Ledger, hold: Any, deadline: float | None) -> None
     # In a thread, because a wait that times out would close the connection (gloo, torch 2.13). The thread only waits;
     # what is released, is released here.
     def wait() -> None:
-        with contextlib.suppress(Exception):  # which the wait below raises again
+        try:
             hold.finish()
+        except Exception:  # the backend's, because signal handlers run in the main thread; the wait below raises it too
+            hold.turn = None
 
     _await_in_thread(ledger, wait, hold, deadline)
     with contextlib.suppress(Exception):  # it is in the quarantine by then
         hold.wait()
+        ledger.release(hold)  # an exception may have come in the middle of that before
 
 
 def _empty_quarantine(ledger: Ledger, group: object, deadline: float | None) -> None:

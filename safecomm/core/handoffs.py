@@ -53,8 +53,6 @@ class Handoffs:
         self._rules, self._streams, self._budget = rules, rules.streams, budget
         # What dead graphs have left: the device index, the streams, the storages, and the call site.
         self.leftovers: dict[object, tuple[int, tuple[int, ...], tuple[object, ...], types.CodeType, int]] = {}
-        # What is to be done because a graph has died, or a block has ended, if an exception kept it from being done.
-        self.unfinished: dict[Callable[[], None], object] = {}
         # Is nonempty while there are any of these, so that the next call looks after them.
         self.leftover_queue: Queue = Queue(self, rules.nonempty, self.queues, "leftovers", HOST)
 
@@ -149,16 +147,13 @@ class Handoffs:
 
     def convert_leftovers(self) -> None:
         """Make handoffs of what graphs have left, as far as the streams of its use are not being captured."""
-        for finish in keys_of(self.unfinished):
-            finish()
-            self.unfinished.pop(finish, None)
         for key in keys_of(self.leftovers):
             leftover = self.leftovers.get(key)
             if leftover is not None and self._convert(*leftover):  # two threads make two handoffs
                 self.leftovers.pop(key, None)
-        if not (self.leftovers or self.unfinished):
+        if not self.leftovers:
             self._rules.nonempty.pop(self.leftover_queue, None)
-            if self.leftovers or self.unfinished:  # a graph died in between
+            if self.leftovers:  # a graph died in between
                 self._rules.nonempty[self.leftover_queue] = None
 
     def _convert(

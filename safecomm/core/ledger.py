@@ -19,8 +19,8 @@ complete (S1):
 A work that fails goes to the quarantine, and leaves it when the device is known to be idle, or when a second wait
 succeeds, if the first one timed out and the work did not fail (S4). Every release is made by ``Rules.release()``
 (``rules.py``), on the thread that called safecomm, never in a destructor or a callback. The ledger's references are
-strong, so that a dropped handle frees nothing. What signal handlers and threads can do in between is said at the head
-of the package.
+strong, so that a dropped handle frees nothing. What exceptions and threads can do in between is said at the head of
+the package.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import operator
+import threading
 import time
 import types
 from collections.abc import Callable, Hashable, Iterable
@@ -89,6 +90,8 @@ class WorkHold(Hold):
     aliases_emptied: bool = False
     host_waited: bool = False  # the host has waited for it before a capture
     is_future_done: Callable[[], bool] | None = None  # asked of a dropped handle that can't be polled
+    turn: threading.Lock | None = None  # to wait for a backend that can be waited for only once, and has not failed
+    over: bool = False  # such a backend was waited for
     has_future: bool = False  # a future stands for the call as well, so a dropped handle is no sign that nobody waits
 
     def on_release(self) -> None:
@@ -406,7 +409,7 @@ class Ledger(Rules):
                 if queue.holds:
                     queue.sweeper.sweep_queue(queue, capturing, thorough=thorough)
                 elif queue is not leftovers:
-                    queue.note_empty()  # an exception has kept it from that
+                    queue.note_empty()  # another thread has released the last hold as it came
 
     def can_skip_sweep(self) -> bool:
         """Return whether all that a sweep would look at are young works, for which somebody is going to wait.
@@ -414,7 +417,7 @@ class Ledger(Rules):
         The oldest of each queue is looked at, and the :data:`NEWEST` ones: a handle that is dropped at once is theirs.
         Every call asks while anything is in flight, and most go on without a sweep.
         """
-        if self.quarantine or self.handoffs.leftovers or self.handoffs.unfinished:
+        if self.quarantine or self.handoffs.leftovers:
             return False
         now = _now()
         young = now - self._patience

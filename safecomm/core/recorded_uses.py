@@ -55,8 +55,8 @@ class RecordedUse(Hold):
             uses = by_storage.get(cdata, {})
             key = self.stream, self.queue.index, self.queue.capture
             if uses.get(key) is self:
-                # Without a call in between, where an exception of a signal handler could come: what is counted as a
-                # recorded use of the storage has to refer to it, or somebody's use is taken for a recorded one.
+                # At once, because what counts as a recorded use of the storage has to refer to it: else somebody's use
+                # is taken for a recorded one.
                 self.storages = ()
                 del uses[key]
                 if not uses:
@@ -170,8 +170,6 @@ class RecordedUses:
             if not (queue.holds or capture):
                 queue.next_look, queue.unseen_bytes = hold.since + rules.interval, 0
             uses = self.by_storage.get(cdata, {})
-            # No call in between, where an exception of a signal handler could come: recorded uses of one storage, of
-            # which one was not in the table, would wait for each other for ever.
             queue.holds[hold] = None
             queue.nonempty[queue] = None
             uses[key] = hold
@@ -266,7 +264,7 @@ class RecordedUses:
             return False
         with self._rules.lock:
             if not hold.storages:
-                self._rules.release(hold)  # another thread has, or was about to when an exception came
+                self._rules.release(hold)  # another thread is about to
                 return True
             if hold.event is None:
                 if not self._only_recorded(hold):
@@ -274,20 +272,15 @@ class RecordedUses:
                 stream = self._alloc_stream(hold, hold.storages[0])
                 if capture_of(self._streams, stream or 0) != queue.capture:
                     return False  # allocated outside of this capture, or inside of one that is going on elsewhere
-                try:
-                    event = self._streams.record_event(queue.index, queue.stream)
-                    if capture_of(self._streams, queue.stream) != queue.capture:
-                        return False  # another thread has begun a capture in between, and the event may be of it
-                    serial, alloc_stream = next(self._rules.serials), None if hold.unordered else stream
-                    hold.event, hold.serial, hold.alloc_stream = event, serial, alloc_stream
-                    if not queue.capture:
-                        queue.unused[hold] = None
-                        with contextlib.suppress(KeyError):
-                            queue.holds.move_to_end(hold, last=False)  # out of the way of those that are still used
-                except BaseException:  # an interrupt: nobody would look at it again
-                    queue.unused.pop(hold, None)
-                    hold.event = None
-                    raise
+                event = self._streams.record_event(queue.index, queue.stream)
+                if capture_of(self._streams, queue.stream) != queue.capture:
+                    return False  # another thread has begun a capture in between, and the event may be of it
+                serial, alloc_stream = next(self._rules.serials), None if hold.unordered else stream
+                hold.event, hold.serial, hold.alloc_stream = event, serial, alloc_stream
+                if not queue.capture:
+                    queue.unused[hold] = None
+                    with contextlib.suppress(KeyError):
+                        queue.holds.move_to_end(hold, last=False)  # out of the way of those that are still used
             at_once = queue.capture or hold.release_by == "order"
             # Memory that came unseen (C++) can be of a stream that is unknown: nothing can be ordered then.
             if not at_once or None in self._rules.alloc_streams(hold) or self._rules.captured_now(hold):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -78,6 +77,8 @@ class Work(WorkHold, _Base):
         queue = self.queue
         index = queue.index
         full = self.needs_full_wait
+        if full and self.turn is not None:
+            return self._wait_once(timeout)
         stream = HOST
         done: bool
         if index >= 0:
@@ -116,6 +117,42 @@ class Work(WorkHold, _Base):
             else:
                 queue.ledger.release(self)
         return done
+
+    def _wait_once(self, timeout: timedelta | None) -> bool:
+        try:
+            self.finish(timeout)
+        except Exception as error:
+            # Else another thread is waiting, a signal handler has raised, or drain() is to find out.
+            if self.inner.is_completed() and not self.inner.is_success():
+                self.queue.ledger.fail(self, error)
+            raise
+        if self.storages:
+            self.queue.ledger.waited(self)
+        return True
+
+    def finish(self, timeout: timedelta | None = None) -> None:
+        """Wait for the backend, and release nothing. For one that can be waited for only once, if nobody has."""
+        turn = self.turn
+        if turn is None:
+            super().finish()
+            return
+        if not arguments.TIME.fits(timeout):
+            self.inner.wait(timeout)  # type: ignore[arg-type]  # raises what torch raises, before it waits
+        if self._was_waited_for():  # also where a signal handler asks as a wait of its thread returns
+            return
+        seconds = (timeout.total_seconds() if isinstance(timeout, timedelta) else timeout) or -1  # in C++ 0 is no limit
+        if not turn.acquire(timeout=seconds if 0 < seconds <= threading.TIMEOUT_MAX else -1):
+            raise TimeoutError(f"{self.op} launched at {self.site} is not over after {timeout}")
+        try:
+            if not self._was_waited_for():
+                self.inner.wait(*([timeout] if timeout else []))
+                self.over = True
+        finally:
+            turn.release()
+
+    def _was_waited_for(self) -> bool:
+        # gloo's sends and receives tell that a wait has returned, also where a signal handler has raised then.
+        return self.over or (self.inner.is_completed() and self.inner.is_success())
 
     def synchronize(self) -> None:
         """Order the current stream after the collective, as torch's does. Raises as :meth:`wait` does."""
@@ -273,57 +310,6 @@ class RegionWork(Work):
     __slots__ = ("aliases",)
 
 
-class OnceWork(Work):
-    """A :class:`Work` whose backend can be waited for only once: a second wait for a gloo send hangs (torch 2.13)."""
-
-    __slots__ = ("_ended", "_failure", "_wait_lock")
-
-    _ended: list[bool]  # what the backend's wait has returned, once it has
-    _failure: Exception | None
-    _wait_lock: threading.Lock
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        try:
-            self.finish(timeout)
-        except Exception as error:
-            if self._failure is not None:  # else another thread is waiting, or a signal handler has raised
-                self.queue.ledger.fail(self, error)
-            raise
-        if self.storages:
-            self.queue.ledger.waited(self)
-        return True
-
-    def finish(self, timeout: timedelta | None = None) -> None:
-        """Wait for the backend, and release nothing. From several threads at once the first one waits, for all."""
-        if self._ended:  # before the lock is asked for: a signal handler may ask as the wait of its own thread returns
-            return
-        # What is done in C leaves its outcome behind before a signal handler can raise. Else the lock would stay
-        # locked, or the backend would be waited for again.
-        if not arguments.TIME.fits(timeout):
-            self.inner.wait(timeout)  # type: ignore[arg-type]  # raises what torch raises, before it waits
-        seconds = (timeout.total_seconds() if isinstance(timeout, timedelta) else timeout) or -1
-        locks = map(self._wait_lock.acquire, [True], [seconds if 0 < seconds <= threading.TIMEOUT_MAX else -1])
-        locked: list[bool] = []
-        try:
-            locked.extend(locks)
-            if True not in locked:
-                raise TimeoutError(f"{self.op} launched at {self.site} is not over after {timeout}")
-            if self._failure is not None:
-                raise self._failure
-            if not self._ended:
-                try:
-                    # 0 is no limit, as C++ has it.
-                    self._ended.extend(itertools.starmap(self.inner.wait, [(timeout,) if timeout else ()]))
-                except Exception as error:
-                    if not self._ended:
-                        # Another one of its kind, because the traceback of this one keeps the caller's locals alive.
-                        self._failure = type(error)(*error.args)
-                    raise
-        finally:
-            if True in locked:
-                self._wait_lock.release()
-
-
 class MemberWork(Work):
     """A :class:`Work` of one call in a coalescing region: waiting for it is waiting for the region.
 
@@ -358,14 +344,11 @@ class MemberWork(Work):
         return f"<safecomm.Work of a call in {region}>"
 
 
-def handle(*, once: bool) -> Work:
-    """Return a handle that is not filled in yet; ``once``: for a work that can be waited for only once."""
-    if not once:
-        return Work()
-    work = OnceWork()
-    work._ended = []
-    work._failure = None
-    work._wait_lock = threading.Lock()
+def waited_for_once() -> Work:
+    """Return a handle for a work whose backend can be waited for only once."""
+    work = Work()
+    work.turn = threading.Lock()
+    work.needs_full_wait = "a second wait for the backend may hang, or copy again"
     return work
 
 

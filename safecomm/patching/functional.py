@@ -254,12 +254,7 @@ class Functional:
 
         tap: Tap = functools.partial(_NOBODYS.append)
         self._taps[key] = weakref.ref(group, gone), tap  # before it is on: what is on, has to be taken off at exit
-        try:
-            group.register_post_hook(_ID, tap)
-        except BaseException:  # of a signal handler: nobody knows whether it is on
-            group.unregister_post_hook(_ID)
-            self._taps.pop(key, None)
-            raise
+        group.register_post_hook(_ID, tap)
         return tap
 
     def _note(

@@ -34,7 +34,7 @@ class _StandIn(C10dWork):
 
 def for_cpp(value: Any) -> Any:
     """Return what C++ takes for ``value``, if that is a ``safecomm.Work``; else ``value``."""
-    if type(value) in (Work, RegionWork):
+    if type(value) in (Work, RegionWork) and value.turn is None:
         value._keep_results()
         value.has_future = True  # what C++ has stands for the handle from now on
         return value.inner

@@ -1,12 +1,7 @@
-"""Blocks of a ``with`` statement that no exception leaves open, wherever it comes.
+"""Blocks of a ``with`` statement in which calls are collected, and which are never left open.
 
-A signal handler can raise between any two steps of Python, those of ``__enter__`` and ``__exit__`` themselves among
-them. A block that was open then would stay so, and later calls would be collected and never run. (contextlib's own
-managers, and so torch's ``_coalescing_manager``, have this hole.)
-
-What a ``with`` statement has in its hands from before ``__enter__`` until after ``__exit__``, and drops whatever
-happens, is the callable that it has looked up as ``__exit__``. So each block gets one of its own, and its death closes
-what is still open, in C, where no handler runs.
+An exception of a signal handler can come before ``__exit__`` has begun, or after ``__enter__`` has done its work. Later
+calls of the group would then be collected, and never run. (torch's ``_coalescing_manager`` has this hole.)
 """
 
 from __future__ import annotations
@@ -22,7 +17,7 @@ _partial, _ref = functools.partial, weakref.ref  # bound once: each block of a s
 
 
 class _Exit:
-    """What a class of blocks has as ``__exit__``: each ``with`` statement that looks it up gets one of its own."""
+    """``__exit__`` of a class of blocks: each ``with`` statement has one of its own, and drops it however it ends."""
 
     def __get__(self, block: Block | None, kind: type[Block]) -> Callable[..., None]:
         if block is None:  # contextlib.ExitStack calls the class's
@@ -34,7 +29,7 @@ class _Exit:
 
 
 class Block(contextlib.ContextDecorator):
-    """A block. A subclass has ``__enter__``, and ``_leave()`` in place of ``__exit__``."""
+    """A block. A subclass has ``__enter__``, with :meth:`_close_by`, and ``_leave()`` in place of ``__exit__``."""
 
     _exit: weakref.ref[Callable[..., None]] | None = None
     _watch: weakref.ref[Callable[..., None]] | None = None
@@ -52,15 +47,10 @@ class Block(contextlib.ContextDecorator):
         raise NotImplementedError
 
     def _close_by(self, close: Callable[[Any], object]) -> None:
-        """Have ``close`` called, with one argument that means nothing, if the ``with`` statement ends some other way.
+        """Have ``close`` called when the ``with`` statement ends, unless ``_watch`` is None by then.
 
-        To be called before anything is open. ``close`` is best C's, because a second handler could raise in it. Of a
-        block that no ``with`` statement has, nothing is known.
+        To be called before anything is open. Of a block that no ``with`` statement has, nothing is known.
         """
         leave = None if self._exit is None else self._exit()
         if leave is not None:
             self._watch = _ref(leave, close)
-
-    def _closed(self) -> None:
-        """Forget what was to be called: the block was left as it should be."""
-        self._watch = None
