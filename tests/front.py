@@ -204,7 +204,7 @@ class Alone:
     """The turns of a program with one thread."""
 
     second = underway = False
-    left = 0
+    left = resumed = 0
 
     def point(self) -> None:
         """Nothing happens here."""

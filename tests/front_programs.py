@@ -619,11 +619,11 @@ class Program:
 
     def wait_here(self, stream: int, event: FakeEvent) -> None:
         """Let a stream wait for an event, and check that it waits for nothing else."""
-        at, turns = self.device.streams[stream], self.counts["turns"] + self.counts["turns in the middle"]
+        at, resumed = self.device.streams[stream], self.turns.resumed
         before, point = at.past, event.point
         self.streams[stream].wait_event(event)
         asked = before | (0 if point is None else point.past)
-        alone = self.counts["turns"] + self.counts["turns in the middle"] == turns
+        alone = self.turns.resumed == resumed  # else the other thread may have used the stream
         if alone and not self.deceived and at.past != asked:
             self.check()  # what was not legal comes first
             raise Violation(f"stream {stream} waits for {at.past & ~asked:b}, which the program has not asked for (S2)")

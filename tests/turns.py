@@ -27,6 +27,7 @@ class Turns:
         self.second = False  # the second thread runs
         self.underway = False  # the second thread is in the middle of a step
         self.blocked = False  # on a lock of the first thread
+        self.resumed = 0  # how often the second thread was given the turn, also for a lock that it has
         self._to: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._back: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         threading.Thread(target=self._run, daemon=True).start()
@@ -55,6 +56,7 @@ class Turns:
         assert self.underway == (step is None)
         assert not self.second
         self.underway = self.second = True
+        self.resumed += 1
         self.blocked = False
         left, self.left = self.left, 0
         self._to.put(step if step is not None else True)
