@@ -40,6 +40,8 @@ WHY_NOT: dict[tuple[str, str, str, str], str] = {
         'if register := getattr(torch.cuda.graphs, "register_graph_capture_start_hook", None):  # torch 2.14',
         "register(_note_place)",
     ): "The figures are of a torch that has no such hook. `make compat` runs one that has.",
+    ("drain.py", "_without_return_at_exit", "if on_linux:", "try:"): "The figures are of Linux.",
+    ("drain.py", "_without_return_at_exit", "if on_linux:", "over.set()"): "The same.",
     (
         "work.py",
         "",

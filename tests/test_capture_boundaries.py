@@ -68,7 +68,8 @@ def test_what_the_host_has_waited_for_before_a_capture_may_be_waited_for_in_it_s
     with mock.patch.object(launched.inner, "wait", side_effect=AssertionError("the backend is asked")):
         wait_for(launched.work, how)
     assert device.calls == before
-    assert device.streams[1].captured == 0
+    assert captures.RECORDING == {}
+    device.finish()
     device.end_capture()
     assert device.faults == []
     device.switch(0)
@@ -329,6 +330,30 @@ def test_a_capture_that_torch_gives_up_as_it_begins_is_over_s6(device, capturing
     device.switch(0)
     graph.reset()
     assert captured.leases() == []
+
+
+class GivenUp(Graph):
+    """A graph of which CUDA has given up the capture."""
+
+    def capture_end(self) -> None:
+        raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+
+
+def test_a_capture_that_cuda_has_given_up_ends_by_its_error_and_nothing_is_asked_s5(
+    device, ledger, group, capturing, monkeypatch
+) -> None:
+    """Until its end CUDA refuses whatever it is asked."""
+    monkeypatch.setattr(captures._torch, "end_allocation_to_pool", lambda *_: None)
+    call(ledger, group, [device.allocate(0, 64)])
+    graph, _ = capturing(GivenUp)
+    device.end_capture()
+    before = device.calls.copy()
+    with pytest.raises(RuntimeError, match="a previous error"):
+        graph.capture_end()
+    assert device.calls == before
+    assert captures.RECORDING == {}
+    device.finish()
+    assert drain_ledger(ledger, wait=True) == 0
 
 
 def test_a_capture_that_ends_in_two_steps_is_one_that_is_replayed_s6(device, capturing) -> None:

@@ -33,7 +33,7 @@ def run(script, *arguments):
 
 @pytest.mark.parametrize("backend", ["nccl", "nccl2", "gloo"])
 def test_programs_of_public_calls_s1_s3_s5_s6(backend):
-    status, said = run("front_programs.py", "--programs", share(1500), "--seed", 21 + SEED, "--backend", backend)
+    status, said = run("front_programs.py", "--programs", share(1000), "--seed", 21 + SEED, "--backend", backend)
     assert status == 0, said
     counts = json.loads(said[-1])
     assert counts.pop("failures") == 0

@@ -50,15 +50,21 @@ class Cuda:
         self.spun: list[Any] = []
         self.synchronized: list[int] = []
         self.mode = 0  # of captures: global
+        self.made = 0  # how many streams were
         cuda = SimpleNamespace(
             Event=Event, ExternalStream=Stream, default_stream=lambda index: Stream(0, device=index),
-            stream=self.stream, synchronize=self.synchronized.append,
+            Stream=self.new, stream=self.stream, synchronize=self.synchronized.append,
             get_device_properties=lambda index: SimpleNamespace(total_memory=float(1 << (30 + index))),
         )  # fmt: skip
         monkeypatch.setattr(streams, "torch", SimpleNamespace(cuda=cuda, UntypedStorage=torch.UntypedStorage))
         monkeypatch.setattr(streams, "_EVENT", Event)
         monkeypatch.setattr(streams._torch, "spin", lambda cycles: self.spun.append((self.current[-1], cycles)))
         monkeypatch.setattr(streams._torch, "swap_capture_mode", self.swap)
+
+    def new(self, index: int) -> SimpleNamespace:
+        """``torch.cuda.Stream``: another one, call after call."""
+        self.made += 1
+        return SimpleNamespace(cuda_stream=self.made)
 
     @contextlib.contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
@@ -117,6 +123,12 @@ def test_a_pause_is_of_the_stream_that_is_asked_for_and_leaves_the_current_one(c
     CudaStreams().pause(0, 77)
     assert cuda.spun == [((0, 77), PAUSE)]
     assert cuda.current == ["the program's"]
+
+
+def test_each_device_has_one_stream_that_the_program_does_not_use(cuda) -> None:
+    device = CudaStreams()
+    spare = [device.spare(index) for index in (0, 1, 0, 1)]
+    assert spare == [1, 2, 1, 2]
 
 
 def test_another_stream_is_the_current_one_only_meanwhile(cuda) -> None:
