@@ -619,6 +619,8 @@ def record_stream(tensor: torch.Tensor, stream: Any) -> None:
     """``torch.Tensor.record_stream`` of a tensor of a GPU."""
     if "record_stream" in vars(torch.Tensor):
         tensor.record_stream(stream)
+    elif _record_stream._installed:  # where references are not counted, the operator alone is replaced
+        _record_stream._installed[0].record_stream(tensor, stream)
     else:
         Answers.device.record_stream(tensor, stream.stream_id)
 
