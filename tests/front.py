@@ -52,7 +52,7 @@ sys.modules["safecomm"] = _bare
 from device import INDEX, Block, Operation, Violation  # noqa: E402
 from fakes import (  # noqa: E402
     ArenaDevice,
-    ArenaGraph,
+    FakeGraph,
     FakeGroup,
     FakeHostWork,
     FakeStream,
@@ -266,7 +266,7 @@ class Threading(types.ModuleType):
         return self.OURS[name] if ours else getattr(threading, name)
 
 
-class Graph(ArenaGraph):
+class Graph(FakeGraph):
     """``torch.cuda.CUDAGraph``: what its collectives touch, at each replay."""
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """What the program's own events order gives memory back at once, from the first use on another stream on (S1, S2).
 
-The random programs that use events are those of ``test_ledger.py`` and ``front_programs.py``; what they use of CUDA is
-in ``tests/gpu/stream_order.py``.
+The random programs that use events are those of ``front_programs.py``; what they use of CUDA is in
+``tests/gpu/stream_order.py``.
 """
 
 import sys
