@@ -51,19 +51,6 @@ def test_memory_of_an_unknown_stream_is_kept_however_much_has_piled_up_s1(device
     assert ledger.pending() == []
 
 
-def test_a_handoff_of_before_a_capture_is_not_polled_in_it_s5(device, ledger, group) -> None:
-    device.switch(1)
-    call_sync(ledger, group, [device.allocate(0, 64)])
-    device.begin_capture(2)
-    ledger.sweep()
-    assert device.faults == []
-    assert len(ledger.pending()) == 1
-    device.end_capture()
-    device.finish()
-    ledger.sweep()
-    assert ledger.pending() == []
-
-
 def test_a_graph_gets_no_edge_for_memory_that_the_program_still_uses_s5(device, ledger, group) -> None:
     """At each replay, the stream of the memory would wait for a use that the program may not want to wait for."""
     device.begin_capture(1)
@@ -377,17 +364,6 @@ def test_a_wait_for_the_newest_work_goes_on_behind_one_that_failed_s2_s4(device,
     with pytest.raises(RuntimeError, match="failed"):
         failed.work.wait()
     device.settle()
-
-
-@pytest.mark.parametrize("elsewhere", [0, 2])
-def test_a_wait_elsewhere_orders_the_stream_of_a_staged_launch_too_s1(device, ledger, group, elsewhere) -> None:
-    """C10d gives its staging memory back at the first wait, whichever stream waits."""
-    device.switch(1)
-    launched = call(ledger, group, [device.allocate(elsewhere, 64)], staged=True)
-    device.switch(elsewhere)
-    launched.work.wait()
-    assert ledger.pending() == []
-    device.settle()  # raises if the staging could be handed out now
 
 
 def test_in_a_capture_too_a_wait_for_one_peer_orders_and_releases_nothing_of_another_s1(device, group) -> None:
