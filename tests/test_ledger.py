@@ -20,7 +20,7 @@ from unittest import mock
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulated import INDEX, FakeGroup, SimulatedDevice, Violation, call, call_sync, routes_of
+from simulated import INDEX, FakeGroup, SimulatedDevice, call, call_sync, routes_of
 
 from safecomm import _torch
 from safecomm.core.drain import await_before_capture, drain_ledger
@@ -29,9 +29,6 @@ from safecomm.core.streams import HOST
 from safecomm.errors import CaptureBoundaryError
 
 pytestmark = pytest.mark.usefixtures("quiet")
-
-
-# --- single promises ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -401,36 +398,6 @@ def test_a_stream_that_another_thread_captures_by_now_does_not_pause_s5(device, 
 # --- ProcessGroupNCCL2 ----------------------------------------------------------------------------------------
 
 
-NCCL2_CALLS = {"all_gather": (2, False), "irecv": (1, True)}
-"""How many tensors a call has, the first of them the output, and whether it only writes."""
-
-
-@pytest.mark.parametrize("name", NCCL2_CALLS)
-def test_a_handle_and_its_output_may_be_dropped_on_nccl2_s1(device, name) -> None:
-    """S1: that class holds inputs only, so that without the ledger this is a use after free."""
-    count, receives = NCCL2_CALLS[name]
-    group = FakeGroup(device, "nccl2", shelved=True)
-    ledger = Ledger(device, patience=0)
-    tensors = [device.allocate(0, 64) for _ in range(count)]
-    launched = call(ledger, group, tensors, p2p=receives, receives=receives)
-    output = device.block(tensors[0])
-    del launched, tensors
-    device.settle()
-    assert output is not None
-    assert not device.is_free(output)
-    device.finish()
-    ledger.sweep()
-    device.settle()
-    assert ledger.pending() == []
-    assert device.is_free(output), "S3"
-
-    tensors = [device.allocate(0, 64) for _ in range(count)]
-    inner = group.launch(tensors, p2p=receives, receives=receives)
-    del inner, tensors
-    with pytest.raises(Violation, match="is free while"):
-        device.settle()
-
-
 @pytest.mark.parametrize("what", ["wait", "wait elsewhere", "sync", "rule 3", "get_future_result"])
 def test_what_one_thread_asks_ends_no_capture_of_another_on_nccl2_s5(device, monkeypatch, what) -> None:
     """S5: in the global mode, which is torch's default, it would."""
@@ -494,18 +461,6 @@ def test_what_failed_without_a_word_is_kept_on_nccl2_s4(device, how) -> None:
     assert [entry.state for entry in ledger.pending()] == ["quarantined"]
     device.finish()
     assert drain_ledger(ledger, wait=True) == 0
-
-
-def test_a_future_is_not_asked_for_across_a_capture_on_nccl2_s5(device) -> None:
-    """S5: asking orders the current stream there, so it is refused as a wait is."""
-    ledger, group = Ledger(device), FakeGroup(device, "nccl2")
-    launched = call(ledger, group, [device.allocate(0, 64)])
-    device.begin_capture(1)
-    with pytest.raises(CaptureBoundaryError):
-        launched.work.get_future()
-    assert device.faults == []
-    device.end_capture()
-    launched.work.get_future()
 
 
 def test_the_works_of_an_aborted_communicator_are_quarantined_on_nccl2_s4(device) -> None:
