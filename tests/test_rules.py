@@ -51,6 +51,32 @@ def test_memory_of_an_unknown_stream_is_kept_however_much_has_piled_up_s1(device
     assert ledger.pending() == []
 
 
+def test_a_work_on_memory_of_an_unknown_stream_is_held_by_an_event_once_it_is_complete_s1(
+    device, ledger, group
+) -> None:
+    """A work that is complete may have been waited for on no stream, so the current one waits, and the device tells."""
+    work = call(ledger, group, [device.allocate(None, 64)]).work
+    device.finish()
+    kernel = device.launch(device.here(), [])  # which the current stream has to get past
+    del work
+    ledger.sweep()
+    assert [entry.state for entry in ledger.pending()] == ["handed off"]
+    ledger.sweep()
+    assert (len(ledger.pending()), kernel & device.done) == (1, 0)
+    device.finish()
+    ledger.sweep()
+    assert ledger.pending() == []
+    device.settle()
+
+
+def test_a_work_that_fails_as_the_end_of_its_capture_waits_for_it_is_kept_s4(device, ledger, group) -> None:
+    device.begin_capture(1)
+    launched = [call(ledger, group, [device.allocate(1, 64)], fate=fate) for fate in ("fails", "")]
+    left = ledger.join_unwaited(device.capturing, 1)
+    assert [line.split(" launched")[0] for line in left] == [one.op for one in launched]
+    assert [(entry.op, entry.state) for entry in ledger.pending()] == [(launched[0].op, "quarantined")]
+
+
 def test_a_graph_gets_no_edge_for_memory_that_the_program_still_uses_s5(device, ledger, group) -> None:
     """At each replay, the stream of the memory would wait for a use that the program may not want to wait for."""
     device.begin_capture(1)
