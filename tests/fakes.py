@@ -171,19 +171,6 @@ class ArenaDevice(SimulatedDevice):
         self.tenants[start] = tenant
 
 
-class ArenaGraph(FakeGraph):
-    """A graph that owns all that its collectives touch, wherever it comes from."""
-
-    def touch(self, blocks: list[Block]) -> None:
-        self.touches += [(block, block.tenancy) for block in blocks]
-
-    def replay(self) -> None:
-        for block, _ in self.touches:
-            if isinstance(block, Tenant) and block.gone:
-                raise Violation("a replay touches memory that is somebody else's (S6)")
-        self.device.launch(self.device.here(), [block for block, _ in self.touches])
-
-
 class FakeGroup:
     """A process group: a communicator with a stream of its own, and one more for each peer.
 

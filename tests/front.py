@@ -52,7 +52,7 @@ sys.modules["safecomm"] = _bare
 from device import INDEX, Block, Operation, Violation  # noqa: E402
 from fakes import (  # noqa: E402
     ArenaDevice,
-    ArenaGraph,
+    FakeGraph,
     FakeGroup,
     FakeHostWork,
     FakeStream,
@@ -266,7 +266,7 @@ class Threading(types.ModuleType):
         return self.OURS[name] if ours else getattr(threading, name)
 
 
-class Graph(ArenaGraph):
+class Graph(FakeGraph):
     """``torch.cuda.CUDAGraph``: what its collectives touch, at each replay."""
 
     def __init__(self) -> None:
@@ -619,6 +619,8 @@ def record_stream(tensor: torch.Tensor, stream: Any) -> None:
     """``torch.Tensor.record_stream`` of a tensor of a GPU."""
     if "record_stream" in vars(torch.Tensor):
         tensor.record_stream(stream)
+    elif _record_stream._installed:  # where references are not counted, the operator alone is replaced
+        _record_stream._installed[0].record_stream(tensor, stream)
     else:
         Answers.device.record_stream(tensor, stream.stream_id)
 

@@ -33,6 +33,7 @@ from safecomm.core import captures, handoffs, ledger
 from safecomm.core import work as works
 from safecomm.core.recorded_uses import RecordedUse, RecordedUses
 from safecomm.core.stream_order import StreamOrder
+from safecomm.errors import CaptureBoundaryError
 
 BOUND = 1500
 """Programs within which a mutant is to be found."""
@@ -547,6 +548,32 @@ def a_wait_crosses_the_boundary_of_a_capture() -> None:
 
 
 @mutant()
+def a_wait_on_another_stream_is_refused() -> None:
+    def around(original: Any) -> Any:
+        def check_boundary(self, work):  # type: ignore[no-untyped-def]
+            if self.current(work.queue.index) != work.alloc_stream:
+                raise CaptureBoundaryError
+            return original(self, work)
+
+        return check_boundary
+
+    method(ledger.Ledger, "check_boundary", around)
+
+
+@mutant("nccl", "gloo")
+def a_wait_fails_because_another_call_has_failed() -> None:
+    def around(original: Any) -> Any:
+        def waited(self, work):  # type: ignore[no-untyped-def]
+            original(self, work)
+            if self.quarantine:
+                raise RuntimeError
+
+        return waited
+
+    method(ledger.Ledger, "waited", around)
+
+
+@mutant()
 def a_stream_that_is_captured_elsewhere_is_ordered() -> None:
     method(ledger.Ledger, "captured_now", lambda original: lambda *_: False)
 
@@ -672,6 +699,20 @@ def a_slot_is_of_the_stream_of_the_block() -> None:
 @mutant()
 def any_slot_of_a_size_class_is_taken() -> None:
     method(SizeClass, "search", lambda original: lambda self, is_idle: self.slots.pop() if self.slots else None)
+
+
+@mutant()
+def a_range_that_a_request_fills_is_none_for_it() -> None:
+    method(FreeList, "find", lambda original: lambda free, size, *usable: original(free, size + 1, *usable))
+
+
+@mutant()
+def a_request_without_room_looks_for_nothing_that_is_over() -> None:
+    class Lazy:
+        def __getattr__(self, name: str) -> Any:
+            return (lambda **_: None) if name == "sweep" else getattr(ledger.LEDGER, name)
+
+    arenas.LEDGER = Lazy()  # type: ignore[assignment]
 
 
 def found(name: str, seed: int = 1) -> dict[str, Any]:

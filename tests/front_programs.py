@@ -71,6 +71,9 @@ class Program:
     threads = True
     """Whether half of the programs have a second thread."""
 
+    counted = True
+    """Whether references can be counted, so that memory of an arena may be given to ``record_stream``."""
+
     def __init__(self, seed: int, number: int, backend: str) -> None:
         self.rng = rng = random.Random(f"{seed}:{number}")
         self.device = Answers.device = Device()
@@ -148,6 +151,11 @@ class Program:
 
     def soon(self) -> int:
         return 1 + int(self.rng.expovariate(1 / 10))
+
+    @property
+    def turns_taken(self) -> int:
+        """How often either thread has given its turn to the other."""
+        return self.counts["turns"] + self.counts["turns in the middle"]
 
     @property
     def me(self) -> bool:
@@ -366,14 +374,27 @@ class Program:
         for _ in range(self.rng.choice([1, 1, 2, 3])):
             device.settle()
             ask = dist.empty if any(self.blocks) and self.rng.random() < 0.5 else self.arena.empty
+            nbytes, turns = self.rng.choice([64, 256, 512, 1024, 1500]), self.turns_taken
             try:
-                tensor = ask(self.rng.choice([64, 256, 512, 1024, 1500]), dtype=torch.uint8)
+                tensor = ask(nbytes, dtype=torch.uint8)
             except dist.ArenaError:
+                self.check_full(nbytes, turns)
                 return
+            if ask is not dist.empty and not self.arena.owns(tensor):
+                self.check_full(nbytes, turns)
             self.received(tensor)
             if self.rng.random() < 0.5:  # what most programs do with it
                 device.launch(device.here(), device.blocks_of([tensor]))
             del tensor
+
+    def check_full(self, nbytes: int, turns: int) -> None:
+        """Nothing is refused while there is room, or would be if all that is over was given back."""
+        if self.device.capturing or turns != self.turns_taken:
+            return  # the other thread may have given something back since
+        self.turns.left = 0
+        dist.drain()
+        if self.arena.stats().buckets[-1].largest_free >= nbytes:
+            raise Loss(f"{nbytes} bytes were refused although there is room (S3)")
 
     def received(self, tensor: torch.Tensor) -> None:
         """The program has a buffer, which is the arena's or the allocator's."""
@@ -422,7 +443,7 @@ class Program:
             return
         self.go()
         (tensor,) = self.some(1)
-        if not self.avoids() and self.arena is not None and self.arena.owns(tensor):
+        if not (self.avoids() and self.counted) and self.arena is not None and self.arena.owns(tensor):
             return  # the allocator does nothing for an arena's memory
         self.device.launch(self.device.here(), self.device.blocks_of([tensor]))
         front.record_stream(tensor, front.stream_of_torch(self.device._current))
@@ -580,8 +601,17 @@ class Program:
         if self.host or not hasattr(work, how) or getattr(getattr(work, "inner", None), "fate", ""):
             how = "wait"  # which is what reports a failure
         self.note(how)
-        with contextlib.suppress(RuntimeError):  # of a call that fails, or was made on the other side of a capture
+        inner = getattr(work, "inner", None)
+        fate, captures = getattr(inner, "fate", ""), {self.device.capturing, getattr(inner, "capture", 0)}
+        try:
             getattr(work, how)()
+        except dist.CaptureBoundaryError as error:
+            if captures == {0}:
+                raise Violation("a wait that crosses no boundary of a capture is refused (S5)") from error
+        except RuntimeError as error:
+            if inner is not None and not fate:
+                raise Violation("a wait fails for a work that is well (S8)") from error
+        else:
             if streams and streams <= {None if self.host else self.device._current} and how == "wait" and work.nbytes:
                 raise Violation("memory is held after a wait on the stream that it was allocated on (S2)")
 

@@ -13,18 +13,12 @@ from typing import Any
 import fakes
 import torch
 from device import INDEX as INDEX
-from device import Block as Block
-from device import Event as Event
 from device import SimulatedDevice as SimulatedDevice
 from device import Violation as Violation
-from fakes import ArenaDevice as ArenaDevice
-from fakes import ArenaGraph as ArenaGraph
 from fakes import FakeEvent as FakeEvent
 from fakes import FakeGraph as FakeGraph
 from fakes import FakeHostWork as FakeHostWork
 from fakes import FakeStream as FakeStream
-from fakes import FakeWork as FakeWork
-from fakes import Tenant as Tenant
 from fakes import events_of_torch as events_of_torch
 
 from safecomm import backends

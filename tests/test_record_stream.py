@@ -558,15 +558,6 @@ def test_in_a_capture_an_edge_gives_it_back_s5(device, ledger, home):
 # --- memory that frees itself -----------------------------------------------------------------------------------
 
 
-def test_resize_of_the_storage_is_ordered_before_s1(device, ledger):
-    with avoid_record_streams():
-        tensor = used_on(device, 1)
-        tensor.untyped_storage().resize_(0)
-        assert device.calls["wait_event"] == 1
-        assert ledger.pending() == []
-        assert device.streams[1].past & ~device.streams[0].past == 0
-
-
 @pytest.mark.parametrize("kernel", [True, False])
 def test_resize_of_the_tensor_is_ordered_before_s1(device, ledger, monkeypatch, kernel):
     """Also where torch's kernel can't be called."""
@@ -653,18 +644,6 @@ def test_what_another_thread_does_during_the_wait_is_not_ordered_by_it_s1(device
         del tensor
         ledger.stream_order.waited(INDEX, 0, note)
         device.settle()
-        device.finish()
-
-
-def test_a_wait_that_joins_a_capture_orders_nothing_that_ran_before_s1(device, ledger):
-    with avoid_record_streams():
-        used_on(device, 1, home=2)
-        device.begin_capture(1)
-        waits(device, ledger, 2, 1)
-        device.settle()
-        device.end_capture()
-        device.settle()
-        assert states(ledger) == ["recorded"]
         device.finish()
 
 

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 import torch
+from amount import SEED, share
 from interpreters import PYTHONS
-from programs import Running
 from ranks import launch
 from watching import Log
 
@@ -115,17 +115,24 @@ def test_where_they_are_wrong_none_is_used_and_that_is_said_once_s1_s3(python):
     ended.check()
 
 
-@pytest.mark.parametrize("python", ["no_gil", "one_too_many_later"])
-def test_random_programs_keep_the_promises_without_counts_s1_s2_s3_s4_s5(python):
-    """The ledger's and the arena's own machines, in a Python whose counts are of no use."""
-    import test_arena_programs
-    import test_ledger
+def programs_of_public_calls(_, python, backend):
+    PYTHONS[python]()
+    import front_programs
 
-    ledger = (test_ledger.Programs, test_ledger.GraphPrograms, test_ledger.HostPrograms)
-    running = [Running(machine, 100, 30, python=python) for machine in ledger]
-    running.append(Running(test_arena_programs.ArenaPrograms, 150, test_arena_programs.STEPS, python=python))
-    for one in running:
-        one.check()
+    front_programs.Program.counted = False
+    front_programs.quiet()
+    front_programs.warm_up()
+    for number in range(share(250)):
+        program, failure = front_programs.run_one(41 + SEED, number, backend)
+        if failure is not None:
+            raise AssertionError(number, program.steps) from failure
+
+
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+@pytest.mark.parametrize("python", ["no_gil", "one_too_many_later"])
+def test_programs_of_public_calls_keep_the_promises_without_counts_s1_s3_s5_s6(python, backend):
+    (ended,) = launch(0, programs_of_public_calls, python, backend)
+    ended.check()
 
 
 # --- the self-test itself, which runs untraced at import --------------------------------------------------------------

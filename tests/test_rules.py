@@ -51,17 +51,30 @@ def test_memory_of_an_unknown_stream_is_kept_however_much_has_piled_up_s1(device
     assert ledger.pending() == []
 
 
-def test_a_handoff_of_before_a_capture_is_not_polled_in_it_s5(device, ledger, group) -> None:
-    device.switch(1)
-    call_sync(ledger, group, [device.allocate(0, 64)])
-    device.begin_capture(2)
+def test_a_work_on_memory_of_an_unknown_stream_is_held_by_an_event_once_it_is_complete_s1(
+    device, ledger, group
+) -> None:
+    """A work that is complete may have been waited for on no stream, so the current one waits, and the device tells."""
+    work = call(ledger, group, [device.allocate(None, 64)]).work
+    device.finish()
+    kernel = device.launch(device.here(), [])  # which the current stream has to get past
+    del work
     ledger.sweep()
-    assert device.faults == []
-    assert len(ledger.pending()) == 1
-    device.end_capture()
+    assert [entry.state for entry in ledger.pending()] == ["handed off"]
+    ledger.sweep()
+    assert (len(ledger.pending()), kernel & device.done) == (1, 0)
     device.finish()
     ledger.sweep()
     assert ledger.pending() == []
+    device.settle()
+
+
+def test_a_work_that_fails_as_the_end_of_its_capture_waits_for_it_is_kept_s4(device, ledger, group) -> None:
+    device.begin_capture(1)
+    launched = [call(ledger, group, [device.allocate(1, 64)], fate=fate) for fate in ("fails", "")]
+    left = ledger.join_unwaited(device.capturing, 1)
+    assert [line.split(" launched")[0] for line in left] == [one.op for one in launched]
+    assert [(entry.op, entry.state) for entry in ledger.pending()] == [(launched[0].op, "quarantined")]
 
 
 def test_a_graph_gets_no_edge_for_memory_that_the_program_still_uses_s5(device, ledger, group) -> None:
@@ -377,17 +390,6 @@ def test_a_wait_for_the_newest_work_goes_on_behind_one_that_failed_s2_s4(device,
     with pytest.raises(RuntimeError, match="failed"):
         failed.work.wait()
     device.settle()
-
-
-@pytest.mark.parametrize("elsewhere", [0, 2])
-def test_a_wait_elsewhere_orders_the_stream_of_a_staged_launch_too_s1(device, ledger, group, elsewhere) -> None:
-    """C10d gives its staging memory back at the first wait, whichever stream waits."""
-    device.switch(1)
-    launched = call(ledger, group, [device.allocate(elsewhere, 64)], staged=True)
-    device.switch(elsewhere)
-    launched.work.wait()
-    assert ledger.pending() == []
-    device.settle()  # raises if the staging could be handed out now
 
 
 def test_in_a_capture_too_a_wait_for_one_peer_orders_and_releases_nothing_of_another_s1(device, group) -> None:

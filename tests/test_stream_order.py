@@ -1,7 +1,7 @@
 """What the program's own events order gives memory back at once, from the first use on another stream on (S1, S2).
 
-The random programs that use events are those of ``test_ledger.py`` and ``front_programs.py``; what they use of CUDA is
-in ``tests/gpu/stream_order.py``.
+The random programs that use events are those of ``front_programs.py``; what they use of CUDA is in
+``tests/gpu/stream_order.py``.
 """
 
 import sys
@@ -114,48 +114,6 @@ def test_a_chain_is_followed_to_what_one_wait_does_not_get_to_s2(device, ledger)
     device.settle()
 
 
-def test_what_is_used_behind_the_event_is_held_s1(device, ledger):
-    use(device, ledger, 1)
-    event = FakeStream(device, 1).record_event()
-    use(device, ledger, 1)
-    FakeStream(device, 0).wait_event(event)
-    assert held(ledger) == 1
-    device.settle()
-    FakeStream(device, 0).wait_stream(FakeStream(device, 1))
-    assert held(ledger) == 0
-
-
-def test_a_wait_before_the_record_orders_nothing_s1(device, ledger):
-    use(device, ledger, 1)
-    event, main = FakeEvent(), FakeStream(device, 0)
-    main.wait_event(event)
-    event.record(FakeStream(device, 1))
-    assert held(ledger) == 1
-    main.wait_event(event)
-    assert held(ledger) == 0
-
-
-def test_an_event_is_where_it_was_recorded_last_s1(device, ledger):
-    use(device, ledger, 1)
-    event = FakeStream(device, 1).record_event()
-    event.record(FakeStream(device, 2))
-    before = device.streams[0].past
-    FakeStream(device, 0).wait_event(event)
-    assert held(ledger) == 1
-    assert device.streams[0].past == before, "waits for what the program does not wait for"
-
-
-def test_an_event_that_was_recorded_again_past_python_frees_nothing_too_early_s1(device, ledger):
-    """By C++, or in another process: the note is of the record before. What it makes wait, waits longer."""
-    use(device, ledger, 1)
-    event = FakeStream(device, 1).record_event()
-    behind_nothing = device.streams[2]
-    event.point.past = behind_nothing.past
-    FakeStream(device, 0).wait_event(event)
-    device.settle()  # which finds what is free and still in use
-    assert held(ledger) == 0
-
-
 def test_a_wait_that_fails_releases_nothing_s1(device, ledger):
     use(device, ledger, 1)
     event = FakeStream(device, 1).record_event()
@@ -164,14 +122,6 @@ def test_a_wait_that_fails_releases_nothing_s1(device, ledger):
         FakeStream(device, 2).wait_event(event)
     device.end_capture()
     assert held(ledger) == 1
-
-
-@pytest.mark.parametrize("waiting", [2, 3])
-def test_only_a_wait_of_the_allocation_stream_counts_s1(device, ledger, waiting):
-    use(device, ledger, 1)
-    FakeStream(device, waiting).wait_stream(FakeStream(device, 1))
-    assert held(ledger) == 1
-    device.settle()
 
 
 def test_memory_of_two_streams_waits_for_the_device_s1(device, ledger):
