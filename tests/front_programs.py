@@ -153,11 +153,6 @@ class Program:
         return 1 + int(self.rng.expovariate(1 / 10))
 
     @property
-    def turns_taken(self) -> int:
-        """How often either thread has given its turn to the other."""
-        return self.counts["turns"] + self.counts["turns in the middle"]
-
-    @property
     def me(self) -> bool:
         """Whether this is the second thread."""
         return self.turns.second
@@ -374,22 +369,22 @@ class Program:
         for _ in range(self.rng.choice([1, 1, 2, 3])):
             device.settle()
             ask = dist.empty if any(self.blocks) and self.rng.random() < 0.5 else self.arena.empty
-            nbytes, turns = self.rng.choice([64, 256, 512, 1024, 1500]), self.turns_taken
+            nbytes, resumed = self.rng.choice([64, 256, 512, 1024, 1500]), self.turns.resumed
             try:
                 tensor = ask(nbytes, dtype=torch.uint8)
             except dist.ArenaError:
-                self.check_full(nbytes, turns)
+                self.check_full(nbytes, resumed)
                 return
             if ask is not dist.empty and not self.arena.owns(tensor):
-                self.check_full(nbytes, turns)
+                self.check_full(nbytes, resumed)
             self.received(tensor)
             if self.rng.random() < 0.5:  # what most programs do with it
                 device.launch(device.here(), device.blocks_of([tensor]))
             del tensor
 
-    def check_full(self, nbytes: int, turns: int) -> None:
+    def check_full(self, nbytes: int, resumed: int) -> None:
         """Nothing is refused while there is room, or would be if all that is over was given back."""
-        if self.device.capturing or turns != self.turns_taken:
+        if self.device.capturing or resumed != self.turns.resumed:
             return  # the other thread may have given something back since
         self.turns.left = 0
         dist.drain()
