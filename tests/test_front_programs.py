@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 from amount import ALL, SEED, share
+from interpreters import PYTHONS
+from ranks import launch
 
 TESTS = Path(__file__).parent
 MUTANTS = re.findall(r"^@mutant\(.*\)\ndef (\w+)", (TESTS / "front_mutants.py").read_text(), re.MULTILINE)
@@ -83,3 +85,23 @@ def test_programs_find_each_safecomm_that_is_wrong():
 def test_the_results_are_of_all_that_is_wrong():
     assert {re.sub("_(nccl|gloo)$", "", one["name"]) for one in RESULTS} == {*MUTANTS}
     assert [one["name"] for one in RESULTS if one["by"] not in ("Violation", "Loss")] == []
+
+
+def programs_of_public_calls(_, python, backend):
+    PYTHONS[python]()
+    import front_programs
+
+    front_programs.Program.counted = False
+    front_programs.quiet()
+    front_programs.warm_up()
+    for number in range(share(250)):
+        program, failure = front_programs.run_one(41 + SEED, number, backend)
+        if failure is not None:
+            raise AssertionError(number, program.steps) from failure
+
+
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+@pytest.mark.parametrize("python", ["no_gil", "one_too_many_later"])
+def test_programs_of_public_calls_keep_the_promises_without_counts_s1_s3_s5_s6(python, backend):
+    (ended,) = launch(0, programs_of_public_calls, python, backend)
+    ended.check()

@@ -6,7 +6,6 @@ import sys
 
 import pytest
 import torch
-from amount import SEED, share
 from interpreters import PYTHONS
 from ranks import launch
 from watching import Log
@@ -112,26 +111,6 @@ def not_counted(_, python):
 @pytest.mark.parametrize("python", PYTHONS)
 def test_where_they_are_wrong_none_is_used_and_that_is_said_once_s1_s3(python):
     (ended,) = launch(1, not_counted, python)
-    ended.check()
-
-
-def programs_of_public_calls(_, python, backend):
-    PYTHONS[python]()
-    import front_programs
-
-    front_programs.Program.counted = False
-    front_programs.quiet()
-    front_programs.warm_up()
-    for number in range(share(250)):
-        program, failure = front_programs.run_one(41 + SEED, number, backend)
-        if failure is not None:
-            raise AssertionError(number, program.steps) from failure
-
-
-@pytest.mark.parametrize("backend", ["nccl", "gloo"])
-@pytest.mark.parametrize("python", ["no_gil", "one_too_many_later"])
-def test_programs_of_public_calls_keep_the_promises_without_counts_s1_s3_s5_s6(python, backend):
-    (ended,) = launch(0, programs_of_public_calls, python, backend)
     ended.check()
 
 
