@@ -132,11 +132,12 @@ def without_import(mode: type) -> type:
     hidden: Callable[..., object] = mode.__torch_dispatch__  # type: ignore[attr-defined]
     plain = inspect.unwrap(hidden)
 
-    def dispatch(*arguments: object) -> object:
+    # Named as torch names it: a walk over the frames of a call tells by that name what is of a mode (strict).
+    def __torch_dispatch__(*arguments: object) -> object:  # noqa: N807
         if "_dynamo" not in vars(torch):
             return plain(*arguments)
         mode.__torch_dispatch__ = hidden  # type: ignore[attr-defined]
         return hidden(*arguments)
 
-    mode.__torch_dispatch__ = dispatch  # type: ignore[attr-defined]
+    mode.__torch_dispatch__ = __torch_dispatch__  # type: ignore[attr-defined]
     return mode
