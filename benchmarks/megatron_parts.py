@@ -26,10 +26,9 @@ import safecomm
 from safecomm import record_stream
 from safecomm._torch import native, segment_table
 from safecomm.collectives import coalesced, gates, holding
-from safecomm.core.handoffs import Handoffs
 from safecomm.core.ledger import Ledger, WorkQueue
-from safecomm.core.rules import Rules
 from safecomm.core.streams import CudaStreams
+from safecomm.core.uses import Uses
 
 STEPS = 3  # of a part, in a turn
 
@@ -46,11 +45,11 @@ PARTS = {
     "is a sweep needed": [(gates, "_can_skip_sweep")],
     "sweep": [(Ledger, "sweep")],
     "hold": [(WorkQueue, "hold")],
-    "release": [(Rules, "release")],
+    "release": [(Ledger, "release")],
     "wait": [(safecomm.Work, "wait")],
     "of that, torch's": [(c10d.Work, "wait"), (c10d.Work, "block_current_stream")],
-    "hand off": [(Handoffs, "add")],
-    "order and release": [(Handoffs, "order_and_release")],
+    "hand off": [(Uses, "add")],
+    "order and release": [(Uses, "order_and_release")],
     "record an event": [(CudaStreams, "record_event")],
     "record_stream": [(record_stream._Interception, "record_stream")],
     "region, begin": [(coalesced._Manager, "__enter__")],

@@ -275,7 +275,7 @@ class _Interception:
                 vars(self)[override].remove()
         self.ledger.sweep(thorough=True)
         if "_record_stream" in vars(self) and self._record_stream.original is not None:
-            self.ledger.recorded_uses.hand_over(_give)
+            self.ledger.uses.hand_over(_give)
 
     # --- record_stream ----------------------------------------------------------------------------------
 
@@ -337,18 +337,18 @@ class _Interception:
             original(tensor, stream)  # type: ignore[misc]
             return
         ledger, index = self.ledger, stream.device_index
-        uses, raw = ledger.recorded_uses, self._raw(stream)
+        uses, raw = ledger.uses, self._raw(stream)
         self._calls += 1
         if ledger.nonempty and (self._calls % EVERY == 0 or uses.sweep_due):
             ledger.sweep()
         storage = tensor.untyped_storage()
         # A stream of another device can't be ordered by torch's means; that is rare, and the allocator's matter.
-        if _torch.index_of(tensor) in (index, HOST) and uses.add(storage, index, raw, frame, release):
+        if _torch.index_of(tensor) in (index, HOST) and uses.record(storage, index, raw, frame, release):
             return
         if original is not None:
             original(tensor, stream)
         else:
-            uses.add(storage, index, raw, frame, unordered=True)
+            uses.record(storage, index, raw, frame, unordered=True)
 
     def _raw(self, stream: torch.Stream) -> int:
         key = (stream.stream_id, stream.device_index)
@@ -362,7 +362,7 @@ class _Interception:
     def _freeing(self, storage: torch.UntypedStorage) -> None:
         context = policy()
         order = context is None or context.release != "defer"
-        for index, stream in self.ledger.recorded_uses.freeing(storage, order=order):
+        for index, stream in self.ledger.uses.freeing(storage, order=order):
             if self._record_stream.original is not None:
                 self._record_stream.original(_tensor_of(storage), stream_object(index, stream))
             else:  # the host can wait, if nothing else can
@@ -370,13 +370,13 @@ class _Interception:
 
     def _resized(self, storage: torch.UntypedStorage, resize: Callable[[], T]) -> T:
         """Call ``resize``, which may give ``storage`` other memory."""
-        if _torch.cdata_of(storage) not in self.ledger.recorded_uses.by_storage:
+        if _torch.cdata_of(storage) not in self.ledger.uses.by_storage:
             return resize()
         before = storage.data_ptr()
         self._freeing(storage)
         result = resize()
         if storage.data_ptr() != before:
-            self.ledger.recorded_uses.freed(storage)
+            self.ledger.uses.freed(storage)
         return result
 
     def _around_resize(
@@ -388,7 +388,7 @@ class _Interception:
                 return original(storage, size)
             return self._resized(storage, lambda: original(storage, size))
 
-        recorded, cdata_of = self.ledger.recorded_uses.by_storage, _torch.cdata_of
+        recorded, cdata_of = self.ledger.uses.by_storage, _torch.cdata_of
 
         return resize_
 
@@ -408,7 +408,7 @@ class _Interception:
             return self._resize.original(tensor, size, memory_format=memory_format)  # type: ignore[misc]
 
         storage = tensor.untyped_storage()
-        if _torch.cdata_of(storage) not in self.ledger.recorded_uses.by_storage:
+        if _torch.cdata_of(storage) not in self.ledger.uses.by_storage:
             return resize()  # type: ignore[no-any-return]
         needed = (math.prod(size) + tensor.storage_offset()) * tensor.element_size()
         return self._resized(storage, resize) if needed > storage.nbytes() else resize()  # type: ignore[no-any-return]

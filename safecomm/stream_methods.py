@@ -65,13 +65,13 @@ def unsee(who: object) -> None:
 def forget_uses() -> None:
     """Put torch's methods back until the next use, if nobody but the ledger wants them replaced."""
     unsee(_first_use)
-    LEDGER.handoffs.on_use = _first_use
+    LEDGER.uses.on_use = _first_use
 
 
 def _first_use() -> None:
     if replacing.allowed():
         see(_first_use)
-    LEDGER.handoffs.on_use = None
+    LEDGER.uses.on_use = None
 
 
 def _around_record(original: Callable[..., None], ledger: Ledger) -> Callable[..., None]:
@@ -111,4 +111,4 @@ def _around_wait(original: Callable[..., None], ledger: Ledger) -> Callable[...,
     return wait
 
 
-LEDGER.handoffs.on_use = _first_use
+LEDGER.uses.on_use = _first_use

@@ -149,7 +149,7 @@ def hands_off_after_the_release() -> None:
         self.release(held)
         alive, storages = tuple(storages), []
         held.storages = alive
-        self._make_handoff(held)
+        self._make_use(held)
         held.storages = ()
 
     ledger.Ledger._release_waited = release_waited  # type: ignore[method-assign]

@@ -29,9 +29,8 @@ from safecomm.arena.free_list import FreeList
 from safecomm.arena.layout import Layout
 from safecomm.arena.size_class import ALIGNMENT, NO_STREAMS, SizeClass
 from safecomm.collectives import bucketed, holding, routes, tensors
-from safecomm.core import captures, handoffs, ledger
+from safecomm.core import captures, ledger, uses
 from safecomm.core import work as works
-from safecomm.core.recorded_uses import RecordedUse, RecordedUses
 from safecomm.core.stream_order import StreamOrder
 from safecomm.errors import CaptureBoundaryError
 
@@ -224,9 +223,9 @@ def a_wait_on_any_stream_releases() -> None:
 @mutant()
 def a_handoff_is_released_before_its_event() -> None:
     method(
-        handoffs.Handoffs,
-        "sweep_queue",
-        lambda original: lambda self, queue, *_, **how: self._rules.release_all(queue.holds),
+        uses.Events,
+        "sweep",
+        lambda original: lambda self, *_, **how: self.ledger.release_all(self.holds),
     )
 
 
@@ -286,7 +285,7 @@ def a_graph_gives_back_what_it_uses_when_it_is_captured() -> None:
 
 @mutant()
 def the_last_replay_of_a_graph_is_forgotten() -> None:
-    method(handoffs.Handoffs, "add_leftover", lambda original: lambda *_: None)
+    method(uses.Uses, "add_of_graph", lambda original: lambda *_: None)
 
 
 # --- arena, captures and record_stream -------------------------------------------------------------------------------
@@ -322,7 +321,7 @@ def an_arena_is_closed_without_order() -> None:
 
 @mutant()
 def record_stream_holds_nothing() -> None:
-    method(RecordedUses, "add", lambda original: lambda *_, **how: True)
+    method(uses.Uses, "record", lambda original: lambda *_, **how: True)
 
 
 @mutant()
@@ -338,12 +337,12 @@ def what_has_failed_is_released() -> None:
 # --- works, handoffs and recorded uses ------------------------------------------------------------------------------
 
 
-def never_released(kind: type) -> None:
+def never_released(told: Callable[[Any], bool]) -> None:
     kept = []
 
     def around(original: Any) -> Any:
         def release(self, hold):  # type: ignore[no-untyped-def]
-            if isinstance(hold, kind):
+            if told(hold):
                 kept.append(hold.storages)
             original(self, hold)
 
@@ -354,12 +353,12 @@ def never_released(kind: type) -> None:
 
 @mutant("nccl", "gloo")
 def works_are_never_released() -> None:
-    never_released(ledger.WorkHold)
+    never_released(lambda hold: isinstance(hold, ledger.WorkHold))
 
 
 @mutant()
 def recorded_uses_are_never_released() -> None:
-    never_released(RecordedUse)
+    never_released(lambda hold: hold.op == "record_stream")
 
 
 @mutant("nccl", "gloo")
@@ -399,12 +398,12 @@ def works_too_far_behind_are_released_without_order() -> None:
 def handoffs_too_far_behind_are_released_without_order() -> None:
     def around(original: Any) -> Any:
         def order_and_release(self, hold, **_):  # type: ignore[no-untyped-def]
-            self._rules.release_all([hold])
+            self._ledger.release_all([hold])
             return set()
 
         return order_and_release
 
-    method(handoffs.Handoffs, "order_and_release", around)
+    method(uses.Uses, "order_and_release", around)
 
 
 @mutant()
@@ -413,12 +412,12 @@ def handoffs_of_a_capture_are_released_without_order() -> None:
         def order_and_release(self, hold, **how):  # type: ignore[no-untyped-def]
             if not hold.queue.capture:
                 return original(self, hold, **how)
-            self._rules.release_all([hold])
+            self._ledger.release_all([hold])
             return set()
 
         return order_and_release
 
-    method(handoffs.Handoffs, "order_and_release", around)
+    method(uses.Uses, "order_and_release", around)
 
 
 @mutant()
@@ -444,12 +443,12 @@ def what_can_be_waited_for_once_is_waited_for_again() -> None:
 
 @mutant()
 def a_record_is_the_end_of_a_use_that_goes_on() -> None:
-    method(RecordedUses, "_only_recorded", lambda original: lambda *_: True)
+    method(uses.Uses, "only_recorded", lambda original: lambda *_: True)
 
 
 @mutant()
 def memory_that_frees_itself_goes_at_once() -> None:
-    method(RecordedUses, "freeing", lambda original: lambda *_, **how: [])
+    method(uses.Uses, "freeing", lambda original: lambda *_, **how: [])
 
 
 # --- what the program orders ----------------------------------------------------------------------------------------
@@ -500,7 +499,7 @@ def any_stream_that_waits_releases() -> None:
         def release(self, queue, serial, waiting):  # type: ignore[no-untyped-def]
             for hold in list(queue.holds):
                 if hold.event is not None and hold.serial < serial:
-                    self._rules.release(hold)
+                    self._ledger.release(hold)
             return False
 
         return release
@@ -527,10 +526,8 @@ def an_event_is_where_it_was_recorded_first_as_well() -> None:
 def what_is_captured_is_behind_what_runs() -> None:
     method(
         StreamOrder,
-        "_queues",
-        lambda original: (
-            lambda self, used_on, capture: original(self, used_on, capture) + original(self, used_on, 0) * (capture > 0)
-        ),
+        "_events",
+        lambda original: lambda self, used_on, capture: original(self, used_on, capture) or original(self, used_on, 0),
     )
 
 

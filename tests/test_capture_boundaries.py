@@ -252,11 +252,11 @@ def test_an_event_of_a_capture_is_not_used_for_anything_else_s5(device, ledger, 
     tensor = device.allocate(1, 64)
     (block,) = device.blocks_of([tensor])
     device.launch(device.streams[2], [block])
-    assert ledger.recorded_uses.add(tensor.untyped_storage(), INDEX, 2, sys._getframe())
+    assert ledger.uses.record(tensor.untyped_storage(), INDEX, 2, sys._getframe())
     recycled = mock.Mock(wraps=device.recycle_event)
     with mock.patch.object(device, "recycle_event", recycled):
-        assert ledger.recorded_uses.freeing(tensor.untyped_storage()) == []
-        ledger.recorded_uses.freed(tensor.untyped_storage())
+        assert ledger.uses.freeing(tensor.untyped_storage()) == []
+        ledger.uses.freed(tensor.untyped_storage())
     assert recycled.call_count == (how == "before")
     del tensor
     device.settle()  # raises if stream 1 is not ordered after the kernel
@@ -453,12 +453,12 @@ def test_what_a_dead_graph_leaves_waits_for_the_capture_of_its_stream_s5_s6(devi
         ledger.sweep()
         device.settle()
         assert not device.is_free(block)
-        assert len(ledger.handoffs.leftovers) == 1
+        assert [(entry.op, entry.state) for entry in ledger.pending()] == [("a CUDA graph", "handed off")]
     device.end_capture()
     device.switch(0)
     ledger.sweep()
-    assert not ledger.handoffs.leftovers
-    assert [entry.op for entry in ledger.pending()] == ["a CUDA graph"]
+    (use,) = ledger.holds()
+    assert use.event is not None
     device.settle()
     device.finish()
     assert drain_ledger(ledger, wait=True) == 0

@@ -234,7 +234,7 @@ def test_what_only_waits_for_others_from_now_on_is_not_waited_for_s7(device, led
     def sleep(_: float) -> None:
         assert not seen, "drain() would never return"
         seen.append(True)
-        launched.work.awaits_others = True
+        launched.work.in_use = lambda: True
 
     with mock.patch("safecomm.core.drain.time.sleep", sleep):
         assert drain_ledger(ledger, wait=True) == 0
@@ -246,7 +246,7 @@ def test_what_only_waits_for_others_from_now_on_is_not_waited_for_s7(device, led
 def test_a_recorded_use_that_another_thread_releases_as_drain_looks_is_nothing_to_report_s3(device, ledger) -> None:
     """It was listed, and is gone before drain() asks whether others still use its memory."""
     tensor = device.allocate(1, 64)
-    assert ledger.recorded_uses.add(tensor.untyped_storage(), INDEX, 2, sys._getframe())
+    assert ledger.uses.record(tensor.untyped_storage(), INDEX, 2, sys._getframe())
     listed = ledger.holds
 
     def released_since(group: Any = None) -> list[Hold]:
@@ -258,7 +258,7 @@ def test_a_recorded_use_that_another_thread_releases_as_drain_looks_is_nothing_t
     with mock.patch.object(ledger, "holds", released_since):
         assert drain_ledger(ledger) == 0
     assert ledger.pending() == []
-    assert not ledger.recorded_uses.by_storage
+    assert not ledger.uses.by_storage
 
 
 @pytest.mark.parametrize("count", [8, 9])

@@ -50,7 +50,7 @@ def test_a_handle_says_what_is_held_and_asks_nobody(device, ledger) -> None:
 def test_completion_shows_torchs_names_and_what_is_held(device, ledger) -> None:
     work = call(ledger, FakeGroup(device, "nccl"), [device.allocate(0, 64)]).work
     assert {"wait", "is_completed", "result", "inner", "nbytes", "op", "site"} <= {*dir(work)}
-    assert not {"queue", "storages", "host_waited", "needs_full_wait"} & {*dir(work)}
+    assert not {"queue", "storages", "host_waited", "full"} & {*dir(work)}
 
 
 FORWARDS: dict[str, Callable[[Any], Any]] = {

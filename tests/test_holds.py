@@ -19,11 +19,10 @@ from safecomm import _torch
 from safecomm.core import holds
 from safecomm.core.captures import CapturedGraph
 from safecomm.core.drain import drain_ledger
-from safecomm.core.handoffs import Handoff
 from safecomm.core.holds import Hold, Queue, first_of, leave_all_empty, leave_empty
 from safecomm.core.ledger import Ledger
-from safecomm.core.recorded_uses import RecordedUseQueue
 from safecomm.core.streams import HOST
+from safecomm.core.uses import Use, Waiting
 from safecomm.core.work import Work
 from safecomm.errors import PendingWorkError
 
@@ -61,7 +60,7 @@ class Changed(OrderedDict[Any, None]):
 
 def queue_of(ledger: Ledger, found: Any = ()) -> Queue:
     """Return a queue of ``ledger`` that has ``found``."""
-    queue = Queue(ledger.handoffs, ledger.nonempty, {}, "key", INDEX)
+    queue = Queue(ledger, {}, "key", INDEX)
     queue.holds = found
     return queue
 
@@ -115,7 +114,7 @@ def test_the_queue_of_a_capture_is_forgotten_with_its_last_hold(device, ledger) 
 
 
 def test_scanning_recorded_uses_ends_where_there_are_none(ledger) -> None:
-    assert RecordedUseQueue(ledger.recorded_uses, ledger.nonempty, {}, "key", INDEX).next() is None
+    assert ledger.uses.queue(Waiting, 1, INDEX).next() is None
 
 
 # --- release ----------------------------------------------------------------------------------------------------------
@@ -145,7 +144,7 @@ def test_an_observer_is_told_of_each_hold_and_of_its_release(device, ledger) -> 
     work = call(ledger, group, [tensor])
     device.switch(1)
     sync = call_sync(ledger, group, [tensor])
-    assert ledger.recorded_uses.add(tensor.untyped_storage(), INDEX, 2, sys._getframe())
+    assert ledger.uses.record(tensor.untyped_storage(), INDEX, 2, sys._getframe())
     assert told.events == [("held", work.op, 64), ("held", sync, 64), ("held", "record_stream", 64)]
     device.switch(0)
     work.work.wait()
@@ -202,9 +201,9 @@ def test_of_two_threads_that_release_a_handoff_one_uses_its_event_s1(device, led
     device.switch(1)
     call_sync(ledger, FakeGroup(device, "nccl"), [device.allocate(0, 64)])
     (hold,) = ledger.holds()
-    assert isinstance(hold, Handoff)
+    assert isinstance(hold, Use)
     for _ in range(2):
-        ledger.handoffs.order_and_release(hold, complete=complete)
+        ledger.uses.order_and_release(hold, complete=complete)
     assert device.calls["wait_event"] == (not complete)
     assert device.faults == []
     device.finish()
@@ -248,11 +247,11 @@ def test_recorded_uses_are_handed_over_but_for_an_arenas_s1(device, ledger, monk
     """The allocator does nothing for memory of an arena: what was recorded for that goes on as it is."""
     tensors = [device.allocate(0, 64), device.allocate(0, 64)]
     for tensor in tensors:
-        assert ledger.recorded_uses.add(tensor.untyped_storage(), INDEX, 1, sys._getframe())
+        assert ledger.uses.record(tensor.untyped_storage(), INDEX, 1, sys._getframe())
     arenas, others = (tensor.untyped_storage() for tensor in tensors)
     monkeypatch.setitem(_torch.KEPT, _torch.cdata_of(arenas), [])
     given: list[Any] = []
-    ledger.recorded_uses.hand_over(lambda *what: given.append(what))
+    ledger.uses.hand_over(lambda *what: given.append(what))
     assert given == [(others, INDEX, 1)]
     (left,) = ledger.holds()
     assert left.storages == (arenas,)
@@ -265,10 +264,10 @@ def test_what_a_capture_recorded_and_handoffs_are_not_handed_over_s1(device, led
     device.begin_capture(1)
     tensor = device.allocate(1, 64)
     device.wait(device.streams[3], 0, device.capturing)
-    assert ledger.recorded_uses.add(tensor.untyped_storage(), INDEX, 3, sys._getframe())
+    assert ledger.uses.record(tensor.untyped_storage(), INDEX, 3, sys._getframe())
     held = ledger.holds()
     assert sorted(entry.state for entry in ledger.pending()) == ["handed off", "recorded"]
-    ledger.recorded_uses.hand_over(mock.Mock(side_effect=AssertionError("the allocator is told")))
+    ledger.uses.hand_over(mock.Mock(side_effect=AssertionError("the allocator is told")))
     assert ledger.holds() == held
     device.finish()
 
@@ -291,65 +290,44 @@ def test_a_recorded_use_that_is_not_the_latest_of_its_storage_leaves_that_one_s1
     """A use that is over is a handoff, while the next one of the same memory begins."""
     tensor = device.allocate(0, 64)
     storage = tensor.untyped_storage()
-    assert ledger.recorded_uses.add(storage, INDEX, 1, sys._getframe())
+    assert ledger.uses.record(storage, INDEX, 1, sys._getframe())
     (first,) = ledger.holds()
     first.event = device.record_event(INDEX, 1)
-    assert ledger.recorded_uses.add(storage, INDEX, 1, sys._getframe())
+    assert ledger.uses.record(storage, INDEX, 1, sys._getframe())
     (second,) = (hold for hold in ledger.holds() if hold is not first)
     ledger.release_all([first])
-    assert list(ledger.recorded_uses.by_storage[_torch.cdata_of(storage)].values()) == [second]
+    assert list(ledger.uses.by_storage[_torch.cdata_of(storage)].values()) == [second]
     assert ledger.holds() == [second]
     assert second.storages == (storage,)
 
 
 def test_what_a_graph_leaves_while_another_is_taken_over_is_not_forgotten_s6(device, ledger) -> None:
     """Graphs die whenever the garbage collector runs."""
-    handoffs = ledger.handoffs
     tensors = [device.allocate(0, 64), device.allocate(0, 64)]
     blocks = device.blocks_of(tensors)
     code = sys._getframe().f_code
+    dead = ledger.uses.of_graphs(INDEX)
 
     def leave() -> None:
-        storage = tensors.pop().untyped_storage()
-        handoffs.add_leftover(INDEX, (1,), (storage,), code, 0)
+        ledger.uses.add_of_graph(dead, (1,), (tensors.pop().untyped_storage(),), code, 0)
 
     class Dies(dict[Any, None]):
         def pop(self, key: Any, *default: Any) -> Any:
-            if key is handoffs.leftover_queue and tensors:
+            if key is dead and tensors:
                 leave()
             return super().pop(key, *default)
 
-    ledger.nonempty = handoffs.leftover_queue.nonempty = Dies()
+    ledger.nonempty = dead.nonempty = Dies()
     leave()
     ledger.sweep()
-    assert handoffs.leftover_queue in ledger.nonempty
+    assert dead in ledger.nonempty
     ledger.sweep()
-    assert not handoffs.leftovers
-    assert handoffs.leftover_queue not in ledger.nonempty
+    assert not dead.holds
+    assert dead not in ledger.nonempty
     device.finish()
     ledger.sweep()
     assert ledger.pending() == []
     assert all(device.is_free(block) for block in blocks)
-
-
-def test_what_another_thread_takes_over_is_not_taken_over_again_s6(device, ledger) -> None:
-    handoffs = ledger.handoffs
-    handoffs.add_leftover(INDEX, (1,), (device.allocate(0, 64).untyped_storage(),), sys._getframe().f_code, 0)
-
-    def other() -> None:
-        thread = threading.Thread(target=handoffs.leftovers.clear)
-        thread.start()
-        thread.join()
-
-    class Snapshot(dict[object, Any]):
-        def get(self, key: object, default: Any = None) -> Any:
-            other()
-            return super().get(key, default)
-
-    handoffs.leftovers = Snapshot(handoffs.leftovers)
-    handoffs.convert_leftovers()
-    assert ledger.pending() == []
-    assert handoffs.leftover_queue not in ledger.nonempty
 
 
 def test_memory_that_was_used_where_it_was_allocated_is_not_held_s2(device, ledger) -> None:

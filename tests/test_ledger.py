@@ -323,7 +323,7 @@ def test_a_work_alone_in_its_lane_is_not_released_by_a_wait_elsewhere_s1(device,
 
 def test_a_stream_that_waits_because_too_much_is_behind_lets_the_next_collective_go_first(device) -> None:
     """Else the kernels that it starts, where one collective ends, are in the way of the next one each time."""
-    ledger, group = Ledger(device, handoff_budget=1600), FakeGroup(device, "nccl")
+    ledger, group = Ledger(device, use_budget=1600), FakeGroup(device, "nccl")
     for number in range(60):
         tensor = device.allocate(0, 100)
         device.switch(1)
@@ -341,7 +341,7 @@ def test_a_stream_that_waits_because_too_much_is_behind_lets_the_next_collective
 
 def used_on_another_stream(device, streams: int) -> Ledger:
     """Return a ledger that holds 60 tensors, used on stream 3, and allocated on the first ``streams`` in turn."""
-    ledger, group = Ledger(device, handoff_budget=1600), FakeGroup(device, "nccl")
+    ledger, group = Ledger(device, use_budget=1600), FakeGroup(device, "nccl")
     tensors = [device.allocate(1 + number % streams, 100) for number in range(60)]
     device.switch(3)
     for tensor in tensors:
@@ -558,7 +558,7 @@ def test_a_recorded_use_on_another_device_is_one_of_its_own_s1(device, monkeypat
     ledger, tensor = Ledger(device), device.allocate(2, 64)
     storage = tensor.untyped_storage()
     for index in (0, 1):
-        assert ledger.recorded_uses.add(storage, index, 0, sys._getframe(), unordered=True)
+        assert ledger.uses.record(storage, index, 0, sys._getframe(), unordered=True)
     assert len(ledger.holds()) == 2
     memory = _torch.StorageWeakRef(storage)
     del tensor, storage

@@ -431,7 +431,7 @@ def test_a_staged_work_orders_the_stream_of_its_launch_s1():
         work = StagedWork()
         work.stream = 5
         work.queue = mock.Mock(index=0, current=lambda _, current=current: current)
-        with mock.patch.object(Work, "wait", lambda self, timeout: self.needs_full_wait):
+        with mock.patch.object(Work, "wait", lambda self, timeout: self.full):
             assert bool(work.wait()) is full
         assert work.staged
         assert WorkHold.staged is False

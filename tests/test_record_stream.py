@@ -149,7 +149,7 @@ def test_a_functional_result_and_a_recorded_use_do_not_wait_for_each_other_s3(de
     result.counted = result.count()
     used = result.tensor.detach()
     device.launch(device.streams[3], device.blocks_of([used]))
-    assert ledger.recorded_uses.add(used.untyped_storage(), INDEX, 3, sys._getframe())
+    assert ledger.uses.record(used.untyped_storage(), INDEX, 3, sys._getframe())
     queue.holds[result] = ledger.nonempty[queue] = None
     device.finish()
     ledger.sweep(thorough=True)
@@ -429,7 +429,7 @@ def test_release(device, ledger, release):
 
 
 def test_too_much_behind_the_host_is_ordered(device, monkeypatch):
-    few = Ledger(device, lag=2, handoff_budget=256)
+    few = Ledger(device, lag=2, use_budget=256)
     monkeypatch.setattr(
         record_stream, "_intercept", lambda: record_stream._Interception(few, "CPU", lambda stream: stream.stream_id)
     )
@@ -464,7 +464,7 @@ def test_what_nobody_uses_does_not_pile_up_whatever_the_order_s3(device, ledger,
 
 
 def test_much_memory_is_looked_at_by_the_next_call_s3(device, monkeypatch):
-    few = Ledger(device, handoff_budget=8 * 64 * 3)
+    few = Ledger(device, use_budget=8 * 64 * 3)
     few.interval = 100
     monkeypatch.setattr(record_stream, "EVERY", 1 << 30)
     monkeypatch.setattr(
@@ -520,7 +520,7 @@ def test_a_finalizer_that_sweeps_in_the_middle_of_a_sweep_s3(device, ledger, pas
 
 @pytest.mark.parametrize("first", ["defer", "given back"])
 def test_rule_three_counts_what_is_behind_the_first(device, monkeypatch, first):
-    few = Ledger(device, lag=2, handoff_budget=256)
+    few = Ledger(device, lag=2, use_budget=256)
     monkeypatch.setattr(
         record_stream, "_intercept", lambda: record_stream._Interception(few, "CPU", lambda stream: stream.stream_id)
     )
@@ -693,7 +693,7 @@ def test_a_capture_that_another_thread_begins_while_the_event_is_recorded_s5(dev
     device.switch(2)
     tensor = device.allocate(0, 64)
     device.launch(device.streams[2], device.blocks_of([tensor]))
-    assert ledger.recorded_uses.add(tensor.untyped_storage(), INDEX, 2, sys._getframe())
+    assert ledger.uses.record(tensor.untyped_storage(), INDEX, 2, sys._getframe())
     del tensor
     device.switch(0)
     own = device.record_event
@@ -724,7 +724,7 @@ def test_records_from_many_threads(device, ledger):
         try:
             for _ in range(200):
                 tensor = torch.empty(64, dtype=torch.uint8)
-                ledger.recorded_uses.add(tensor.untyped_storage(), INDEX, 1, sys._getframe(), unordered=True)
+                ledger.uses.record(tensor.untyped_storage(), INDEX, 1, sys._getframe(), unordered=True)
                 if note := ledger.stream_order.recorded(INDEX, 1):
                     ledger.stream_order.waited(INDEX, 0, note)
                 del tensor

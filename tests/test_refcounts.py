@@ -64,7 +64,7 @@ def not_counted(_, python):
     work.wait()
 
     # S1: nobody can tell when others let go of what record_stream was called for, so that stays torch's.
-    assert not LEDGER.recorded_uses.add(tensor.untyped_storage(), 0, 7, sys._getframe())
+    assert not LEDGER.uses.record(tensor.untyped_storage(), 0, 7, sys._getframe())
 
     # Nothing stands in for torch's kernel that could not go on to it; and for memory of an arena, which that does
     # nothing for, it is refused.

@@ -11,7 +11,7 @@ import torch
 from simulated import INDEX, FakeGroup, SimulatedDevice, call, call_sync
 
 from safecomm.core import ledger as ledgers
-from safecomm.core import recorded_uses
+from safecomm.core import uses
 from safecomm.core.ledger import Ledger
 
 
@@ -22,7 +22,7 @@ def device() -> SimulatedDevice:
 
 @pytest.fixture
 def ledger(device: SimulatedDevice) -> Ledger:
-    return Ledger(device, lag=0, budget=0, handoff_budget=0, patience=0)
+    return Ledger(device, lag=0, budget=0, use_budget=0, patience=0)
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def recorded(device: SimulatedDevice, ledger: Ledger, allocated_on: int, release
     """Use memory of ``allocated_on`` on stream 2, call ``record_stream`` for that, and drop the memory."""
     tensor = device.allocate(allocated_on, 64)
     device.launch(device.streams[2], device.blocks_of([tensor]))
-    assert ledger.recorded_uses.add(tensor.untyped_storage(), INDEX, 2, sys._getframe(), release_by)
+    assert ledger.uses.record(tensor.untyped_storage(), INDEX, 2, sys._getframe(), release_by)
 
 
 def captured_elsewhere(device: SimulatedDevice) -> None:
@@ -135,7 +135,7 @@ def later(monkeypatch):
         return clock() + passed
 
     clock = time.perf_counter
-    for where, name in ((ledgers, "_now"), (recorded_uses, "_now"), (time, "perf_counter")):
+    for where, name in ((ledgers, "_now"), (uses, "_now"), (time, "perf_counter")):
         monkeypatch.setattr(where, name, now)
     return pass_
 
@@ -148,7 +148,7 @@ def held_by_event(device, ledger, group, kind: str, home: int = 0) -> torch.Tens
         call_sync(ledger, group, [tensor])
     else:
         device.launch(device.streams[1], device.blocks_of([tensor]))
-        assert ledger.recorded_uses.add(tensor.untyped_storage(), INDEX, 1, sys._getframe())
+        assert ledger.uses.record(tensor.untyped_storage(), INDEX, 1, sys._getframe())
     return tensor
 
 
@@ -179,7 +179,7 @@ def test_events_are_looked_at_once_in_a_while_s3_s10(device, group, later, kind)
 @pytest.mark.parametrize("kind", ["handoff", "recorded use"])
 def test_events_are_looked_at_where_much_has_come_s3(device, group, later, kind) -> None:
     """What a program holds more than with a look at each call is an eighth of what rule 3 leaves alone, at the most."""
-    ledger = Ledger(device, handoff_budget=8 * 64 * 3)
+    ledger = Ledger(device, use_budget=8 * 64 * 3)
     ledger.interval = 100
     held_by_event(device, ledger, group, kind)
     later(101)
@@ -202,7 +202,7 @@ def test_events_are_looked_at_where_much_has_come_s3(device, group, later, kind)
 
 def test_what_is_recorded_and_falls_unused_does_not_pile_up_between_looks_s3(device, group, later) -> None:
     """A backward frees what a forward has recorded, and records nothing."""
-    ledger = Ledger(device, handoff_budget=8 * 64)
+    ledger = Ledger(device, use_budget=8 * 64)
     ledger.interval = 100
     kept = [held_by_event(device, ledger, group, "recorded use") for _ in range(100)]
     ledger.sweep()
@@ -267,7 +267,7 @@ def test_works_are_looked_at_beside_events_that_are_not_s3(device, group, later)
 @pytest.mark.parametrize("kind", ["handoff", "recorded use"])
 def test_what_waits_give_back_needs_no_look_s10(device, group, later, kind) -> None:
     """Neither because of the time since the last one, nor because of the bytes that have come and gone."""
-    ledger = Ledger(device, handoff_budget=8 * 64)
+    ledger = Ledger(device, use_budget=8 * 64)
     ledger.interval = 100
     for _ in range(5):
         later(90)
@@ -300,7 +300,7 @@ def test_a_wait_gives_back_all_that_came_and_fell_unused_before_its_event_s2(dev
 
 
 def test_recorded_uses_that_pile_up_order_no_stream_that_another_thread_captures_s5(device) -> None:
-    ledger = Ledger(device, lag=2, handoff_budget=0)
+    ledger = Ledger(device, lag=2, use_budget=0)
     for _ in range(2):
         recorded(device, ledger, 1)
     ledger.sweep(thorough=True)
@@ -320,7 +320,7 @@ def test_what_is_to_be_ordered_waits_until_its_stream_is_not_captured_any_more_s
     """An exception of a signal handler has come after the event of the use was recorded, and then the capture."""
     recorded(device, ledger, 1, "order")
     with monkeypatch.context() as until_then:
-        until_then.setattr(ledger.handoffs, "order_and_release", mock.Mock(side_effect=KeyboardInterrupt))
+        until_then.setattr(ledger.uses, "order_and_release", mock.Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             ledger.sweep(thorough=True)
     captured_elsewhere(device)
@@ -350,7 +350,7 @@ def test_a_recorded_use_that_is_released_is_not_polled_any_more_s1(device) -> No
     device.finish()
     ledger.sweep()
     assert ledger.pending() == []
-    assert not hold.queue.unused
+    assert hold not in hold.queue.holds
 
 
 def test_a_staged_work_orders_no_stream_of_its_launch_that_another_thread_captures_s5(device, ledger, group) -> None:

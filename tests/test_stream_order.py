@@ -16,7 +16,7 @@ import safecomm
 from safecomm import stream_methods
 from safecomm.core.drain import drain_ledger
 from safecomm.core.ledger import LEDGER, Ledger
-from safecomm.core.recorded_uses import SCAN
+from safecomm.core.uses import SCAN
 from safecomm.diagnostics.replaced import replaced
 
 METHODS = torch.cuda.Event.record, torch.cuda.Event.wait
@@ -33,10 +33,10 @@ def ledger(device):
     ledger = Ledger(device)
 
     def first_use():
-        ledger.handoffs.on_use = None
+        ledger.uses.on_use = None
         stream_methods.see(ledger, ledger)
 
-    ledger.handoffs.on_use = first_use
+    ledger.uses.on_use = first_use
     with events_of_torch():
         own = torch.cuda.Event.record, torch.cuda.Event.wait
         yield ledger
@@ -143,12 +143,12 @@ def test_memory_that_replaced_other_memory_is_of_its_own_stream_s1(device, ledge
     stream_methods.see(ledger, ledger)
     tensor = device.allocate(0, 64)
     storage = tensor.untyped_storage()
-    assert ledger.recorded_uses.add(storage, INDEX, 1, sys._getframe())
+    assert ledger.uses.record(storage, INDEX, 1, sys._getframe())
     block = device.block(tensor)
     block.alloc_stream = 2
     device.wait(device.streams[1], device.streams[2].past, 0)
     device.launch(device.streams[1], [block])
-    assert ledger.recorded_uses.add(storage, INDEX, 1, sys._getframe())
+    assert ledger.uses.record(storage, INDEX, 1, sys._getframe())
     del tensor, storage
     FakeStream(device, 0).wait_stream(FakeStream(device, 1))
     device.settle()  # which finds what is free and still in use
@@ -289,14 +289,14 @@ def process():
 
 
 def first_use():
-    LEDGER.handoffs.on_use()
+    LEDGER.uses.on_use()
 
 
 def test_torchs_methods_are_replaced_from_the_first_use_on(process):
     assert replaced() == []
     first_use()
     assert replaced() == ["torch.cuda.streams.Event.record", "torch.cuda.streams.Event.wait"]
-    assert LEDGER.handoffs.on_use is None, "once is enough"
+    assert LEDGER.uses.on_use is None, "once is enough"
     safecomm.unpatch()
     assert replaced() == []
     first_use()
@@ -306,12 +306,12 @@ def test_torchs_methods_are_replaced_from_the_first_use_on(process):
 def test_two_threads_may_use_memory_elsewhere_for_the_first_time(device, ledger):
     """The first use of one thread takes away what the other one is about to call."""
 
-    class TakenAway(type(ledger.handoffs)):
+    class TakenAway(type(ledger.uses)):
         on_use = property(lambda self: told.pop(), lambda self, value: None)
 
     called = []
     told = [None, lambda: called.append(True)]
-    ledger.handoffs.__class__ = TakenAway
+    ledger.uses.__class__ = TakenAway
     use(device, ledger, 1)
     assert called == [True]
 
@@ -320,7 +320,7 @@ def test_the_switch_forbids_it(process, monkeypatch):
     monkeypatch.setenv("SAFECOMM_REPLACE", "0")
     first_use()
     assert replaced() == []
-    assert LEDGER.handoffs.on_use is None
+    assert LEDGER.uses.on_use is None
 
 
 def test_a_context_and_the_first_use_do_not_get_in_each_others_way(process):

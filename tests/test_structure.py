@@ -97,7 +97,7 @@ LETS_GO = re.compile(r"\.storages = \(\)|\.holds\.(pop|clear|popitem)\(")
 
 
 def test_every_release_is_made_by_release():
-    """What a hold keeps is let go in ``Rules.release()``, and by what that calls."""
+    """What a hold keeps is let go in ``Holds.release()``, and by what that calls."""
     found = {
         f"{module_of(path)}: {line.strip()}"
         for path in FILES
@@ -105,12 +105,13 @@ def test_every_release_is_made_by_release():
         if LETS_GO.search(line)
     }
     assert found == {
-        "core.rules: hold.storages = ()",
-        "core.rules: if queue.holds.pop(hold, queue) is not queue:",
-        "core.recorded_uses: self.storages = ()",  # RecordedUse.on_release()
+        "core.holds: hold.storages = ()",
+        "core.holds: if queue.holds.pop(hold, queue) is not queue:",
+        "core.uses: self.storages = ()",  # Use.on_release()
+        "core.uses: queue.holds.pop(use, None)",  # into the queue of those that have an event
         "core.ledger: hold.queue.holds.pop(hold, None)",  # into the quarantine
     }
-    assert [module_of(path) for path in FILES if ".on_release()" in path.read_text()] == ["core.rules"]
+    assert [module_of(path) for path in FILES if ".on_release()" in path.read_text()] == ["core.holds"]
 
 
 TOOLS = "safecomm.tools"

@@ -250,7 +250,7 @@ def _hold_work(
     if route is not None and route.index == index and route.stream_ordered and ordered and not row.staged:
         work = route.hold(Work(), row.name, inner, storages, alloc_stream_of_few(index, storages), frame)
         if type(inner) is not c10d.Work:  # somebody's own, of which only wait() need be what it says
-            work.needs_full_wait = "only its wait() can be trusted"
+            work.full = True
         return work
     work, ordered = _handle_for(row.name, group, index, storages, ordered, frame)
     return ROUTES.hold(work, row.name, inner, group, index, storages, frame, staged=row.staged, unordered=not ordered)

@@ -187,7 +187,7 @@ class Routes:
         route = self.fast.get(id(group))
         if route is None or route.index != index or unordered:
             route = self.of(group, index, unordered=unordered)
-        work.needs_full_wait = "it may be staged, or have aliases"
+        work.full = True
         work.aliases = aliases
         work.staged = staged and route.kind.tells  # where waiting once more orders nothing, the backend is to do it
         work.stream = self.ledger.current(index) if index >= 0 else 0

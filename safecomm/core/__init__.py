@@ -2,8 +2,8 @@
 
 The core imports torch's private names (``safecomm._torch``) and the errors, and nothing else of the package. It knows
 nothing of collectives, arenas or patches: those come here to have memory held. To read it in one sitting, read the head
-of ``ledger`` first, which has the three rules, then ``holds``, ``rules``, ``handoffs``, ``recorded_uses``, the rest of
-``ledger``, ``work``, ``drain``, and ``captures`` last. The files below ``holds`` answer questions of theirs.
+of ``ledger`` first, which has the three rules, then ``holds``, ``uses``, the rest of ``ledger``, ``work``, ``drain``,
+and ``captures`` last. The files below ``holds`` answer questions of theirs.
 
 The promises that the comments name, in a line each (``docs/contract.md`` has all ten):
 
@@ -20,9 +20,9 @@ What keeps them when an exception comes in between, also of a signal handler, or
   held, never release it.
 - A hold stays in its queue until all is done for it, so that the next sweep finds it. Releasing twice does nothing.
 - Works need no lock: each thread orders what it needs, and one of them takes the hold out. Events do, because one that
-  was recycled is recorded again elsewhere: whoever polls or waits for an event of a hold, or looks at recorded uses,
-  has ``Rules.lock`` and finds the hold still in its queue. That keeps events from other threads; the lock is reentrant,
-  so a handler that calls safecomm can get in between.
+  was recycled is recorded again elsewhere: whoever polls or waits for an event of a hold, or looks at uses that have
+  none, has ``Holds.lock`` and finds the hold still in its queue. That keeps events from other threads; the lock is
+  reentrant, so a handler that calls safecomm can get in between.
 """
 
 # The direction of dependency, top to bottom; nothing imports upwards (``tests/test_structure.py`` keeps it):
@@ -31,10 +31,8 @@ What keeps them when an exception comes in between, also of a signal handler, or
 #     drain, work     what is held, and waiting until nothing is; the handle, with all of wait()
 #     ledger          the three rules, for works
 #     stream_order    what the program's own events order
-#     recorded_uses   what record_stream was called for
-#     handoffs        what was used on another stream than its allocation stream
-#     rules           the one release(), and what is asked before it
-#     holds           what a hold is, and the queues that holds wait in
+#     uses            what was used on another stream than its allocation stream
+#     holds           what a hold is, the queues that holds wait in, and the one release()
 #     streams         what a device answers
 #     allocation      which stream memory was allocated on
 #     refcounts       who else refers to an object

@@ -88,7 +88,6 @@ def drain_ledger(
         deadline = _deadline(timeout)
         for give in BEFORE_WAITING:
             give()
-        ledger.sweep()  # takes over what graphs that died have left
         await_works(ledger, timeout, group)
         _empty_quarantine(ledger, group, deadline)
         _await_all(ledger, group, deadline)  # what a recorded use holds may have been held by one of those too
@@ -152,15 +151,15 @@ def _is_unpollable(hold: Hold) -> bool:
 def _unfinished(ledger: Ledger, group: object = None) -> list[Hold]:
     """Return the holds that the device will be done with: not those that wait for others who still use the memory."""
     # What a capture holds ends with the capture, which may be another thread's.
-    return [hold for hold in ledger.holds(group) if not hold.queue.capture and not hold.waits_for_others()]
+    return [hold for hold in ledger.holds(group) if not hold.queue.capture and not hold.in_use()]
 
 
 def _await_all(ledger: Ledger, group: object, deadline: float | None, *, unpollable: bool = True) -> None:
     def gone(hold: Hold) -> bool:
         ledger.sweep(thorough=True)
-        return hold.awaits_others or hold not in hold.queue.holds
+        return hold.in_use() or hold not in hold.queue.holds
 
-    # Again and again, because a work can become a handoff, and another thread can launch one.
+    # Again and again, because a work can become a use, and another thread can launch one.
     while holds := [hold for hold in _unfinished(ledger, group) if unpollable or not _is_unpollable(hold)]:
         for hold in filter(_is_unpollable, holds):
             _await_unpollable(ledger, hold, deadline)

@@ -1,10 +1,11 @@
-"""What is held, and the queues that holds wait in.
+"""What is held, the queues that holds wait in, and the one ``release()``.
 
-Three kinds of holds wait in queues. A *work* (``work.py``) holds what a running asynchronous collective reads and
-writes. A *handoff* (``handoffs.py``) holds what was used on another stream than its allocation stream, until the device
-has passed an event that was recorded there behind the use. A *recorded use* (``recorded_uses.py``) holds what
-``record_stream`` was called for. Once nobody else uses it, its event is recorded, and it is treated as a handoff; it
-stays in its own queue. Which of them is released when is decided elsewhere: see the rules at the head of ``ledger.py``.
+There are two kinds of holds. A *work* (``work.py``) holds what a running asynchronous collective reads and writes. A
+*use* (``uses.py``) holds what was used on another stream than its allocation stream, until the device has passed an
+event that was recorded there behind the last use. Which of them is released when is decided elsewhere: see the rules at
+the head of ``ledger.py``. All of it comes to :class:`Holds` to release, and shares what is the same for every hold: on
+which streams the memory can be given out again, whether one of these is being captured just now, and whether the memory
+would come back at all.
 
 Holds that end in the order in which they were made share a :class:`Queue`.
 """
@@ -25,7 +26,7 @@ import torch
 
 from safecomm import _torch
 from safecomm.core.call_site import line_of
-from safecomm.core.streams import HOST
+from safecomm.core.streams import HOST, Streams, alloc_stream_of
 
 K = TypeVar("K", bound=Hashable)
 
@@ -79,22 +80,20 @@ class Hold:
     instruction: int
     alloc_stream: int | None = None  # the one stream that all of the memory was allocated on, if that is known
     serial: int = 0  # of two events on one stream, the later one's hold has the higher
-    event: object = None  # at the last use; of handoffs, and of recorded uses from when nobody else uses the memory
-    stream: int = 0  # of the event; of a staged or captured work: the stream of its launch
-    group: weakref.ref[object] | None = None  # a handoff's group; a work's is its queue's
+    event: object = None  # of a use: behind the last one
+    stream: int = 0  # of the use; of a staged or captured work: the stream of its launch
+    group: weakref.ref[object] | None = None  # of a use; a work's is its queue's
     aliases: tuple[torch.Tensor, ...] = ()  # what c10d was given in place of the caller's tensors; emptied at release
     in_a_table: bool = False  # it is found by its storage in a table, and taken out of it at release
-    # The device is done with it; it is kept while the program might still wait (functional results).
-    awaits_others: bool = False
     # Set once drain()'s call has returned, where only a call that blocks tells when the hold is complete.
     waiter: threading.Event | None = None
 
     def on_release(self) -> None:
-        """Undo what else than ``storages`` tells of the memory: aliases, or a table. For ``Rules.release()`` alone."""
+        """Undo what else than ``storages`` tells of the memory: aliases, or a table. For ``Holds.release()`` alone."""
 
-    def waits_for_others(self) -> bool:
-        """Return whether this only waits for others to let go of the memory: the device has nothing to do for it."""
-        return self.awaits_others
+    def in_use(self) -> bool:
+        """Return whether others still use the memory: it waits for them, and the device has nothing to do for it."""
+        return False
 
     @property
     def state(self) -> str:
@@ -151,40 +150,36 @@ class Observer(Protocol):
         """Note that ``hold`` was released, perhaps again."""
 
 
-class Sweeper(Protocol):
-    """Who decides about the holds of a queue."""
-
-    def sweep_queue(self, queue: Any, capturing: int, *, thorough: bool) -> None:
-        """Release what rules 2 and 3 allow of ``queue``; ``capturing``: a current stream is part of this capture."""
-
-
 class Queue:
-    """Holds of one origin, in the order in which they were made: a group's works, or the handoffs of a stream."""
+    """Holds of one origin, in the order in which they were made: a group's works, or the uses on a stream."""
 
     __slots__ = (
-        "budget", "capture", "defer_polling", "group", "holds", "index", "key", "next_look", "nonempty", "stream",
-        "sweeper", "table", "unseen_bytes",
+        "budget", "capture", "defer_polling", "group", "holds", "index", "key", "ledger", "next_look", "nonempty",
+        "stream", "table", "unseen_bytes",
     )  # fmt: skip
 
     def __init__(
-        self, sweeper: Sweeper, nonempty: dict[Queue, object], table: dict[K, Any], key: K, index: int,
-        stream: int = 0, capture: int = 0, budget: int = 0,
-    ) -> None:  # fmt: skip
-        self.sweeper: Sweeper = sweeper
-        self.nonempty: dict[Queue, object] = nonempty  # the ledger's: the queues that have holds
+        self, ledger: Any, table: dict[K, Any], key: K, index: int, stream: int = 0, capture: int = 0, budget: int = 0
+    ) -> None:
+        self.ledger: Any = ledger  # the Ledger that the holds are part of
+        self.nonempty: dict[Queue, object] = ledger.nonempty  # the queues of it that have holds
         self.table: dict[Any, Any] = table  # where this queue is found under its key
         self.key: Hashable = key
         # The device index, or HOST; the stream of the uses, or of the first launch; the graph capture that all of it is
         # part of, 0 for none; the bytes that rule 3 leaves alone.
         self.index, self.stream, self.capture, self.budget = index, stream, capture, budget
         self.defer_polling: bool = False  # handles are out: a sweep may skip this queue while its works are young
-        # Of handoffs and recorded uses: when they are looked at again, if few bytes have come until then.
+        # Of uses: when they are looked at again, if few bytes have come until then.
         self.next_look, self.unseen_bytes = 0.0, 0
         # Weak, because a group that is still referred to when the interpreter ends can take the process down (gloo,
-        # torch 2.13). None for handoffs.
+        # torch 2.13). None for uses.
         self.group: weakref.ref[object] | None = None
         # Not a plain dict: finding its first key takes longer with every key deleted before it.
         self.holds: OrderedDict[Any, None] = OrderedDict()
+
+    def sweep(self, capturing: int, *, thorough: bool) -> None:
+        """Release what rules 2 and 3 allow; ``capturing``: a current stream is part of this capture."""
+        raise NotImplementedError
 
     def oldest(self, count: int) -> tuple[Any, ...]:
         """Return the ``count`` oldest holds, also while other threads put holds in and take them out."""
@@ -214,7 +209,85 @@ class Queue:
 
     def too_far_behind(self, lag: int) -> bool:
         """Return whether more than ``lag`` holds, and more than ``budget`` bytes, have piled up behind the host."""
-        return _pile_up(self.holds, lag, self.budget)
+        if len(self.holds) <= lag:
+            return False
+        # Told from the oldest, so that it takes constant time.
+        sample = self.oldest(8)
+        nbytes: int = sum(hold.nbytes for hold in sample)
+        return nbytes * len(self.holds) // max(len(sample), 1) > self.budget
+
+
+class Holds:
+    """What is held in the process, of both kinds, and what lets go of it.
+
+    Parameters
+    ----------
+    streams
+        Answers for the device.
+    lag
+        Holds of one queue that rule 3 leaves alone, however large they are.
+    """
+
+    def __init__(self, streams: Streams, lag: int) -> None:
+        self.streams = streams
+        self.lag = lag
+        self.interval: float = 0  # seconds in which events are looked at once, while few bytes come
+        self.nonempty: dict[Queue, object] = {}  # the queues that have holds: none if all works are waited for
+        self.quarantine: dict[Hold, None] = {}  # what has failed
+        self.observer: Observer | None = None
+        self.serials: Iterator[int] = itertools.count()  # of the holds that have events
+        # Around whatever polls an event of a hold or looks at uses, which takes several steps: another thread must not
+        # recycle the event in between. No collective takes the lock while there are only works.
+        self.lock: threading.RLock = threading.RLock()
+
+    def release(self, hold: Hold) -> None:
+        """Let go of the memory of ``hold``: every release of the package is made here.
+
+        The caller has made sure that each stream in whose order the memory can be given out again is ordered after the
+        last use, or that the last use is complete. Releasing again does nothing. For a hold with an event under
+        :attr:`lock`.
+        """
+        queue = hold.queue
+        if hold.aliases or hold.in_a_table:
+            hold.on_release()
+        hold.storages = ()
+        if (observer := self.observer) is not None:
+            observer.released(hold)
+        if self.quarantine:
+            self.quarantine.pop(hold, None)
+        # Whoever takes the hold out of its queue recycles the event: it could be recycled twice else.
+        if queue.holds.pop(hold, queue) is not queue:
+            if not queue.holds:
+                queue.note_empty()
+            if hold.event is not None and not queue.capture:  # an event of a capture stays the graph's
+                self.streams.recycle_event(queue.index, hold.event)
+
+    def release_all(self, holds: Iterable[Hold]) -> None:
+        """Release ``holds``, whose allocation streams were ordered after their last use, or whose capture is over."""
+        for hold in list(holds):
+            with self.lock:
+                self.release(hold)
+
+    def alloc_streams(self, hold: Hold) -> set[int | None]:
+        """Return the streams that the memory of ``hold`` was allocated on; None among them if one is unknown."""
+        if hold.event is not None and hold.alloc_stream is not None:
+            return {hold.alloc_stream}
+        streams = {alloc_stream_of(self.streams, storage, HOST) for storage in hold.storages}
+        return streams - {HOST}
+
+    def captured_now(self, hold: Hold, streams: Iterable[int | None] | None = None) -> bool:
+        """Return whether one of ``streams``, which releasing the eager ``hold`` would order, is captured just now.
+
+        Without ``streams``: one of those that the memory was allocated on.
+        """
+        if hold.queue.index == HOST or hold.queue.capture:
+            return False
+        ordered = self.alloc_streams(hold) if streams is None else streams
+        return any(stream and self.streams.capture(stream) for stream in ordered)
+
+    def only_holder(self, hold: Hold) -> bool:
+        """Return whether the memory of ``hold`` would come back if it was released."""
+        return all(_torch.only_holder(storage) for storage in hold.storages)
 
 
 def nbytes_of(storages: Iterable[object]) -> int:
@@ -231,15 +304,6 @@ def first_of(
             return tuple(itertools.islice(order(holds), count))
         except RuntimeError:
             continue
-
-
-def _pile_up(holds: OrderedDict[Any, None], lag: int, budget: int) -> bool:
-    if len(holds) <= lag:
-        return False
-    # Told from the oldest, so that it takes constant time.
-    sample = first_of(holds, 8)
-    nbytes: int = sum(hold.nbytes for hold in sample)
-    return nbytes * len(holds) // max(len(sample), 1) > budget
 
 
 _EMPTY: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}

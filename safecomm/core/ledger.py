@@ -5,20 +5,20 @@ before a release each rule makes sure that this stream is ordered after the last
 complete (S1):
 
 1. *Waited for.* ``wait()`` ordered the very stream that the memory was allocated on: release at once (S2). Memory that
-   was allocated on another stream becomes a handoff. For handoffs and recorded uses: the allocation stream waited for
-   an event that the program recorded behind the use (``stream_order.py``).
+   was allocated on another stream becomes a use. For uses: the allocation stream waited for an event that the program
+   recorded behind the use (``stream_order.py``).
 2. *Complete.* The work, or the event, is complete: release at the next call of safecomm, of any group (S3). While all
    that is held are works whose handles somebody has, and which are younger than ``PATIENCE``, nothing is polled. Events
-   are polled once in ``INTERVAL``, and whenever ``SHARE`` of the bytes has come that rule 3 leaves alone; recorded uses
-   at each call where they are more than rule 3 leaves alone.
+   are polled once in ``INTERVAL``, and whenever ``SHARE`` of the bytes has come that rule 3 leaves alone; those of
+   ``record_stream`` at each call where they are more than rule 3 leaves alone.
 3. *Too far behind.* More than ``LAG`` holds and ``BUDGET`` bytes, estimated from the eight oldest, have piled up behind
    the host, and nobody is going to wait for the oldest: its allocation stream is ordered after it. Inside a graph
-   capture nothing can be polled. There handoffs and recorded uses that only the ledger still refers to are released by
-   this rule at once, as an edge of the graph (S5); works wait for their wait, or for the end of the capture.
+   capture nothing can be polled. There uses that only the ledger still refers to are released by this rule at once, as
+   an edge of the graph (S5); works wait for their wait, or for the end of the capture.
 
 A work that fails goes to the quarantine, and leaves it when the device is known to be idle, or when a second wait
-succeeds, if the first one timed out and the work did not fail (S4). Every release is made by ``Rules.release()``
-(``rules.py``), on the thread that called safecomm, never in a destructor or a callback. The ledger's references are
+succeeds, if the first one timed out and the work did not fail (S4). Every release is made by ``Holds.release()``
+(``holds.py``), on the thread that called safecomm, never in a destructor or a callback. The ledger's references are
 strong, so that a dropped handle frees nothing. What exceptions and threads can do in between is said at the head of
 the package.
 """
@@ -38,13 +38,11 @@ from itertools import islice
 from typing import Any, TypeVar
 
 from safecomm.core.call_site import called_from
-from safecomm.core.handoffs import Handoffs
-from safecomm.core.holds import SHARE, Hold, Pending, Queue, keys_of, leave_all_empty
-from safecomm.core.recorded_uses import RecordedUses
+from safecomm.core.holds import SHARE, Hold, Holds, Pending, Queue, keys_of, leave_all_empty
 from safecomm.core.refcounts import QUEUED, getrefcount
-from safecomm.core.rules import Rules
 from safecomm.core.stream_order import StreamOrder
 from safecomm.core.streams import HOST, CudaStreams, Streams, capture_of
+from safecomm.core.uses import Uses
 from safecomm.errors import CaptureBoundaryError
 
 log: logging.Logger = logging.getLogger("safecomm")
@@ -70,7 +68,7 @@ Polling takes longer than the rest of a call, and a program that overlaps has wo
 """
 
 INTERVAL = 0.01
-"""Seconds in which handoffs and recorded uses are looked at once, while few bytes of them come.
+"""Seconds in which uses are looked at once, while few bytes of them come.
 
 A look takes longer than the rest of a call, and a program orders its streams by itself, which gives the memory back.
 """
@@ -84,8 +82,7 @@ class WorkHold(Hold):
 
     queue: WorkQueue
     inner: Any  # the backend's Work
-    # Why wait() can't take the short way, "" if it can.
-    needs_full_wait: str = ""
+    full: bool = False  # wait() takes the long way: captured, staged, with aliases, or seen to be complete
     staged: bool = False  # c10d has staging memory of the launch stream, which it gives back at the first wait anywhere
     aliases_emptied: bool = False
     host_waited: bool = False  # the host has waited for it before a capture
@@ -129,7 +126,6 @@ class WorkQueue(Queue):
         "current",
         "held_by_handles",
         "hides_failures",
-        "ledger",
         "ordered",
         "pollable",
         "stream_ordered",
@@ -139,8 +135,7 @@ class WorkQueue(Queue):
     def __init__(
         self, ledger: Ledger, table: dict[Any, Any], key: Hashable, index: int, stream: int, capture: int
     ) -> None:
-        super().__init__(ledger, ledger.nonempty, table, key, index, stream, capture, ledger.budget)
-        self.ledger: Ledger = ledger
+        super().__init__(ledger, table, key, index, stream, capture, ledger.budget)
         self.current: Callable[[int], int] = ledger.streams.current
         # Set by who makes the queue (``collectives/routes.py``), and never after its first hold.
         # Waiting for a work orders a stream; with other backends than NCCL it blocks the host.
@@ -172,7 +167,7 @@ class WorkQueue(Queue):
         if index >= 0 and (stream := self.current(index)) and self.ledger.streams.is_capturing(index, stream):
             queue = self.of_capture(stream)
             work.stream = stream
-            work.needs_full_wait = "it is of a capture"
+            work.full = True
         work.op = op
         work.inner = inner
         work.alloc_stream = alloc_stream
@@ -189,6 +184,39 @@ class WorkQueue(Queue):
     def of_capture(self, stream: int) -> WorkQueue:
         """Return the queue for the same works in the capture that ``stream`` is part of."""
         raise NotImplementedError
+
+    def sweep(self, capturing: int, *, thorough: bool) -> None:
+        if self.capture:
+            if self.capture != capturing and self.ledger.streams.capture(self.stream) != self.capture:
+                # The capture is over. Its works can't be waited for any more, and its memory is the graph's.
+                self.ledger.release_all(self.holds)
+        elif not self.pollable:
+            if not self.held_by_handles:
+                self._sweep_unpollable(capturing, len(self.holds) if thorough else UNORDERED)
+        elif not capturing:  # polling a work inside a capture would break the capture
+            # In order the first that runs is the end. Else one that never ends must not keep the others: a running one
+            # goes to the back, and the next call looks on.
+            running, most = 0, 1 if self.ordered else len(self.holds) if thorough else UNORDERED
+            while running < min(most, len(self.holds)) and (work := self.first()) is not None:
+                dropped = getrefcount(work) <= QUEUED
+                if not self.ledger.poll(self, work, dropped):
+                    running += 1
+                    if not self.ordered:
+                        with contextlib.suppress(KeyError):
+                            self.holds.move_to_end(work)
+
+    def _sweep_unpollable(self, capturing: int, most: int) -> None:
+        """Ask the futures of up to ``most`` works whose handles were dropped; those that have none stay."""
+        while most > 0 and (work := self.first()) is not None:
+            most -= 1
+            dropped = bool(work.storages) and getrefcount(work) <= QUEUED
+            if dropped:
+                self.ledger.report(work)
+            if not work.storages or (dropped and not capturing and self.ledger.is_over(work)):
+                self.ledger.release(work)  # without storages, an exception has come as it was taken out
+            else:
+                with contextlib.suppress(KeyError):
+                    self.holds.move_to_end(work)
 
     def relaxed(self) -> AbstractContextManager[object]:
         """Return the context for a launch that may ask the device, so that it ends no other thread's capture (S5).
@@ -217,15 +245,15 @@ class WorkQueue(Queue):
             return inner.wait() if timeout is None else inner.wait(timeout)  # type: ignore[no-any-return]
 
 
-class Ledger(Rules):
+class Ledger(Holds):
     """The holds of the process, and the rules of the module's docstring for works.
 
     Parameters
     ----------
     streams
         Answers for the device.
-    lag, budget, handoff_budget
-        Rule 3's: holds of a queue, bytes of a group's works, and bytes of a stream's handoffs that are left alone.
+    lag, budget, use_budget
+        Rule 3's: holds of a queue, bytes of a group's works, and bytes of a stream's uses that are left alone.
     patience
         Rule 2's, in seconds: see :data:`PATIENCE`.
     """
@@ -236,15 +264,14 @@ class Ledger(Rules):
         *,
         lag: int = LAG,
         budget: int = BUDGET,
-        handoff_budget: int | None = None,
+        use_budget: int | None = None,
         patience: float = PATIENCE,
     ) -> None:
         super().__init__(streams, lag)
         self.current: Callable[[int], int] = streams.current
         self.budget = budget
-        self.handoffs: Handoffs = Handoffs(self, handoff_budget)
-        self.recorded_uses: RecordedUses = RecordedUses(self, self.handoffs)
-        self.stream_order: StreamOrder = StreamOrder(self, self.handoffs, self.recorded_uses)
+        self.uses: Uses = Uses(self, use_budget)
+        self.stream_order: StreamOrder = StreamOrder(self, self.uses)
         # What bucketed() defers, by group: neither held nor launched by the ledger, which only tells of it.
         self.deferring: dict[object, Any] = {}
         self.dropped_at: set[tuple[types.CodeType, int]] = set()  # the call sites of dropped handles
@@ -267,7 +294,7 @@ class Ledger(Rules):
 
         ``alloc_stream``: the one that all of them were allocated on, if the caller knows.
         """
-        self.handoffs.add(op, group, index, storages, *called_from(frame), _now(), alloc_stream)
+        self.uses.add(op, group, index, storages, *called_from(frame), _now(), alloc_stream)
 
     def check_boundary(self, work: WorkHold) -> bool:
         """Raise CaptureBoundaryError if the current stream is not in the capture that ``work`` was launched in.
@@ -319,17 +346,17 @@ class Ledger(Rules):
         self._release_waited(work)
 
     def _release_waited(self, work: WorkHold) -> None:
-        """Release what the current stream (or the host) has waited for; what that can't cover becomes a handoff."""
+        """Release what the current stream (or the host) has waited for; what that can't cover becomes a use."""
         index = work.queue.index
         elsewhere = index >= 0 and work.alloc_stream != (stream := self.current(index))
         if elsewhere and not self.alloc_streams(work) <= {stream}:
-            self._make_handoff(work)
+            self._make_use(work)
         self.release(work)
 
-    def _make_handoff(self, work: WorkHold) -> None:
+    def _make_use(self, work: WorkHold) -> None:
         group = work.of_group()
         site = work.code, work.instruction, work.since
-        self.handoffs.add(work.op, group, work.queue.index, work.storages, *site, work.alloc_stream)
+        self.uses.add(work.op, group, work.queue.index, work.storages, *site, work.alloc_stream)
 
     def _wait_here(self, work: WorkHold) -> bool:
         """Order the current stream after a work; on failure quarantine it and return False.
@@ -377,7 +404,7 @@ class Ledger(Rules):
         """Return whether it is known that nothing touches the memory of a failed work any more."""
         # On the host, complete means that no thread of the backend does, whether the work failed or not.
         queue = hold.queue
-        return hold.awaits_others or (queue.index == HOST and queue.pollable and bool(hold.inner.is_completed()))
+        return hold.in_use() or (queue.index == HOST and queue.pollable and bool(hold.inner.is_completed()))
 
     # --- rules 2 and 3: complete, or too far behind -----------------------------------------------------------
 
@@ -394,9 +421,6 @@ class Ledger(Rules):
         """
         if not thorough and self.can_skip_sweep():
             return
-        leftovers = self.handoffs.leftover_queue
-        if leftovers in self.nonempty and not self._capturing(keys_of(self.nonempty)):
-            self.handoffs.convert_leftovers()
         # Not the queues that another thread adds from here on: a current stream of their device may be capturing.
         queues = keys_of(self.nonempty)
         capturing = self._capturing(queues)
@@ -407,8 +431,8 @@ class Ledger(Rules):
         with self.streams.relaxed_capture_mode():
             for queue in queues:
                 if queue.holds:
-                    queue.sweeper.sweep_queue(queue, capturing, thorough=thorough)
-                elif queue is not leftovers:
+                    queue.sweep(capturing, thorough=thorough)
+                else:
                     queue.note_empty()  # another thread has released the last hold as it came
 
     def can_skip_sweep(self) -> bool:
@@ -417,7 +441,7 @@ class Ledger(Rules):
         The oldest of each queue is looked at, and the :data:`NEWEST` ones: a handle that is dropped at once is theirs.
         Every call asks while anything is in flight, and most go on without a sweep.
         """
-        if self.quarantine or self.handoffs.leftovers:
+        if self.quarantine:
             return False
         now = _now()
         young = now - self._patience
@@ -443,7 +467,6 @@ class Ledger(Rules):
         """Return the capture that a current stream of the device of any of ``queues`` is part of; 0 if none is."""
         indices = {queue.index for queue in queues}
         indices.update(hold.queue.index for hold in keys_of(self.quarantine))
-        indices.update(leftover[0] for leftover in list(self.handoffs.leftovers.values()))
         for index in indices - {HOST}:
             if capture := capture_of(self.streams, self.current(index)):
                 return capture
@@ -453,41 +476,8 @@ class Ledger(Rules):
         """Return the capture that a current stream of a device of anything held, or of ``queues``, is part of, or 0."""
         return self._capturing([*keys_of(self.nonempty), *queues])
 
-    def sweep_queue(self, queue: WorkQueue, capturing: int, *, thorough: bool) -> None:
-        if queue.capture:
-            if queue.capture != capturing and self.streams.capture(queue.stream) != queue.capture:
-                # The capture is over. Its works can't be waited for any more, and its memory is the graph's.
-                self.release_all(queue.holds)
-        elif not queue.pollable:
-            if not queue.held_by_handles:
-                self._sweep_unpollable(queue, capturing, len(queue.holds) if thorough else UNORDERED)
-        elif not capturing:  # polling a work inside a capture would break the capture
-            # In order the first that runs is the end. Else one that never ends must not keep the others: a running one
-            # goes to the back, and the next call looks on.
-            running, most = 0, 1 if queue.ordered else len(queue.holds) if thorough else UNORDERED
-            while running < min(most, len(queue.holds)) and (work := queue.first()) is not None:
-                dropped = getrefcount(work) <= QUEUED
-                if not self._poll(queue, work, dropped):
-                    running += 1
-                    if not queue.ordered:
-                        with contextlib.suppress(KeyError):
-                            queue.holds.move_to_end(work)
-
-    def _sweep_unpollable(self, queue: WorkQueue, capturing: int, most: int) -> None:
-        """Ask the futures of up to ``most`` works whose handles were dropped; those that have none stay."""
-        while most > 0 and (work := queue.first()) is not None:
-            most -= 1
-            dropped = bool(work.storages) and getrefcount(work) <= QUEUED
-            if dropped:
-                self._report(work)
-            if not work.storages or (dropped and not capturing and self._is_over(work)):
-                self.release(work)  # without storages, an exception has come as it was taken out
-            else:
-                with contextlib.suppress(KeyError):
-                    queue.holds.move_to_end(work)
-
-    def _is_over(self, work: WorkHold) -> bool:
-        """Return whether the future of ``work``, whose handle was dropped, is done; a handoff holds the memory then."""
+    def is_over(self, work: WorkHold) -> bool:
+        """Return whether the future of ``work``, whose handle was dropped, is done; a use holds the memory then."""
         index, done = work.queue.index, False
         # What the backend orders as it is asked, or waited for, is a stream that the program does not use.
         with _NOTHING if index == HOST else self.streams.using(index, self.streams.spare(index)):
@@ -498,10 +488,10 @@ class Ledger(Rules):
                 done = work.is_future_done()  # pyright: ignore[reportOptionalCall]
             # On a device a future can be done as soon as the work is launched. So an event ends the hold.
             if done and index != HOST and (done := self._wait_here(work)):
-                self._make_handoff(work)
+                self._make_use(work)
         return done
 
-    def _poll(self, queue: WorkQueue, work: WorkHold, dropped: bool) -> bool:
+    def poll(self, queue: WorkQueue, work: WorkHold, dropped: bool) -> bool:
         """Release ``work`` if rule 2 or 3 allows; return whether they do."""
         dropped = dropped and not work.has_future
         try:
@@ -517,7 +507,7 @@ class Ledger(Rules):
             return False
         if self._captured_now(work):
             if complete:
-                work.needs_full_wait = work.needs_full_wait or "it is complete, perhaps because it has failed"
+                work.full = True  # it may have failed
             return False
         self._order_and_release(work, dropped=dropped)
         return True
@@ -532,7 +522,7 @@ class Ledger(Rules):
         if work not in work.queue.holds:
             return  # another thread has released it
         if dropped:
-            self._report(work)
+            self.report(work)
         # Also for a work that is complete: it can have failed, c10d's own references must go, and one that ends on the
         # host (gloo) may still be copying to the device.
         if work.queue.index == HOST or self._order(work):
@@ -551,10 +541,10 @@ class Ledger(Rules):
                 if not self._wait_here(work):
                     return False
         if unknown:  # what no stream is known to order is held until the current one has got there
-            self._make_handoff(work)
+            self._make_use(work)
         return True
 
-    def _report(self, work: WorkHold) -> None:
+    def report(self, work: WorkHold) -> None:
         where = (work.code, work.instruction)
         if where in self.dropped_at:
             return

@@ -14,14 +14,9 @@ waits longer than the program has asked for, and no memory is given out too earl
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from typing import Any
-
-from safecomm.core.handoffs import Handoffs, StreamKey
-from safecomm.core.holds import Queue, first_of
-from safecomm.core.recorded_uses import SCAN, RecordedUseQueue, RecordedUses
-from safecomm.core.rules import Rules
+from safecomm.core.holds import Holds
 from safecomm.core.streams import capture_of
+from safecomm.core.uses import SCAN, Events, StreamKey, Uses, Waiting
 
 Note = tuple[int, dict[StreamKey, int]]
 """A capture, 0 for none, and by stream of uses: all uses there in that capture with a lower serial lie before."""
@@ -32,15 +27,12 @@ class StreamOrder:
 
     Parameters
     ----------
-    rules
-        The rules that are shared with works.
-    handoffs, recorded_uses
-        What is released.
+    ledger, uses
+        The holds of the process, and what is released of them.
     """
 
-    def __init__(self, rules: Rules, handoffs: Handoffs, recorded_uses: RecordedUses) -> None:
-        self._rules, self._streams = rules, rules.streams
-        self._handoffs, self._recorded_uses = handoffs, recorded_uses
+    def __init__(self, ledger: Holds, uses: Uses) -> None:
+        self._ledger, self._streams, self._uses = ledger, ledger.streams, uses
         # What each stream has waited for. Each is replaced and never changed, because threads may share a stream: one
         # of two that wait at once may get lost, which only keeps memory until the device is there.
         self._behind: dict[StreamKey, Note] = {}
@@ -52,15 +44,16 @@ class StreamOrder:
         while nothing is held.
         """
         here = stream, index
-        used = here in self._handoffs.used_on
+        used = here in self._uses.used_on
         if not used and here not in self._behind:
             return None
         capture = capture_of(self._streams, stream)
-        if used and (recorded := self._recorded_uses.queue_of(*here, capture)) is not None:
-            self._recorded_uses.look(recorded, at_newest=True)
+        waiting: Waiting | None = self._uses.queues.get((Waiting, *here, capture)) if used else None
+        if waiting is not None and waiting.holds:
+            waiting.look(at_newest=True)
         known = self._known(here, capture) if here in self._behind else {}
         if used:
-            known[here] = next(self._rules.serials)
+            known[here] = next(self._ledger.serials)
         return (capture, known) if known else None
 
     def waited(self, index: int, stream: int, note: Note) -> None:
@@ -72,23 +65,23 @@ class StreamOrder:
         left: dict[StreamKey, int] = {}
         for used_on, serial in known.items():
             if used_on != here:
-                for queue in self._queues(used_on, capture):
-                    if self._release(queue, serial, here):
-                        left[used_on] = serial
+                queue = self._events(used_on, capture)
+                if queue is not None and self._release(queue, serial, here):
+                    left[used_on] = serial
         if left:
             behind_in, behind = self._behind.get(here, (capture, {}))
             for used_on, serial in behind.items() if behind_in == capture else ():
                 left[used_on] = max(serial, left.get(used_on, 0))
             self._behind[here] = capture, left
 
-    def _release(self, queue: Queue, serial: int, waiting: StreamKey) -> bool:
+    def _release(self, queue: Events, serial: int, waiting: StreamKey) -> bool:
         """Release those holds of ``queue`` below ``serial`` that were allocated on the stream that waits for them.
 
         Returns whether others may be left.
         """
         stream, index = waiting
-        with self._rules.lock:
-            holds = first_of(_ready(queue), SCAN)
+        with self._ledger.lock:
+            holds = queue.oldest(SCAN)
             left = len(holds) == SCAN
             for hold in holds:
                 if hold.serial >= serial:
@@ -97,7 +90,7 @@ class StreamOrder:
                     # For each one's event, although the last one's is behind the others' if all were recorded on one
                     # stream: another stream may have got the handle of one that was destroyed.
                     self._streams.wait_event(index, stream, hold.event)
-                    self._rules.release(hold)
+                    self._ledger.release(hold)
                 else:
                     left = True
         return left
@@ -109,8 +102,7 @@ class StreamOrder:
             known = {
                 used_on: serial
                 for used_on, serial in behind.items()
-                for queue in self._queues(used_on, capture)
-                if any(hold.serial < serial for hold in first_of(_ready(queue), 1))
+                if (queue := self._events(used_on, capture)) is not None and queue.first().serial < serial
             }
             if known:
                 return known
@@ -119,14 +111,7 @@ class StreamOrder:
         self._behind.pop(here, None)
         return {}
 
-    def _queues(self, used_on: StreamKey, capture: int) -> list[Queue]:
-        """Return the queues that have holds of uses on that stream, in that capture."""
-        queue = self._handoffs.queues.get((*used_on, capture))
-        found = [queue] if queue is not None and queue.holds else []
-        recorded = self._recorded_uses.queue_of(*used_on, capture)
-        return found if recorded is None else [*found, recorded]
-
-
-def _ready(queue: Queue) -> OrderedDict[Any, None]:
-    """Return the holds of ``queue`` that have an event, in the order of their events."""
-    return queue.unused if isinstance(queue, RecordedUseQueue) else queue.holds
+    def _events(self, used_on: StreamKey, capture: int) -> Events | None:
+        """Return the uses on that stream, in that capture, that have an event; None if there are none."""
+        queue: Events | None = self._uses.queues.get((Events, *used_on, capture))
+        return queue if queue is not None and queue.holds else None

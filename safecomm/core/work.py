@@ -76,7 +76,7 @@ class Work(WorkHold, _Base):
         """
         queue = self.queue
         index = queue.index
-        full = self.needs_full_wait
+        full = self.full
         if full and self.turn is not None:
             return self._wait_once(timeout)
         stream = HOST
@@ -191,7 +191,7 @@ class Work(WorkHold, _Base):
             with ledger.streams.relaxed_capture_mode():
                 done = self.inner.is_completed()
         if done:
-            self.needs_full_wait: str = self.needs_full_wait or "it is complete, perhaps because it has failed"
+            self.full: bool = True  # it may have failed
             ledger.completed(self)
         return done
 
@@ -300,7 +300,7 @@ class StagedWork(Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         queue = self.queue
         if queue.current(queue.index) != self.stream:
-            self.needs_full_wait = "the stream of the launch has to be ordered as well"
+            self.full = True  # the stream of the launch has to be ordered as well
         return super().wait(timeout)
 
 
@@ -348,7 +348,7 @@ def waited_for_once() -> Work:
     """Return a handle for a work whose backend can be waited for only once."""
     work = Work()
     work.turn = threading.Lock()
-    work.needs_full_wait = "a second wait for the backend may hang, or copy again"
+    work.full = True
     return work
 
 

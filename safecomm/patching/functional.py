@@ -78,6 +78,7 @@ class Result(WorkHold):
     storage: torch.UntypedStorage
     works: tuple[Work, ...]  # until they are complete
     counted: tuple[int, int]  # when nobody else had it
+    kept: bool = False  # by the program, after it was complete
     wrapper: weakref.ref[torch.Tensor]
 
     @property
@@ -104,7 +105,7 @@ class Result(WorkHold):
             return True
         self.works = ()
         if not self.only_holder():
-            self.awaits_others = True
+            self.kept = True
             return False
         with _torch.probing(), torch.no_grad():
             self.owner.wait_for(tensor)
@@ -114,6 +115,9 @@ class Result(WorkHold):
     def wait(self) -> bool:
         """Do nothing: it is complete."""
         return True
+
+    def in_use(self) -> bool:
+        return self.kept  # the device is done with it, and the program might still wait
 
     def forget(self) -> None:
         """Leave it to torch, or to whoever has waited."""
@@ -134,7 +138,7 @@ class Result(WorkHold):
         storage = self.storage
         uses = _torch.storage_use_count(self.key)
         # A recorded use waits until nobody else has the memory, which this is one of: each would wait for the other.
-        references = getrefcount(storage) - len(self.queue.ledger.recorded_uses.by_storage.get(self.key, ()))
+        references = getrefcount(storage) - len(self.queue.ledger.uses.by_storage.get(self.key, ()))
         return max(uses, _torch.storage_use_count(self.key)), references
 
 

@@ -168,7 +168,7 @@ def _summary(process: int, started: int, worlds: list[int]) -> None:
         )
     held = pending()
     counts = {
-        "uses of memory on another stream than its own": LEDGER.handoffs.count,
+        "uses of memory on another stream than its own": LEDGER.uses.count,
         "calls of record_stream": patching.converted(),
         "lines that drop handles": len(LEDGER.dropped_at),
         "works that failed": LEDGER.failures,

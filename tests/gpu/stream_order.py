@@ -344,7 +344,7 @@ def host_time_of_what_orders_streams():
                 torch.cuda.synchronize()
                 safecomm.drain(wait=True)
                 stream_methods.forget_uses()
-                LEDGER.handoffs.on_use = None
+                LEDGER.uses.on_use = None
                 if whose == "ours":
                     stream_methods.see(host_time_of_what_orders_streams)
 

@@ -1,0 +1,525 @@
+"""Uses: memory that was used on another stream than its allocation stream.
+
+A use holds such memory until the device has passed an *event* behind the last use, or until the allocation stream was
+ordered after that event. Of a collective, or of a wait, the event is recorded at once: what the program itself runs
+there later is the program's to order, as with any tensor. Of ``record_stream``, and of a CUDA graph, it is recorded
+once the last use is over: when nobody else has the memory any more, or when the graph is reset or dead. Until then they
+wait in queues of their own (:class:`Waiting`, :class:`Dead`). All that have an event are in a queue for each stream, in
+the order of their events (:class:`Events`). The rules are at the head of ``ledger.py``.
+"""
+
+from __future__ import annotations
+
+import time
+import types
+import weakref
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
+
+import torch
+
+from safecomm._torch import KEPT, cdata_of, only_holder
+from safecomm.core.holds import SHARE, Hold, Holds, Queue, keys_of, nbytes_of
+from safecomm.core.refcounts import COUNTED, HELD_ONCE, getrefcount
+from safecomm.core.streams import alloc_stream_of, capture_of
+
+BUDGET_SHARE = 64
+"""The share of the device's memory, one part in this many, that rule 3 leaves alone in the uses of a stream.
+
+More than for works: a use is what overlapped compute leaves, and ordering the allocation stream after it can delay that
+compute.
+"""
+
+SCAN = 64
+"""Uses of a queue that one call looks at at the most."""
+
+FEW = 4
+"""A look is at all uses without an event that have come since the last one, at the ``FEW`` newest in any case, and then
+at the rest in turn, until too many were still used.
+
+What was recorded last is mostly freed first, because backward frees in the opposite order. A program that records
+every activation has hundreds, at which no call can look. Too many are ``FEW``, and twice as many as have come since the
+last look: unused ones must not become more than are found.
+"""
+
+_now = time.perf_counter
+
+StreamKey = tuple[int, int]
+"""A stream, by its handle and its device index."""
+
+Q = TypeVar("Q", bound="UseQueue")
+
+
+class Use(Hold):
+    """Memory that was used on another stream than its allocation stream."""
+
+    queue: UseQueue
+    storages: tuple[Any, ...]
+    event: object = None  # behind the last use; None while others may still use the memory
+    pointer: int = 0  # of the memory for which record_stream was called last, which alloc_stream is of
+    release_by: str = "auto"  # or the one way to give it back: "order" or "defer"
+    unordered: bool = False  # the allocation stream does not matter: it is deferred
+    replayed: tuple[int, ...] = ()  # of a graph: the streams that it was replayed on
+
+    def on_release(self) -> None:
+        if self.storages:
+            by_storage = self.queue.uses.by_storage
+            cdata = cdata_of(self.storages[0])
+            recorded = by_storage.get(cdata, {})
+            key = self.stream, self.queue.index, self.queue.capture
+            if recorded.get(key) is self:
+                # At once, because what counts as a recorded use of the storage has to refer to it: else somebody's use
+                # is taken for a recorded one.
+                self.storages = ()
+                del recorded[key]
+                if not recorded:
+                    del by_storage[cdata]
+
+    def surely_used(self) -> bool:
+        """Return whether others still use the memory, where the count of C++ alone tells that, without the lock."""
+        storages = self.storages  # with a reference of ours, because another thread may release it just now
+        return self.event is None and bool(storages) and not only_holder(storages[0])
+
+    def in_use(self) -> bool:
+        return self.queue.uses.in_use(self)
+
+    @property
+    def state(self) -> str:
+        return "recorded" if self.event is None and self.in_a_table else "handed off"
+
+
+class UseQueue(Queue):
+    """Uses of one stream, in one capture or in none."""
+
+    __slots__ = ("uses",)
+
+    def __init__(self, uses: Uses, stream: int, index: int, capture: int = 0, budget: int = 0) -> None:
+        key = type(self), stream, index, capture
+        super().__init__(uses.ledger, uses.queues, key, index, stream, capture, budget)
+        self.uses: Uses = uses
+        uses.queues[key] = self
+
+    def put(self, use: Use, since: float) -> None:
+        """Put ``use`` at the end, at the time ``since``."""
+        if not (self.holds or self.capture):
+            self.next_look, self.unseen_bytes = since + self.ledger.interval, 0
+        self.holds[use] = None
+        self.nonempty[self] = None
+        self.unseen_bytes += nbytes_of(use.storages)
+
+
+class Events(UseQueue):
+    """The uses of a stream that have an event, in the order of their events."""
+
+    __slots__ = ()
+
+    def sweep(self, capturing: int, *, thorough: bool) -> None:
+        ledger, uses, streams = self.ledger, self.uses, self.ledger.streams
+        if self.capture:
+            if self.capture == capturing:
+                for use in keys_of(self.holds):
+                    if uses.can_be_ordered(use):
+                        uses.order_and_release(use)
+            elif streams.capture(self.stream) != self.capture:
+                ledger.release_all(self.holds)  # the capture is over, and its memory is the graph's
+            return
+        if capturing:
+            return  # polling an event inside a capture would break the capture
+        self.next_look, self.unseen_bytes = _now() + ledger.interval, 0
+        while (use := self.first()) is not None:
+            with ledger.lock:
+                if use in self.holds:  # else another thread has released it, and may have recorded its event again
+                    if not streams.query_event(use.event):
+                        break
+                    uses.order_and_release(use, complete=True)
+        # Ordered streams pause once, behind the last wait. They go on where a collective ends, which is where the next
+        # one begins. A large kernel that they start first would hold that one up, by up to 0.14 ms for a matmul of
+        # 0.25 ms.
+        for stream in self._order_oldest():
+            # Another thread may have begun to capture it since, and each replay would pause.
+            if not capture_of(streams, stream):
+                streams.pause(self.index, stream)
+
+    def _order_oldest(self) -> set[int]:
+        """Release what is too far behind, from the oldest on, by rule 3; return the streams that were made to wait."""
+        ledger, ordered = self.ledger, set[int]()
+        for use in keys_of(self.holds):
+            with ledger.lock:
+                if use not in self.holds or use.release_by == "defer" or ledger.captured_now(use):
+                    continue
+                # What the caller still refers to would not come back by ordering anything.
+                if use.release_by == "auto" and not (self.too_far_behind(ledger.lag) and ledger.only_holder(use)):
+                    break
+                if None not in ledger.alloc_streams(use):
+                    ordered |= self.uses.order_and_release(use)
+        return ordered
+
+
+class Waiting(UseQueue):
+    """The uses of ``record_stream`` on a stream whose memory others still have."""
+
+    __slots__ = ("events", "fresh", "scan", "unseen")
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.events: Events = self.uses.queue(Events, *given[1:4])  # that they go on to
+        self.scan: list[Use] = []  # the rest of those that next() gives
+        # How many came since the newest were last looked at, and since others were.
+        self.fresh, self.unseen = 0, 0
+
+    def next(self) -> Use | None:
+        """Return one use, call after call all that there are; it may have left since."""
+        while self.holds:
+            try:
+                return self.scan.pop()
+            except IndexError:
+                self.scan = list(self.holds)
+        self.scan = []
+        return None
+
+    def look(self, *, at_newest: bool = False) -> None:
+        """Record events for those that nobody else uses any more, as far as a few looks find them.
+
+        ``at_newest``: looks at the newest alone.
+        """
+        see = self.uses.see
+        newest, self.fresh = min(max(FEW, self.fresh), SCAN), 0
+        for use in self.newest(newest):
+            see(self, use)
+        if at_newest:
+            return
+        in_vain, enough = 0, FEW + 2 * self.unseen
+        self.unseen = 0
+        for _ in range(min(max(SCAN, enough), len(self.holds) + len(self.scan))):
+            if in_vain >= enough or (found := self.next()) is None:
+                return
+            in_vain += not see(self, found)
+
+    def sweep(self, capturing: int, *, thorough: bool) -> None:
+        capture = capture_of(self.ledger.streams, self.stream)
+        if self.capture and capture != self.capture:
+            self.ledger.release_all(self.holds)  # the capture is over: what it has recorded runs when the graph does
+        elif capture == self.capture == capturing:
+            # All of it can fall unused in a moment, and nobody tells. Where that would be too much, each call looks.
+            much = self.too_far_behind(self.ledger.lag)
+            self.uses.sweep_due, self.unseen_bytes = False, 0
+            self.next_look = 0.0 if much or capture else _now() + self.ledger.interval
+            if thorough:
+                for use in keys_of(self.holds):
+                    self.uses.see(self, use)
+            else:
+                self.look()
+            if self.events.holds:
+                self.events.sweep(capturing, thorough=thorough)
+
+
+class Dead(UseQueue):
+    """What CUDA graphs of a device that were reset, or have died, have used: on which streams, is known of each."""
+
+    __slots__ = ()
+
+    def sweep(self, capturing: int, *, thorough: bool) -> None:
+        """Record events behind the last replays, as far as the streams of these are not being captured."""
+        if capturing:
+            return
+        streams = self.ledger.streams
+        for use in keys_of(self.holds):
+            # A graph is replayed through its object, which notes the stream. For a graph that was not, the stream that
+            # is current now is the best guess.
+            replayed = use.replayed or (streams.current(self.index),)
+            if not any(capture_of(streams, stream) for stream in replayed):
+                for stream in replayed:
+                    with streams.using(self.index, stream):
+                        self.uses.add(use.op, None, self.index, use.storages, use.code, use.instruction, _now())
+                    self.uses.queue(Events, stream, self.index).sweep(capturing, thorough=thorough)
+                self.ledger.release(use)
+
+
+class Uses:
+    """The uses of the process.
+
+    Parameters
+    ----------
+    ledger
+        The holds that they are part of.
+    budget
+        Bytes of one stream's uses that rule 3 leaves alone. None: a share of the device's memory.
+    """
+
+    def __init__(self, ledger: Holds, budget: int | None = None) -> None:
+        self.count: int = 0  # how often memory was used on another stream than its own
+        self.queues: dict[Hashable, Any] = {}
+        self.used_on: set[StreamKey] = set()  # the streams that have, or had, queues here
+        self.on_use: Callable[[], None] | None = None  # called at each use, such as to see from then on what orders it
+        # What record_stream was called for, by stream, device index and capture: each device has a default stream 0.
+        self.by_storage: dict[int, dict[tuple[int, int, int], Use]] = {}
+        self.sweep_due: bool = False  # what has come since a sweep is of a capture, or so much that rule 3 might apply
+        self.ledger: Holds = ledger
+        self._streams, self._budget = ledger.streams, budget
+
+    def queue(self, kind: type[Q], stream: int, index: int, capture: int = 0) -> Q:
+        """Return the queue of that kind for uses on ``stream`` of device ``index``, made if there is none."""
+        queue: Q | None = self.queues.get((kind, stream, index, capture))
+        if queue is None:
+            budget = self._budget
+            if budget is None:
+                budget = self._streams.capacity(index) // BUDGET_SHARE
+            self.used_on.add((stream, index))
+            queue = kind(self, stream, index, capture, budget)
+        return queue
+
+    def of_graphs(self, index: int) -> Dead:
+        """Return the queue for what the graphs of device ``index`` leave, made if there is none."""
+        return self.queues.get((Dead, 0, index, 0)) or Dead(self, 0, index)
+
+    # --- used, and over -----------------------------------------------------------------------------------------
+
+    def add(
+        self,
+        op: str,
+        group: object,
+        index: int,
+        storages: tuple[object, ...],
+        code: types.CodeType,
+        instruction: int,
+        since: float,
+        alloc_stream: int | None = None,
+    ) -> None:
+        """Hold those of ``storages`` whose allocation stream is not the current one of ``index``, where they were used.
+
+        Parameters
+        ----------
+        op, code, instruction, since
+            The call, where it was made, and when.
+        group
+            Of the call; None if there is none.
+        index
+            Of the device on whose current stream the storages were used.
+        storages
+            What the call has used.
+        alloc_stream
+            The one stream that all of it was allocated on, if the caller knows: asking the driver takes a while.
+        """
+        stream = self._streams.current(index)
+        foreign: list[object] = []
+        if alloc_stream is None:
+            found = [(storage, alloc_stream_of(self._streams, storage, stream)) for storage in storages]
+            foreign = [storage for storage, allocated_on in found if allocated_on != stream]
+            known = {allocated_on for _, allocated_on in found} - {stream}
+            alloc_stream = known.pop() if len(known) == 1 else None
+        elif alloc_stream != stream:
+            foreign = list(storages)
+        if not foreign:
+            return
+        # To ask about the current stream takes torch less than the driver.
+        capture = self._streams.capture(stream) if stream and self._streams.is_capturing(index, stream) else 0
+        queue = self.queues.get((Events, stream, index, capture)) or self.queue(Events, stream, index, capture)
+        self.count += 1
+        use = Use()
+        use.op, use.code, use.instruction, use.since = op, code, instruction, since
+        use.group = None if group is None else weakref.ref(group)
+        use.queue, use.stream, use.alloc_stream = queue, stream, alloc_stream
+        use.storages = tuple(foreign)
+        # Threads may use one stream. The order of the queue is that of the events, and of the serials.
+        with self.ledger.lock:
+            use.event, use.serial = self._streams.record_event(index, stream), next(self.ledger.serials)
+            queue.put(use, since)
+        if (observer := self.ledger.observer) is not None:
+            observer.held(use)
+        if (on_use := self.on_use) is not None:  # read once, because another thread's use may take it away
+            on_use()
+
+    def add_of_graph(
+        self,
+        queue: Dead,
+        replayed: tuple[int, ...],
+        storages: tuple[object, ...],
+        code: types.CodeType,
+        instruction: int,
+    ) -> None:
+        """Take over ``storages``, which only a graph has used, on ``replayed``. May be called from a destructor."""
+        use = Use()
+        use.op, use.code, use.instruction, use.since = "a CUDA graph", code, instruction, _now()
+        use.queue, use.storages, use.replayed = queue, storages, replayed
+        queue.holds[use] = None
+        queue.nonempty[queue] = None
+
+    def can_be_ordered(self, use: Use) -> bool:
+        """Return whether only the ledger keeps what a use in a capture holds, and an edge of the graph can order it."""
+        capture = use.queue.capture
+        streams = self.ledger.alloc_streams(use)
+        in_capture = all(stream is not None and self._streams.capture(stream) == capture for stream in streams)
+        return in_capture and self.ledger.only_holder(use)
+
+    def order_and_release(self, use: Use, *, complete: bool = False) -> set[int]:
+        """Order the streams that the memory can be given out again on after the event of ``use``, and release it.
+
+        ``complete``: the event is, so that nothing has to be ordered. Returns the streams that were made to wait.
+        """
+        index = use.queue.index
+        with self.ledger.lock:
+            if use not in use.queue.holds:
+                return set()  # another thread has released it
+            streams = () if complete else self.ledger.alloc_streams(use)
+            ordered = {stream for stream in streams if stream is not None and stream != use.stream}
+            for stream in ordered:
+                self._streams.wait_event(index, stream, use.event)
+            self.ledger.release(use)
+        return ordered
+
+    # --- recorded, and used by others ---------------------------------------------------------------------------
+
+    def record(
+        self,
+        storage: torch.UntypedStorage,
+        index: int,
+        stream: int,
+        frame: types.FrameType,
+        release_by: str = "auto",
+        *,
+        unordered: bool = False,
+    ) -> bool:
+        """Hold ``storage``, used on ``stream`` until nobody refers to it, as ``record_stream`` asks for.
+
+        Returns whether the memory is safe: held, or used on its allocation stream. If not, ``record_stream`` is the
+        allocator's, also where nobody can tell when others let go of the storage.
+
+        Parameters
+        ----------
+        storage, index, stream, frame
+            What ``record_stream`` was called for, the device index, the stream, and where.
+        release_by
+            How the memory comes back. ``"order"``: the allocation stream is ordered after ``stream``, as soon as nobody
+            else refers to the storage. ``"defer"``: once the device has passed that point of ``stream``. ``"auto"``:
+            whatever comes first, but the former only when too much has piled up, or in a capture.
+        unordered
+            Also hold memory whose allocation stream is unknown or of another device. It can only be deferred then.
+        """
+        if not COUNTED:
+            return False
+        pointer = storage.data_ptr()
+        allocated_on = None if unordered else self._streams.alloc_stream(pointer) if pointer else stream
+        if allocated_on == stream or (allocated_on is None and not unordered):
+            return allocated_on is not None
+        capture = capture_of(self._streams, stream)
+        cdata, key = cdata_of(storage), (stream, index, capture)
+        with self.ledger.lock:
+            use = self.by_storage.get(cdata, {}).get(key)
+            if use is not None and use.event is None:
+                use.pointer, use.alloc_stream = pointer, allocated_on
+                return True
+            queue = self.queue(Waiting, *key)
+            use = Use()
+            use.op, use.in_a_table = "record_stream", True
+            use.code, use.instruction, use.since = frame.f_code, frame.f_lasti, _now()
+            use.stream, use.alloc_stream, use.pointer = stream, allocated_on, pointer
+            use.release_by, use.unordered = "defer" if unordered else release_by, unordered
+            use.queue, use.storages = queue, (storage,)
+            recorded = self.by_storage.get(cdata, {})
+            queue.put(use, use.since)
+            recorded[key] = use
+            self.by_storage[cdata] = recorded
+            queue.fresh += 1
+            queue.unseen += 1
+            self.sweep_due |= capture != 0 or SHARE * queue.unseen_bytes > queue.budget
+            if (observer := self.ledger.observer) is not None:
+                observer.held(use)
+        return True
+
+    def in_use(self, use: Use) -> bool:
+        """Return whether others still use the memory of ``use``."""
+        with self.ledger.lock:
+            return use.event is None and use.in_a_table and not self.only_recorded(use)
+
+    def only_recorded(self, use: Use) -> bool:
+        """Return whether recorded uses alone refer to the storage of ``use``, neither in C++ nor in Python."""
+        if not use.storages:
+            return False  # another thread has released it
+        (storage,) = use.storages
+        cdata = cdata_of(storage)
+        shared = max(len(self.by_storage.get(cdata, ())) - 1, 0) + len(KEPT.get(cdata, ()))
+        return getrefcount(storage) - shared <= HELD_ONCE and only_holder(storage)
+
+    def see(self, queue: Waiting, use: Use) -> bool:
+        """Record the event of ``use`` if nobody else has its memory; return whether it is no longer in ``queue``.
+
+        It is released at once in a capture, and where that is the one way to give its memory back.
+        """
+        if use.surely_used():
+            return False
+        with self.ledger.lock:
+            if use not in queue.holds:
+                return True
+            if not use.storages:
+                self.ledger.release(use)  # another thread is about to
+                return True
+            if use.event is None:
+                if not self.only_recorded(use):
+                    return False
+                stream = self._alloc_stream(use, use.storages[0])
+                if capture_of(self._streams, stream or 0) != queue.capture:
+                    return False  # allocated outside of this capture, or inside of one that is going on elsewhere
+                event = self._streams.record_event(queue.index, queue.stream)
+                if capture_of(self._streams, queue.stream) != queue.capture:
+                    return False  # another thread has begun a capture in between, and the event may be of it
+                serial, alloc_stream = next(self.ledger.serials), None if use.unordered else stream
+                use.event, use.serial, use.alloc_stream = event, serial, alloc_stream
+            # First into the one, then out of the other: an exception in between leaves it in both.
+            use.queue = queue.events
+            queue.events.put(use, _now())
+            queue.holds.pop(use, None)
+            queue.note_empty()
+            at_once = queue.capture or use.release_by == "order"
+            # Memory that came unseen (C++) can be of a stream that is unknown: nothing can be ordered then.
+            if at_once and None not in self.ledger.alloc_streams(use) and not self.ledger.captured_now(use):
+                self.order_and_release(use)
+            return True
+
+    def _alloc_stream(self, use: Use, storage: torch.UntypedStorage) -> int | None:
+        """Return the stream that ``storage``, which ``use`` has, was allocated on; None if it is unknown."""
+        # Each call of record_stream has asked. Other memory it can have got since, where nobody saw it (C++).
+        same = use.alloc_stream is not None and storage.data_ptr() == use.pointer
+        return use.alloc_stream if same else alloc_stream_of(self._streams, storage, use.stream)
+
+    # --- memory that frees itself, and the end ------------------------------------------------------------------
+
+    def freeing(self, storage: torch.UntypedStorage, *, order: bool = True) -> list[tuple[int, int]]:
+        """Make it safe that ``storage`` is about to free its memory by itself, which no reference can keep.
+
+        Orders the allocation stream after those that ``record_stream`` was called with. Returns those with which that
+        can't be done, or with ``order=False`` all of them, as pairs of device index and stream: they are the
+        allocator's to keep in order. Once the memory is gone, :meth:`freed` is to be called.
+        """
+        left = []
+        with self.ledger.lock:
+            for (stream, _, _), use in tuple(self.by_storage.get(cdata_of(storage), {}).items()):
+                queue = use.queue
+                allocated_on = None if use.unordered else self._alloc_stream(use, storage)
+                captures = {capture_of(self._streams, stream), capture_of(self._streams, allocated_on or 0)}
+                if order and captures == {queue.capture} and allocated_on is not None:
+                    event = self._streams.record_event(queue.index, stream)
+                    self._streams.wait_event(queue.index, allocated_on, event)
+                    if not queue.capture:
+                        self._streams.recycle_event(queue.index, event)
+                else:
+                    left.append((queue.index, stream))
+        return left
+
+    def freed(self, storage: torch.UntypedStorage) -> None:
+        """Forget what ``storage`` was recorded for: that memory is gone, after :meth:`freeing`."""
+        with self.ledger.lock:
+            self.ledger.release_all(self.by_storage.get(cdata_of(storage), {}).values())
+
+    def hand_over(self, give: Callable[[Any, int, int], object]) -> None:
+        """Release recorded uses after ``give`` was called with what each holds, the device index, and the stream.
+
+        But for those of captures, and of memory that an arena keeps, for which the allocator would do nothing. Those go
+        on as they are, at the next calls of safecomm.
+        """
+        for queue in keys_of(self.ledger.nonempty):
+            for use in [] if queue.capture else keys_of(queue.holds):
+                with self.ledger.lock:
+                    for storage in use.storages if use.in_a_table else ():
+                        if cdata_of(storage) not in KEPT:
+                            give(storage, queue.index, queue.stream)
+                            self.ledger.release(use)
