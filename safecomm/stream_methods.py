@@ -1,10 +1,12 @@
-"""What shows the ledger how the program orders its streams: ``torch.cuda.Event.record`` and ``wait``, replaced.
+"""What shows the ledger how the program orders its streams: three methods of ``torch.cuda``, replaced.
 
-All of torch's Python ways to order streams come down to these two: ``Stream.wait_stream``, ``Stream.wait_event`` and
-``Stream.record_event`` call them. They are replaced from the first memory on that was used on another stream than its
-allocation stream, and inside of ``avoid_record_streams()``. Each does what torch's does, and tells the ledger's
-``stream_order`` of it. What the core does with that is said there. What orders streams past these two (C++, the generic
-``torch.Event``) is not seen. Memory then comes back when the host sees that the device has got there.
+All of torch's Python ways to order streams come down to ``Event.record`` and ``Event.wait``: ``Stream.wait_event``,
+``Stream.record_event`` and ``Stream.wait_stream`` call them. They are replaced from the first memory on that was used
+on another stream than its allocation stream, and inside of ``avoid_record_streams()``. Each does what torch's does, and
+tells the ledger's ``stream_order`` of it. What the core does with that is said there. ``Stream.wait_stream`` is
+replaced as well, because its new event and its four methods of Python take longer than all that CUDA does for it. What
+orders streams past these (C++, the generic ``torch.Event``) is not seen. Memory then comes back when the host sees that
+the device has got there.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from safecomm import replacing
+from safecomm import _torch, replacing
 from safecomm.core.ledger import LEDGER, Ledger
 
 if TYPE_CHECKING:
@@ -28,7 +30,7 @@ _NOTE = "_safecomm_note"
 
 _lock = threading.RLock()
 _users: dict[object, None] = {}
-_replaced: dict[str, tuple[Any, Any]] = {}  # by name: what stood there, and what stands in for it
+_replaced: dict[tuple[Any, str], tuple[Any, Any]] = {}  # what stood there, and what stands in for it
 
 
 def see(who: object, ledger: Ledger = LEDGER) -> None:
@@ -38,15 +40,19 @@ def see(who: object, ledger: Ledger = LEDGER) -> None:
     """
     with _lock:
         _users[who] = None
-        for name, around in (("record", _around_record), ("wait", _around_wait)):
-            stands = vars(torch.cuda.Event).get(name)
+        for owner, name, around in (
+            (torch.cuda.Event, "record", _around_record),
+            (torch.cuda.Event, "wait", _around_wait),
+            (torch.cuda.Stream, "wait_stream", _around_wait_stream),
+        ):
+            stands = vars(owner).get(name)
             if stands is None:
                 continue
-            if name not in _replaced:
-                _replaced[name] = stands, around(stands, ledger)
-            original, standing_in = _replaced[name]
+            if (owner, name) not in _replaced:
+                _replaced[owner, name] = stands, around(stands, ledger)
+            original, standing_in = _replaced[owner, name]
             if stands is original:
-                setattr(torch.cuda.Event, name, standing_in)
+                setattr(owner, name, standing_in)
 
 
 def unsee(who: object) -> None:
@@ -55,11 +61,11 @@ def unsee(who: object) -> None:
         _users.pop(who, None)
         if _users:
             return
-        for name, (original, standing_in) in tuple(_replaced.items()):
+        for (owner, name), (original, standing_in) in tuple(_replaced.items()):
             # Else somebody has put theirs over ours, which goes on to torch's.
-            if vars(torch.cuda.Event).get(name) is standing_in:
-                setattr(torch.cuda.Event, name, original)
-            _replaced.pop(name, None)
+            if vars(owner).get(name) is standing_in:
+                setattr(owner, name, original)
+            _replaced.pop((owner, name), None)
 
 
 def forget_uses() -> None:
@@ -109,6 +115,32 @@ def _around_wait(original: Callable[..., None], ledger: Ledger) -> Callable[...,
 
     waited = ledger.stream_order.waited
     return wait
+
+
+def _around_wait_stream(original: Callable[..., None], ledger: Ledger) -> Callable[..., None]:
+    @functools.wraps(original)
+    def wait_stream(stream: torch.cuda.Stream, other: torch.cuda.Stream) -> None:
+        if (
+            held
+            and (raw := getattr(other, "cuda_stream", None)) is not None
+            and stream.device_index == other.device_index
+            and called() == would_call
+        ):
+            order(stream.device_index, stream.cuda_stream, raw)
+        else:
+            original(stream, other)
+
+    def called() -> tuple[object, ...]:
+        return events["record"], events["wait"], streams["record_event"], streams["wait_event"]
+
+    held, order = ledger.nonempty, ledger.stream_order.wait_stream
+    events, streams = vars(torch.cuda.Event), vars(torch.cuda.Stream)
+    # What torch's own calls. Where somebody has put theirs in the place of one of these, theirs is to be called.
+    (record, our_record), (wait, our_wait) = _replaced[torch.cuda.Event, "record"], _replaced[torch.cuda.Event, "wait"]
+    of_stream = streams["record_event"], streams["wait_event"]
+    torchs = all(map(_torch.is_torchs, (original, record, wait, *of_stream)))
+    would_call = (our_record, our_wait, *of_stream) if torchs else None
+    return wait_stream
 
 
 LEDGER.uses.on_use = _first_use

@@ -49,6 +49,7 @@ _bare = types.ModuleType("safecomm")
 _bare.__path__ = list(_spec.submodule_search_locations or ())
 sys.modules["safecomm"] = _bare
 
+import fakes  # noqa: E402
 from device import INDEX, Block, Operation, Violation  # noqa: E402
 from fakes import (  # noqa: E402
     ArenaDevice,
@@ -508,6 +509,7 @@ c10d.ProcessGroup._get_backend = lambda group, _: BACKENDS[id(group)]  # type: i
 c10d.Work = stock.Work = FakeWork  # type: ignore[misc, assignment]
 _cuda: Any = torch.cuda
 _cuda.CUDAGraph, _cuda.graph, _cuda.Stream, _cuda.stream = Graph, Capture, FakeStream, stream_context
+_torch.launches._LAYERS += (fakes.__file__,)
 _cuda.current_device = lambda: INDEX
 _cuda.current_stream = lambda device=None: FakeStream(Answers.device, Answers.device._current)
 _cuda.is_initialized = lambda: True

@@ -398,7 +398,7 @@ def works_too_far_behind_are_released_without_order() -> None:
 def handoffs_too_far_behind_are_released_without_order() -> None:
     def around(original: Any) -> Any:
         def order_and_release(self, hold, **_):  # type: ignore[no-untyped-def]
-            self._ledger.release_all([hold])
+            self.ledger.release_all([hold])
             return set()
 
         return order_and_release
@@ -412,7 +412,7 @@ def handoffs_of_a_capture_are_released_without_order() -> None:
         def order_and_release(self, hold, **how):  # type: ignore[no-untyped-def]
             if not hold.queue.capture:
                 return original(self, hold, **how)
-            self._ledger.release_all([hold])
+            self.ledger.release_all([hold])
             return set()
 
         return order_and_release
@@ -529,6 +529,30 @@ def what_is_captured_is_behind_what_runs() -> None:
         "_events",
         lambda original: lambda self, used_on, capture: original(self, used_on, capture) or original(self, used_on, 0),
     )
+
+
+@mutant()
+def wait_stream_orders_nothing() -> None:
+    def around(_: Any) -> Any:
+        def wait_stream(self, index, stream, other):  # type: ignore[no-untyped-def]
+            if (note := self.recorded(index, other)) is not None:
+                self.waited(index, stream, note)
+
+        return wait_stream
+
+    method(StreamOrder, "wait_stream", around)
+
+
+@mutant()
+def wait_stream_is_behind_what_comes_later() -> None:
+    def around(original: Any) -> Any:
+        def wait_stream(self, index, stream, other):  # type: ignore[no-untyped-def]
+            with mock.patch.object(self._streams, "wait_event"):
+                original(self, index, stream, other)
+
+        return wait_stream
+
+    method(StreamOrder, "wait_stream", around)
 
 
 # --- captures, and two threads --------------------------------------------------------------------------------------

@@ -6,20 +6,27 @@ The random programs that use events are those of ``front_programs.py``; what the
 
 import sys
 import threading
+from unittest import mock
 
+import fakes
 import pytest
 import torch
 from device import Event, Stream
 from simulated import INDEX, FakeEvent, FakeGroup, FakeStream, SimulatedDevice, call, call_sync, events_of_torch
 
 import safecomm
-from safecomm import stream_methods
+from safecomm import _torch, stream_methods
 from safecomm.core.drain import drain_ledger
 from safecomm.core.ledger import LEDGER, Ledger
 from safecomm.core.uses import SCAN
 from safecomm.diagnostics.replaced import replaced
 
-METHODS = torch.cuda.Event.record, torch.cuda.Event.wait
+
+def methods():
+    return torch.cuda.Event.record, torch.cuda.Event.wait, torch.cuda.Stream.wait_stream
+
+
+METHODS = methods()
 
 
 @pytest.fixture
@@ -38,11 +45,11 @@ def ledger(device):
 
     ledger.uses.on_use = first_use
     with events_of_torch():
-        own = torch.cuda.Event.record, torch.cuda.Event.wait
+        own = methods()
         yield ledger
         stream_methods.unsee(ledger)
-        assert (torch.cuda.Event.record, torch.cuda.Event.wait) == own
-    assert (torch.cuda.Event.record, torch.cuda.Event.wait) == METHODS
+        assert methods() == own
+    assert methods() == METHODS
     device.settle()
     device.finish()
     assert drain_ledger(ledger, wait=True) == 0
@@ -88,6 +95,54 @@ def test_memory_is_back_when_its_stream_waits_s2(device, ledger, how):
     assert held(ledger) == 0
     assert device.calls["query"] == 0, "nothing was asked"
     device.settle()
+
+
+@pytest.fixture
+def replaced_streams(ledger, monkeypatch):
+    """``torch.cuda.Stream`` is the simulated device's, and so is what stands in for its methods."""
+    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
+    monkeypatch.setattr(_torch.launches, "_LAYERS", (*_torch.launches._LAYERS, fakes.__file__))
+    return ledger
+
+
+def test_wait_stream_takes_an_event_of_the_pool_s2(device, replaced_streams):
+    use(device, replaced_streams, 1)
+    main, side = FakeStream(device, 0), FakeStream(device, 1)
+    with mock.patch.object(FakeEvent, "record", side_effect=AssertionError("a new event")):
+        main.wait_stream(side)
+        assert held(replaced_streams) == 0
+    assert device.calls["query"] == 0, "nothing was asked"
+    main.wait_stream(side)  # nothing is held, and so it is torch's
+
+
+@pytest.mark.parametrize("name", ["record_event", "wait_event"])
+def test_wait_stream_calls_what_somebody_has_put_in_torchs_place(device, replaced_streams, monkeypatch, name):
+    use(device, replaced_streams, 1)
+    called = []
+    own = getattr(FakeStream, name)
+    monkeypatch.setattr(FakeStream, name, lambda *given: called.append(name) or own(*given))
+    FakeStream(device, 0).wait_stream(FakeStream(device, 1))
+    assert called == [name]
+    assert held(replaced_streams) == 0
+
+
+def test_wait_stream_of_another_devices_stream_is_torchs(device, replaced_streams):
+    use(device, replaced_streams, 1)
+    with mock.patch.object(replaced_streams.stream_order, "wait_stream", side_effect=AssertionError):
+        FakeStream(device, 0, INDEX + 1).wait_stream(FakeStream(device, 1))
+    FakeStream(device, 0).wait_stream(FakeStream(device, 1))
+
+
+def test_the_event_of_wait_stream_in_a_capture_is_not_used_again_s5(device, replaced_streams):
+    use(device, replaced_streams, 3)  # something is held
+    device.begin_capture(1)
+    main, side = FakeStream(device, 1), FakeStream(device, 2)
+    side.wait_stream(main)
+    with mock.patch.object(device, "recycle_event", side_effect=AssertionError("it is the graph's")):
+        main.wait_stream(side)
+    device.end_capture()
+    device.switch(0)
+    FakeStream(device, 0).wait_stream(FakeStream(device, 3))
 
 
 def test_a_chain_through_other_streams_is_followed_s2(device, ledger):
@@ -285,7 +340,7 @@ def process():
     """The process's ledger, on a simulated device."""
     yield LEDGER
     stream_methods.forget_uses()
-    assert (torch.cuda.Event.record, torch.cuda.Event.wait) == METHODS
+    assert methods() == METHODS
 
 
 def first_use():
@@ -295,12 +350,12 @@ def first_use():
 def test_torchs_methods_are_replaced_from_the_first_use_on(process):
     assert replaced() == []
     first_use()
-    assert replaced() == ["torch.cuda.streams.Event.record", "torch.cuda.streams.Event.wait"]
+    assert replaced() == [f"torch.cuda.streams.{name}" for name in ("Event.record", "Event.wait", "Stream.wait_stream")]
     assert LEDGER.uses.on_use is None, "once is enough"
     safecomm.unpatch()
     assert replaced() == []
     first_use()
-    assert len(replaced()) == 2, "unpatch() is not for good"
+    assert len(replaced()) == 3, "unpatch() is not for good"
 
 
 def test_two_threads_may_use_memory_elsewhere_for_the_first_time(device, ledger):
@@ -339,6 +394,6 @@ def test_a_context_and_the_first_use_do_not_get_in_each_others_way(process):
 
 def test_what_stands_in_is_torchs_to_whoever_looks(process):
     first_use()
-    for ours, own in zip((torch.cuda.Event.record, torch.cuda.Event.wait), METHODS, strict=True):
+    for ours, own in zip(methods(), METHODS, strict=True):
         assert ours.__wrapped__ is own
         assert (ours.__name__, ours.__doc__) == (own.__name__, own.__doc__)

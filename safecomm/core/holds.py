@@ -290,11 +290,6 @@ class Holds:
         return all(_torch.only_holder(storage) for storage in hold.storages)
 
 
-def nbytes_of(storages: Iterable[object]) -> int:
-    """Return the bytes of ``storages``, of which none is known to be there twice."""
-    return sum([storage.nbytes() for storage in storages if isinstance(storage, torch.UntypedStorage)])
-
-
 def first_of(
     holds: OrderedDict[K, None], count: int, order: Callable[[OrderedDict[K, None]], Iterator[K]] = iter
 ) -> tuple[K, ...]:

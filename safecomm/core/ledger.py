@@ -271,6 +271,7 @@ class Ledger(Holds):
         self.current: Callable[[int], int] = streams.current
         self.budget = budget
         self.uses: Uses = Uses(self, use_budget)
+        self.hand_off = self.uses.use
         self.stream_order: StreamOrder = StreamOrder(self, self.uses)
         # What bucketed() defers, by group: neither held nor launched by the ledger, which only tells of it.
         self.deferring: dict[object, Any] = {}
@@ -280,21 +281,6 @@ class Ledger(Holds):
         self.interval = INTERVAL
 
     # --- rule 1: waited for ---------------------------------------------------------------------------------
-
-    def hand_off(
-        self,
-        op: str,
-        group: object,
-        index: int,
-        storages: tuple[object, ...],
-        frame: types.FrameType,
-        alloc_stream: int | None = None,
-    ) -> None:
-        """Hold those of ``storages``, used on the current stream of ``index``, that were allocated on another (S1).
-
-        ``alloc_stream``: the one that all of them were allocated on, if the caller knows.
-        """
-        self.uses.add(op, group, index, storages, *called_from(frame), _now(), alloc_stream)
 
     def check_boundary(self, work: WorkHold) -> bool:
         """Raise CaptureBoundaryError if the current stream is not in the capture that ``work`` was launched in.

@@ -14,8 +14,7 @@ waits longer than the program has asked for, and no memory is given out too earl
 
 from __future__ import annotations
 
-from safecomm.core.holds import Holds
-from safecomm.core.streams import capture_of
+from safecomm.core.holds import Holds, first_of
 from safecomm.core.uses import SCAN, Events, StreamKey, Uses, Waiting
 
 Note = tuple[int, dict[StreamKey, int]]
@@ -47,7 +46,7 @@ class StreamOrder:
         used = here in self._uses.used_on
         if not used and here not in self._behind:
             return None
-        capture = capture_of(self._streams, stream)
+        capture = self._streams.capture(stream) if stream else 0
         waiting: Waiting | None = self._uses.queues.get((Waiting, *here, capture)) if used else None
         if waiting is not None and waiting.holds:
             waiting.look(at_newest=True)
@@ -60,7 +59,7 @@ class StreamOrder:
         """Release what ``note`` tells of and was allocated on ``stream``, which waits for the event of ``note``."""
         here = stream, index
         capture, known = note
-        if capture != capture_of(self._streams, stream):
+        if capture != (self._streams.capture(stream) if stream else 0):
             return  # an external event, which is where the graph was replayed last
         left: dict[StreamKey, int] = {}
         for used_on, serial in known.items():
@@ -74,6 +73,19 @@ class StreamOrder:
                 left[used_on] = max(serial, left.get(used_on, 0))
             self._behind[here] = capture, left
 
+    def wait_stream(self, index: int, stream: int, other: int) -> None:
+        """Order ``stream`` after what ``other`` has to do now, and release what that makes safe.
+
+        The same as to record an event on the one, and to let the other wait for it, with an event of the pool.
+        """
+        note = self.recorded(index, other)
+        event = self._streams.record_event(index, other)
+        self._streams.wait_event(index, stream, event)
+        if not (other and self._streams.capture(other)):  # an event of a capture stays the graph's
+            self._streams.recycle_event(index, event)
+        if note is not None:
+            self.waited(index, stream, note)
+
     def _release(self, queue: Events, serial: int, waiting: StreamKey) -> bool:
         """Release those holds of ``queue`` below ``serial`` that were allocated on the stream that waits for them.
 
@@ -81,7 +93,7 @@ class StreamOrder:
         """
         stream, index = waiting
         with self._ledger.lock:
-            holds = queue.oldest(SCAN)
+            holds = first_of(queue.holds, SCAN)
             left = len(holds) == SCAN
             for hold in holds:
                 if hold.serial >= serial:

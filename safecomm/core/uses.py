@@ -19,7 +19,8 @@ from typing import Any, TypeVar
 import torch
 
 from safecomm._torch import KEPT, cdata_of, only_holder
-from safecomm.core.holds import SHARE, Hold, Holds, Queue, keys_of, nbytes_of
+from safecomm.core.call_site import called_from
+from safecomm.core.holds import SHARE, Hold, Holds, Queue, keys_of
 from safecomm.core.refcounts import COUNTED, HELD_ONCE, getrefcount
 from safecomm.core.streams import alloc_stream_of, capture_of
 
@@ -105,7 +106,9 @@ class UseQueue(Queue):
             self.next_look, self.unseen_bytes = since + self.ledger.interval, 0
         self.holds[use] = None
         self.nonempty[self] = None
-        self.unseen_bytes += nbytes_of(use.storages)
+        for storage in use.storages:
+            if type(storage) is torch.UntypedStorage:
+                self.unseen_bytes += storage.nbytes()
 
 
 class Events(UseQueue):
@@ -274,6 +277,31 @@ class Uses:
 
     # --- used, and over -----------------------------------------------------------------------------------------
 
+    def use(
+        self,
+        op: str,
+        group: object,
+        index: int,
+        storages: tuple[object, ...],
+        frame: types.FrameType,
+        alloc_stream: int | None = None,
+    ) -> None:
+        """Hold those of ``storages``, used on the current stream of ``index``, that were allocated on another (S1).
+
+        Parameters
+        ----------
+        op, group, frame
+            The call, its group, None if there is none, and where it was made.
+        index
+            Of the device on whose current stream the storages were used.
+        storages
+            What the call has used.
+        alloc_stream
+            The one stream that all of it was allocated on, if the caller knows: asking the driver takes a while.
+        """
+        if alloc_stream is None or alloc_stream != self._streams.current(index):
+            self.add(op, group, index, storages, *called_from(frame), _now(), alloc_stream)
+
     def add(
         self,
         op: str,
@@ -285,44 +313,27 @@ class Uses:
         since: float,
         alloc_stream: int | None = None,
     ) -> None:
-        """Hold those of ``storages`` whose allocation stream is not the current one of ``index``, where they were used.
-
-        Parameters
-        ----------
-        op, code, instruction, since
-            The call, where it was made, and when.
-        group
-            Of the call; None if there is none.
-        index
-            Of the device on whose current stream the storages were used.
-        storages
-            What the call has used.
-        alloc_stream
-            The one stream that all of it was allocated on, if the caller knows: asking the driver takes a while.
-        """
-        stream = self._streams.current(index)
-        foreign: list[object] = []
+        """Do what :meth:`use` does, for a call that was made at ``since`` by that instruction of the code."""
+        streams = self._streams
+        stream = streams.current(index)
         if alloc_stream is None:
-            found = [(storage, alloc_stream_of(self._streams, storage, stream)) for storage in storages]
-            foreign = [storage for storage, allocated_on in found if allocated_on != stream]
+            found = [(storage, alloc_stream_of(streams, storage, stream)) for storage in storages]
+            storages = tuple([storage for storage, allocated_on in found if allocated_on != stream])
             known = {allocated_on for _, allocated_on in found} - {stream}
             alloc_stream = known.pop() if len(known) == 1 else None
-        elif alloc_stream != stream:
-            foreign = list(storages)
-        if not foreign:
+        if not storages:
             return
         # To ask about the current stream takes torch less than the driver.
-        capture = self._streams.capture(stream) if stream and self._streams.is_capturing(index, stream) else 0
+        capture = streams.capture(stream) if stream and streams.is_capturing(index, stream) else 0
         queue = self.queues.get((Events, stream, index, capture)) or self.queue(Events, stream, index, capture)
         self.count += 1
         use = Use()
         use.op, use.code, use.instruction, use.since = op, code, instruction, since
         use.group = None if group is None else weakref.ref(group)
-        use.queue, use.stream, use.alloc_stream = queue, stream, alloc_stream
-        use.storages = tuple(foreign)
+        use.queue, use.stream, use.storages, use.alloc_stream = queue, stream, storages, alloc_stream
         # Threads may use one stream. The order of the queue is that of the events, and of the serials.
         with self.ledger.lock:
-            use.event, use.serial = self._streams.record_event(index, stream), next(self.ledger.serials)
+            use.event, use.serial = streams.record_event(index, stream), next(self.ledger.serials)
             queue.put(use, since)
         if (observer := self.ledger.observer) is not None:
             observer.held(use)

@@ -15,7 +15,7 @@ from safecomm.core.ledger import LEDGER
 from safecomm.diagnostics.replaced import replaced
 
 BUFFER = 4096 * 8192 * 2
-METHODS = ["torch.cuda.streams.Event.record", "torch.cuda.streams.Event.wait"]
+METHODS = [f"torch.cuda.streams.{name}" for name in ("Event.record", "Event.wait", "Stream.wait_stream")]
 
 
 def order(waiting, other, how, between):
