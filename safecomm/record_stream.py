@@ -39,9 +39,6 @@ T = TypeVar("T")
 Mode = Literal["convert", "raise", "warn", "count"]
 Release = Literal["auto", "order", "defer"]
 
-EVERY = 4
-"""Of so many calls of ``record_stream`` one sweeps the ledger. After one in a capture, or of much memory, the next."""
-
 
 class _Site:
     """A call site of ``record_stream``, which is put into words when somebody asks."""
@@ -229,7 +226,6 @@ class _Interception:
         self.ledger = ledger
         self._raw_stream = raw_stream
         self._raw_streams: dict[tuple[int, int], int] = {}
-        self._calls = 0
         self._attributes: list[tuple[type, str, object, object]] = []
         self._key = key
 
@@ -338,8 +334,7 @@ class _Interception:
             return
         ledger, index = self.ledger, stream.device_index
         uses, raw = ledger.uses, self._raw(stream)
-        self._calls += 1
-        if ledger.nonempty and (self._calls % EVERY == 0 or uses.sweep_due):
+        if ledger.nonempty and not ledger.can_skip_sweep():
             ledger.sweep()
         storage = tensor.untyped_storage()
         # A stream of another device can't be ordered by torch's means; that is rare, and the allocator's matter.

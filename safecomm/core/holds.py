@@ -30,9 +30,6 @@ from safecomm.core.streams import HOST, Streams, alloc_stream_of
 
 K = TypeVar("K", bound=Hashable)
 
-SHARE = 8
-"""The share of a queue's budget, one part in this many, that may come between two looks at its events."""
-
 
 @dataclass(frozen=True)
 class Pending:

@@ -38,7 +38,7 @@ from itertools import islice
 from typing import Any, TypeVar
 
 from safecomm.core.call_site import called_from
-from safecomm.core.holds import SHARE, Hold, Holds, Pending, Queue, keys_of, leave_all_empty
+from safecomm.core.holds import Hold, Holds, Pending, Queue, keys_of, leave_all_empty
 from safecomm.core.refcounts import QUEUED, getrefcount
 from safecomm.core.stream_order import StreamOrder
 from safecomm.core.streams import HOST, CudaStreams, Streams, capture_of
@@ -72,6 +72,9 @@ INTERVAL = 0.01
 
 A look takes longer than the rest of a call, and a program orders its streams by itself, which gives the memory back.
 """
+
+SHARE = 8
+"""The share of a queue's budget, one part in this many, that may come between two looks at its events."""
 
 BUDGET = 256 << 20
 """Bytes of a group's dropped works that rule 3 leaves alone however many they are."""

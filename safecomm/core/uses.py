@@ -20,7 +20,7 @@ import torch
 
 from safecomm._torch import KEPT, cdata_of, only_holder
 from safecomm.core.call_site import called_from
-from safecomm.core.holds import SHARE, Hold, Holds, Queue, keys_of
+from safecomm.core.holds import Hold, Holds, Queue, keys_of
 from safecomm.core.refcounts import COUNTED, HELD_ONCE, getrefcount
 from safecomm.core.streams import alloc_stream_of, capture_of
 
@@ -205,7 +205,7 @@ class Waiting(UseQueue):
         elif capture == self.capture == capturing:
             # All of it can fall unused in a moment, and nobody tells. Where that would be too much, each call looks.
             much = self.too_far_behind(self.ledger.lag)
-            self.uses.sweep_due, self.unseen_bytes = False, 0
+            self.unseen_bytes = 0
             self.next_look = 0.0 if much or capture else _now() + self.ledger.interval
             if thorough:
                 for use in keys_of(self.holds):
@@ -256,7 +256,6 @@ class Uses:
         self.on_use: Callable[[], None] | None = None  # called at each use, such as to see from then on what orders it
         # What record_stream was called for, by stream, device index and capture: each device has a default stream 0.
         self.by_storage: dict[int, dict[tuple[int, int, int], Use]] = {}
-        self.sweep_due: bool = False  # what has come since a sweep is of a capture, or so much that rule 3 might apply
         self.ledger: Holds = ledger
         self._streams, self._budget = ledger.streams, budget
 
@@ -432,7 +431,6 @@ class Uses:
             self.by_storage[cdata] = recorded
             queue.fresh += 1
             queue.unseen += 1
-            self.sweep_due |= capture != 0 or SHARE * queue.unseen_bytes > queue.budget
             if (observer := self.ledger.observer) is not None:
                 observer.held(use)
         return True
