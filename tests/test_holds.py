@@ -22,7 +22,7 @@ from safecomm.core.drain import drain_ledger
 from safecomm.core.holds import Hold, Queue, first_of, leave_all_empty, leave_empty
 from safecomm.core.ledger import Ledger
 from safecomm.core.streams import HOST
-from safecomm.core.uses import Use, Waiting
+from safecomm.core.uses import Dead, Use, Waiting
 from safecomm.core.work import Work
 from safecomm.errors import PendingWorkError
 
@@ -306,10 +306,10 @@ def test_what_a_graph_leaves_while_another_is_taken_over_is_not_forgotten_s6(dev
     tensors = [device.allocate(0, 64), device.allocate(0, 64)]
     blocks = device.blocks_of(tensors)
     code = sys._getframe().f_code
-    dead = ledger.uses.of_graphs(INDEX)
+    dead = Dead(ledger.uses, 0, INDEX)
 
     def leave() -> None:
-        ledger.uses.add_of_graph(dead, (1,), (tensors.pop().untyped_storage(),), code, 0)
+        ledger.uses.add_of_graph(INDEX, (1,), (tensors.pop().untyped_storage(),), code, 0)
 
     class Dies(dict[Any, None]):
         def pop(self, key: Any, *default: Any) -> Any:

@@ -105,7 +105,6 @@ class CapturedGraph:
         self._arguments: list[_Argument] = []
         self._slots: dict[int, torch.UntypedStorage] = {}  # of an arena, by address
         self._groups: dict[int, weakref.ref[object]] = {}
-        self._dead = ledger.uses.of_graphs(index)  # where that goes in the end
         self._replayed: dict[int, None] = {}  # the streams that it was replayed on
         self.before_replay: list[Callable[[int], None]] = []  # called with the stream of a replay that is about to be
         # The method that ends the capture and nothing else, from torch 2.14 on. torch.cuda.graph calls it alone for a
@@ -285,7 +284,7 @@ class CapturedGraph:
         held = {one.pointer: one.storage for one in self._arguments if one.storage is not None}
         storages = (*held.values(), *self._slots.values())
         if storages:
-            self._ledger.uses.add_of_graph(self._dead, tuple(self._replayed), storages, self._code, self._instruction)
+            self._ledger.uses.add_of_graph(self.index, tuple(self._replayed), storages, self._code, self._instruction)
         self._leave_slots()
         self._arguments.clear()
         self._groups.clear()

@@ -270,10 +270,6 @@ class Uses:
             queue = kind(self, stream, index, capture, budget)
         return queue
 
-    def of_graphs(self, index: int) -> Dead:
-        """Return the queue for what the graphs of device ``index`` leave, made if there is none."""
-        return self.queues.get((Dead, 0, index, 0)) or Dead(self, 0, index)
-
     # --- used, and over -----------------------------------------------------------------------------------------
 
     def use(
@@ -341,13 +337,14 @@ class Uses:
 
     def add_of_graph(
         self,
-        queue: Dead,
+        index: int,
         replayed: tuple[int, ...],
         storages: tuple[object, ...],
         code: types.CodeType,
         instruction: int,
     ) -> None:
         """Take over ``storages``, which only a graph has used, on ``replayed``. May be called from a destructor."""
+        queue = self.queues.get((Dead, 0, index, 0)) or Dead(self, 0, index)
         use = Use()
         use.op, use.code, use.instruction, use.since = "a CUDA graph", code, instruction, _now()
         use.queue, use.storages, use.replayed = queue, storages, replayed
