@@ -26,7 +26,7 @@ memory is. ``help(safecomm.all_reduce)`` ends with what safecomm does beside tor
 #     graphs                 graph(): a capture in which collectives behave
 #     peers                  low_latency(): small collectives as one kernel over peer memory
 #     record_stream          avoid_record_streams(): intercept, convert, verify
-#     stream_methods         torch.cuda.Event.record and wait, which show how the program orders its streams
+#     stream_methods         three methods of torch.cuda, which show how the program orders its streams
 #     collectives            the wrapped collectives, a file a family
 #     arena                  one contiguous block of communication buffers
 #     guards, backends       which tensors are plain; what the works of each class of backend do
