@@ -560,7 +560,7 @@ def wait_stream_is_behind_what_comes_later() -> None:
 
 @mutant()
 def in_a_capture_the_device_is_asked() -> None:
-    method(ledger.Ledger, "_capturing", lambda original: lambda *_: 0)
+    method(ledger.Ledger, "capturing", lambda original: lambda *_: 0)
 
 
 @mutant()

@@ -26,7 +26,7 @@ import torch
 
 from safecomm import _torch
 from safecomm.core.call_site import line_of
-from safecomm.core.streams import HOST, Streams, alloc_stream_of
+from safecomm.core.streams import HOST, Streams, alloc_stream_of, capture_of
 
 K = TypeVar("K", bound=Hashable)
 
@@ -81,6 +81,7 @@ class Hold:
     stream: int = 0  # of the use; of a staged or captured work: the stream of its launch
     group: weakref.ref[object] | None = None  # of a use; a work's is its queue's
     aliases: tuple[torch.Tensor, ...] = ()  # what c10d was given in place of the caller's tensors; emptied at release
+    staged: bool = False  # c10d has staging memory of the launch stream, which it gives back at the first wait anywhere
     in_a_table: bool = False  # it is found by its storage in a table, and taken out of it at release
     # Set once drain()'s call has returned, where only a call that blocks tells when the hold is complete.
     waiter: threading.Event | None = None
@@ -272,15 +273,21 @@ class Holds:
         streams = {alloc_stream_of(self.streams, storage, HOST) for storage in hold.storages}
         return streams - {HOST}
 
-    def captured_now(self, hold: Hold, streams: Iterable[int | None] | None = None) -> bool:
-        """Return whether one of ``streams``, which releasing the eager ``hold`` would order, is captured just now.
-
-        Without ``streams``: one of those that the memory was allocated on.
-        """
+    def captured_now(self, hold: Hold) -> bool:
+        """Return whether one of the streams that releasing the eager ``hold`` would order is captured just now."""
         if hold.queue.index == HOST or hold.queue.capture:
             return False
-        ordered = self.alloc_streams(hold) if streams is None else streams
+        ordered = self.alloc_streams(hold) | ({hold.stream} if hold.staged else set())
         return any(stream and self.streams.capture(stream) for stream in ordered)
+
+    def capturing(self, queues: Iterable[Queue] = ()) -> int:
+        """Return the capture that a current stream of a device of anything held, or of ``queues``, is part of, or 0."""
+        indices = {queue.index for queue in (*keys_of(self.nonempty), *queues)}
+        indices.update(hold.queue.index for hold in keys_of(self.quarantine))
+        for index in indices - {HOST}:
+            if capture := capture_of(self.streams, self.streams.current(index)):
+                return capture
+        return 0
 
     def only_holder(self, hold: Hold) -> bool:
         """Return whether the memory of ``hold`` would come back if it was released."""

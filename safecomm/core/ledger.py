@@ -31,7 +31,7 @@ import operator
 import threading
 import time
 import types
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from itertools import islice
@@ -86,7 +86,6 @@ class WorkHold(Hold):
     queue: WorkQueue
     inner: Any  # the backend's Work
     full: bool = False  # wait() takes the long way: captured, staged, with aliases, or seen to be complete
-    staged: bool = False  # c10d has staging memory of the launch stream, which it gives back at the first wait anywhere
     aliases_emptied: bool = False
     host_waited: bool = False  # the host has waited for it before a capture
     is_future_done: Callable[[], bool] | None = None  # asked of a dropped handle that can't be polled
@@ -328,7 +327,7 @@ class Ledger(Holds):
         if queue.ordered and len(holds) > 1:
             # All before it are complete with it, and waiting for them is free.
             while work in holds and (earlier := queue.first()) is not work and earlier is not None:
-                if earlier.staged and self.captured_now(earlier, {earlier.stream}):
+                if earlier.staged and self.captured_now(earlier):
                     break
                 if self._wait_here(earlier):
                     self._release_waited(earlier)
@@ -399,7 +398,7 @@ class Ledger(Holds):
 
     def completed(self, work: WorkHold) -> None:
         """Release ``work``, which has just been seen to be complete, if that can be relied on."""
-        if work.queue.pollable and not self._capturing([work.queue]) and not self._captured_now(work):
+        if work.queue.pollable and not self.capturing([work.queue]) and not self.captured_now(work):
             self._order_and_release(work)
 
     def sweep(self, *, thorough: bool = False) -> None:
@@ -412,7 +411,7 @@ class Ledger(Holds):
             return
         # Not the queues that another thread adds from here on: a current stream of their device may be capturing.
         queues = keys_of(self.nonempty)
-        capturing = self._capturing(queues)
+        capturing = self.capturing(queues)
         for hold in keys_of(self.quarantine):
             with contextlib.suppress(Exception):  # as in fail()
                 if self.is_idle(hold):
@@ -452,19 +451,6 @@ class Ledger(Holds):
             return False
         return True
 
-    def _capturing(self, queues: list[Queue]) -> int:
-        """Return the capture that a current stream of the device of any of ``queues`` is part of; 0 if none is."""
-        indices = {queue.index for queue in queues}
-        indices.update(hold.queue.index for hold in keys_of(self.quarantine))
-        for index in indices - {HOST}:
-            if capture := capture_of(self.streams, self.current(index)):
-                return capture
-        return 0
-
-    def capturing(self, queues: Iterable[Queue] = ()) -> int:
-        """Return the capture that a current stream of a device of anything held, or of ``queues``, is part of, or 0."""
-        return self._capturing([*keys_of(self.nonempty), *queues])
-
     def is_over(self, work: WorkHold) -> bool:
         """Return whether the future of ``work``, whose handle was dropped, is done; a use holds the memory then."""
         index, done = work.queue.index, False
@@ -494,17 +480,12 @@ class Ledger(Holds):
         )
         if not (complete or ahead):
             return False
-        if self._captured_now(work):
+        if self.captured_now(work):
             if complete:
                 work.full = True  # it may have failed
             return False
         self._order_and_release(work, dropped=dropped)
         return True
-
-    def _captured_now(self, work: WorkHold) -> bool:
-        if work.queue.index == HOST:  # first, because the driver would be asked about memory of the host
-            return False
-        return self.captured_now(work, self.alloc_streams(work) | ({work.stream} if work.staged else set()))
 
     def _order_and_release(self, work: WorkHold, *, dropped: bool = False) -> None:
         """Order the streams that the memory of a work can be given out again on after the work, and release it."""
