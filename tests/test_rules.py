@@ -316,6 +316,18 @@ def test_recorded_uses_that_pile_up_order_no_stream_that_another_thread_captures
     assert ledger.pending() == []
 
 
+def test_one_look_at_all_finds_what_waits_for_another_hold_of_the_same_memory_s3(device, ledger, group) -> None:
+    """A request of an arena that finds no room looks once."""
+    device.launch(device.streams[1], [])
+    tensor = device.allocate(0, 64)
+    assert ledger.uses.record(tensor.untyped_storage(), INDEX, 1, sys._getframe())
+    call(ledger, group, [tensor])
+    del tensor
+    device.finish()
+    ledger.sweep(thorough=True)
+    assert ledger.pending() == []
+
+
 def test_what_is_to_be_ordered_waits_until_its_stream_is_not_captured_any_more_s5(device, ledger, monkeypatch) -> None:
     """An exception of a signal handler has come after the event of the use was recorded, and then the capture."""
     recorded(device, ledger, 1, "order")

@@ -156,6 +156,8 @@ class Queue:
         "stream", "table", "unseen_bytes",
     )  # fmt: skip
 
+    waits_for_others: bool = False  # its holds end when other holds of the same memory have
+
     def __init__(
         self, ledger: Any, table: dict[K, Any], key: K, index: int, stream: int = 0, capture: int = 0, budget: int = 0
     ) -> None:

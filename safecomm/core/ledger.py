@@ -412,6 +412,8 @@ class Ledger(Holds):
         # Not the queues that another thread adds from here on: a current stream of their device may be capturing.
         queues = keys_of(self.nonempty)
         capturing = self.capturing(queues)
+        if thorough:
+            queues.sort(key=operator.attrgetter("waits_for_others"))  # which the other queues may be
         for hold in keys_of(self.quarantine):
             with contextlib.suppress(Exception):  # as in fail()
                 if self.is_idle(hold):

@@ -163,6 +163,8 @@ class Waiting(UseQueue):
 
     __slots__ = ("events", "fresh", "scan", "unseen")
 
+    waits_for_others = True
+
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         self.events: Events = self.uses.queue(Events, *given[1:4])  # that they go on to
