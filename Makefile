@@ -45,8 +45,11 @@ lint: $(READY_FOR_TESTS)
 	$(BIN)/mypy
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
+# In the order of tests/conftest.py, which has those files first for whose end nobody is to wait.
+TWO_AT_A_TIME := -n 2 --dist loadfile --no-loadscope-reorder
+
 test: lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest $(TWO_AT_A_TIME)
 
 test-all: export SAFECOMM_TESTS = all
 test-all: test
@@ -61,7 +64,7 @@ NOT_COVERING := programs_find or exceptions_find or a_failing_program
 coverage: $(READY_FOR_TESTS)
 	rm -rf build/coverage
 	mkdir -p build/coverage
-	$(BIN)/python -m coverage run -m pytest -n 2 --dist loadfile -k "not ($(NOT_COVERING))" $(COVERING_FILES)
+	$(BIN)/python -m coverage run -m pytest $(TWO_AT_A_TIME) -k "not ($(NOT_COVERING))" $(COVERING_FILES)
 	$(BIN)/python -m coverage combine --quiet
 	$(BIN)/python -m coverage html --quiet --directory build/coverage/html
 	$(BIN)/python -m coverage report --show-missing

@@ -409,7 +409,8 @@ def _serve(rank: int, world: int, port: int, numbers: Sequence[int], seed: int, 
 
 def run(seed: int, numbers: Sequence[int], world: int, broken: str = "") -> str:
     """Play programs on ranks of their own; return what is wrong with the first that is. ``broken``: of BREAKS."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed"])  # whose import takes longer than the programs
     result = context.SimpleQueue()
     server = stock.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = [

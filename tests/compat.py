@@ -36,7 +36,7 @@ MUTANTS = "test_a_check_finds_"
 """What is left out: that a wrong gate is caught. It depends on torch only in that some torch forgives
 a gate that is wrong, such as one that does not see dispatch modes (2.8) or forgets the inputs (2.11)."""
 
-NEEDS = ("pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100", "typing-extensions>=4.6", "hatchling")
+NEEDS = ("pytest>=8", "pytest-xdist>=3.7", "hypothesis>=6.100", "typing-extensions>=4.6", "hatchling")
 """What the environments have besides torch and numpy."""
 
 HANGS = "2.5"
@@ -78,7 +78,7 @@ def run(folder: Path, files: list[str], results: Path) -> tuple[dict[str, int], 
     """Run the tests of ``files``; return the counts, what failed, and what was skipped with its reason."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command: list[Any] = [folder / "bin" / "python", "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    command += ["-n", "2", "--dist", "loadfile", f"--junitxml={results}"]
+    command += ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder", f"--junitxml={results}"]
     if files:
         command += ["-k", f"not ({MUTANTS})"]
     results.unlink(missing_ok=True)

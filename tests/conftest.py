@@ -19,7 +19,12 @@ SKIPS = json.loads((Path(__file__).parent / "compat_skips.json").read_text())
 """The tests that can't run on an old torch, and why. On the newest there are none."""
 
 
+LONGEST = ("test_front_programs.py", "test_low_latency.py", "test_frameworks.py", "test_workloads.py")
+"""The files that begin first: at the end one process of the tests would wait for another that has one of them."""
+
+
 def pytest_collection_modifyitems(config, items):
+    items.sort(key=lambda item: item.path.name not in LONGEST)
     if not amount.ALL:
         patterns = [pattern for entry in amount.LATER for pattern in entry["tests"]]
         later = [item for item in items if any(fnmatch.fnmatchcase(item.nodeid, f"*{one}") for one in patterns)]

@@ -85,7 +85,9 @@ def both_ways(**axes):
 @pytest.mark.parametrize("name", ALL)
 @on(2, 3)
 def test_same_bits_for_every_type_shape_and_layout(name):
-    compare(ALL[name], both_ways(dtype=DTYPES, shape=shapes(name), layout=LAYOUTS))
+    # What there is of types does not depend on how many ranks there are.
+    dtypes = DTYPES if stock.get_world_size() == 2 else (torch.float32, torch.complex64)
+    compare(ALL[name], both_ways(dtype=dtypes, shape=shapes(name), layout=LAYOUTS))
 
 
 @pytest.mark.parametrize("name", REDUCTIONS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import io
 import json
@@ -252,11 +253,21 @@ def _end(rank, words):
         Path(words).with_suffix(f".{rank}").touch()
 
 
+@pytest.fixture
+def forked(monkeypatch):
+    """Start ranks that have torch imported already; how they start without, the one test that kills them shows."""
+    start = functools.partial(torch.multiprocessing.start_processes, start_method="forkserver")
+    multiprocessing.set_forkserver_preload(["torch.distributed"])
+    monkeypatch.setattr(torch.multiprocessing, "spawn", start)
+
+
+@pytest.mark.usefixtures("forked")
 def test_two_ranks_run(tmp_path):
     program.launch(_end, str(tmp_path / "rank"), limit=60.0)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rank.0", "rank.1"]
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
     ("words", "limit", "said"),
     [

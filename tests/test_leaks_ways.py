@@ -18,7 +18,8 @@ import torch
 from safecomm.diagnostics import leaks
 from safecomm.tools.demo.shown import leak as leak_of_the_demo
 
-STEPS = range(2, 13)
+STEPS = (2, 3, 5, 6, 12)
+"""Where what is told of some ways changes, and many. A watch looks through all of the memory of the process."""
 ROWS = 8
 
 
@@ -455,7 +456,7 @@ def counted(watched):
     return [(leak.count, leak.nbytes, leak.steps[0], leak.steps[-1]) for leak in watched.leaks]
 
 
-@pytest.mark.parametrize("steps", range(1, 8))
+@pytest.mark.parametrize("steps", [1, 2, 3, 7])
 def test_inputs_that_only_the_graphs_of_kept_losses_keep(steps):
     """The newest is in a variable, too, and counts with the others."""
     model, keep = Model(), []
@@ -470,7 +471,7 @@ def test_inputs_that_only_the_graphs_of_kept_losses_keep(steps):
     )
 
 
-@pytest.mark.parametrize("steps", range(3, 13))
+@pytest.mark.parametrize("steps", [3, 4, 5, 6, 12])
 def test_one_more_in_each_second_step(steps):
     def way(run, step):
         if step % 2 == 0:
@@ -489,7 +490,7 @@ def test_a_tensor_that_grows(steps):
     assert counted(watched) == ([(1, 32 * steps, steps, steps)] if steps >= 5 else [])
 
 
-@pytest.mark.parametrize("steps", [2, 3, 12])
+@pytest.mark.parametrize("steps", [2, 12])
 def test_deep_copies_of_the_state(steps):
     def snapshot(run, step):
         run.all_of("snapshots").append(copy.deepcopy(run.model.state_dict()))

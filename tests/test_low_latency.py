@@ -5,6 +5,7 @@ The peers' memory is shared memory of the machine, in place of symmetric memory.
 """
 
 import contextlib
+import functools
 import io
 import itertools
 import json
@@ -27,7 +28,7 @@ import torch
 import torch.distributed as stock
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import launch, on, run_program, signal_to_peers, wait_for_signal
+from ranks import launch, on, run_program, run_python, signal_to_peers, speed_up_the_interpreter, wait_for_signal
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from watching import Log, Sees, slowed
 
@@ -81,10 +82,18 @@ class SharedStaging:
 
 
 @contextlib.contextmanager
-def switched_on(group=None, limits=SMALL, timeout=timedelta(seconds=30), **how):
+def switched_on(group=None, limits=SMALL, timeout=timedelta(seconds=30), *, tried=False, **how):
+    """Switch it on; but if ``tried``, without a first call of each kernel, which takes longer than most tests."""
+    from safecomm.peers import kernels
+
     low_latency.STAGINGS["gloo"] = SharedStaging
+    first = low_latency._try if tried else lambda engine: engine.set_patience(engine.timeout)
     try:
-        with safecomm.low_latency(group, limits=limits, timeout=timeout, **how) as on_now:
+        with (
+            mock.patch.object(low_latency, "_try", first),
+            mock.patch.object(kernels, "LOOKS", 1),  # a look takes as long here as what is waited for
+            safecomm.low_latency(group, limits=limits, timeout=timeout, **how) as on_now,
+        ):
             assert on_now.reason == ""
             yield on_now
     finally:
@@ -123,7 +132,7 @@ def test_all_reduce_gives_the_reduction_on_every_rank_s8():
     rank, world = stock.get_rank(), stock.get_world_size()
     calls = [(OPS[0], dtype, count) for dtype in DTYPES for count in (1, 16, 4097, 9000)]
     calls += [(op, dtype, count) for op in OPS[1:] for dtype, count in ((torch.float32, 4100), (torch.bfloat16, 7))]
-    with switched_on() as ours:
+    with switched_on(tried=True) as ours:
         for op, dtype, count in calls:
             sent = [of_rank(peer, count, dtype) for peer in range(world)]
             tensor = sent[rank].clone()
@@ -383,7 +392,7 @@ def test_exchanges_and_small_gathers_are_exact_in_every_type_s8():
     rank, world = stock.get_rank(), stock.get_world_size()
     calls = [(torch.float32, 16), (torch.int64, 700), (torch.uint8, 9), (torch.bool, 4099), (torch.bfloat16, 5000)]
     calls += [(torch.float16, 3), (torch.float64, 1), (torch.int8, 64)]
-    with switched_on(limits=EXACT) as ours:
+    with switched_on(limits=EXACT, tried=True) as ours:
         for dtype, count in calls:
             sent = [bits_of(peer, count * world, dtype) for peer in range(world)]
             offset = count % 2  # also at odd addresses
@@ -1204,8 +1213,9 @@ def test_a_program_of_the_ring_has_room_beside_all_other_groups_wherever_their_p
 
 
 def everywhere_and_an_end(rank):
+    speed_up_the_interpreter()
     low_latency.STAGINGS["gloo"] = SharedStaging
-    low_latency_limits.DEFAULTS[2] = SMALL
+    low_latency_limits.DEFAULTS[2] = limits = LowLatencyLimits(one_shot=64, two_shot=0, scatter=0, gather=0)
     real = low_latency.backends.of
     low_latency.backends.of = lambda group, _: real(group, "cpu")
     low_latency.everywhere()
@@ -1216,7 +1226,7 @@ def everywhere_and_an_end(rank):
             safecomm.all_reduce(tensor, group=member)
         assert (tensor == 8).all()
     assert [engine.taken for engine in ENGINES.values() if hasattr(engine, "taken")] == [3, 3]
-    with safecomm.low_latency(group, limits=SMALL) as ours:  # what is said for a group wins
+    with safecomm.low_latency(group, limits=limits) as ours:  # what is said for a group wins
         safecomm.all_reduce(tensor, group=group)
         assert ours.calls == 1
     safecomm.all_reduce(tensor, group=group)
@@ -1237,14 +1247,9 @@ def test_everywhere_switches_groups_on_at_their_first_call_and_they_end_with_the
 def test_the_runner_switches_it_on_everywhere(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("from safecomm.collectives.takers import ENGINES; print(list(ENGINES))")
-    command = [sys.executable, "-m", "safecomm", "run", "--low-latency", str(script)]
-    environment = {**os.environ, "PYTHONPATH": ":".join(filter(None, sys.path))}
-    by_flag = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-    assert by_flag.stdout == "[None]\n"
-    command.remove("--low-latency")
-    environment["SAFECOMM_LOW_LATENCY"] = "1"
-    by_variable = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-    assert by_variable.stdout == "[None]\n"
+    run = functools.partial(run_python, "-m", "safecomm", "run", cwd=str(tmp_path))
+    assert run("--low-latency", "script.py").out == "[None]\n"
+    assert run("script.py", SAFECOMM_LOW_LATENCY="1").out == "[None]\n"
 
 
 @pytest.mark.parametrize(("value", "found"), [("", {}), ("0", {}), ("limits.json", {None: "limits.json"})])

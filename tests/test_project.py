@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from ranks import Ended, run_python, start_ranks
 
 import safecomm
 
@@ -122,16 +123,24 @@ def test_each_command_of_the_tutorial_runs_and_says_what_the_page_says(tmp_path)
     assert len(commands) == 6
     for name in ("stock", "safecomm"):  # what the commands write on GPUs
         shutil.copy(ROOT / "benchmarks" / "results" / "snapshots" / f"{name}.pickle", tmp_path)
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     printed = ""
-    for command in commands:
-        words = command.split()
-        assert words[0] in ("torchrun", "python")
-        launcher = ["-m", "torch.distributed.run", "--standalone"] if words[0] == "torchrun" else []
-        run = [sys.executable, *launcher, *words[1:]]
-        done = subprocess.run(run, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, f"{command}\n{done.stderr}"
-        printed += done.stdout.replace(f"{tmp_path}/", "")
+    for number, command in enumerate(commands):
+        program, *words = command.split()
+        if program == "python":
+            ended = [run_python(*words, cwd=str(tmp_path), **environment)]
+        elif number:  # what torchrun starts, without torchrun
+            assert (program, words[:2]) == ("torchrun", ["--nproc-per-node", "2"])
+            environment["LOCAL_WORLD_SIZE"] = "2"
+            ended = start_ranks(2, *words[2:], cwd=str(tmp_path), limit=120, **environment).end()
+        else:
+            run = [sys.executable, "-m", "torch.distributed.run", "--standalone", *words]
+            with_ours = {**os.environ, **environment}
+            done = subprocess.run(run, cwd=tmp_path, env=with_ours, capture_output=True, text=True, timeout=120)
+            ended = [Ended(done.returncode, done.stdout, done.stderr)]
+        for one in ended:
+            assert one.status == 0, f"{command}\n{one.err}"
+            printed += one.out.replace(f"{tmp_path}/", "")
     for shown in fenced(TUTORIAL, "text"):
         assert " ".join(told(shown)) in " ".join(told(printed)), shown
     for figure in re.findall(r"`(with every block[^`]*)`|^(Peak .*)$", TUTORIAL, re.MULTILINE):

@@ -305,24 +305,6 @@ def test_what_was_sent_arrives_although_its_tensor_was_freed():
         assert torch.equal(room, torch.arange(1 << 16, dtype=torch.float32))
 
 
-@on(2)
-def test_storages_are_held_and_come_back_at_wait():
-    tensor = torch.ones(1000)
-    memory = watch(tensor)
-    work = all_reduce_late("storages are held", tensor)
-    if dist.get_rank() == 0:
-        assert not work.is_completed()
-        (entry,) = dist.pending()
-        assert entry.nbytes == 4000
-        tensor.data = torch.empty_like(tensor)
-        assert not memory.expired()
-        signal_to_peers("storages are held")
-    work.wait()
-    assert dist.pending() == []
-    del work  # torch's handle keeps the outputs, for result()
-    until(lambda: memory.expired() == (dist.get_rank() == 0))  # gloo's thread lets go of it a moment later
-
-
 # --- S3: nothing forgotten ------------------------------------------------------------------------------
 
 
@@ -597,17 +579,6 @@ def test_a_function_mode_sees_torch_s_functions_as_often_and_the_hold_is_made_on
     assert found == expected, f"{found}, not {expected}"
     assert our_data == data
     assert held == works
-
-
-@pytest.mark.parametrize("name", {**REDUCTIONS, **MOVES})
-@on(2)
-def test_renamed_functions_hold_once(name):
-    # On torch 2.13 the old names call the new ones.
-    returned, _ = invoke(dist, name, ASYNCHRONOUS)
-    held = len(dist.pending())
-    finish(returned)
-    until(lambda: dist.drain() == 0)
-    assert held == 1
 
 
 @on(2)
