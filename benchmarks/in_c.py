@@ -19,7 +19,7 @@ from measured import begin, setting, write
 
 import safecomm
 from safecomm._torch import native, segment_table, streams
-from safecomm.collectives import gates, holding, lists, takers, tensors
+from safecomm.collectives import coalesced, gates, holding, lists, takers, tensors
 from safecomm.core.allocation import Allocations
 from safecomm.core.ledger import LEDGER
 
@@ -29,7 +29,7 @@ BURST = 30
 
 def ask_by(found, is_capturing):
     """Let all calls ask ``found``."""
-    for module in (gates, holding, lists, takers, tensors):
+    for module in (coalesced, gates, holding, lists, takers, tensors):
         for name in ("alloc_stream", "all_allocated_on"):
             if hasattr(module, f"_{name}"):
                 setattr(module, f"_{name}", getattr(found, name))

@@ -37,11 +37,12 @@ def named(module, start):
     return [(module, name) for name in vars(module) if name.startswith(start) and callable(vars(module)[name])]
 
 
+WHERE = [(module, "_alloc_stream") for module in (gates, holding, coalesced)]
 PARTS = {
     "nothing": named(gates, "_count_"),
     "launch, by torch's backend": named(gates, "_launch_"),
-    "where memory was allocated": [(gates, "_alloc_stream"), (holding, "_alloc_stream")],
-    "of that, without the driver": [(gates, "_alloc_stream"), (holding, "_alloc_stream")] * (not native.WHY_CTYPES),
+    "where memory was allocated": WHERE,
+    "of that, without the driver": WHERE * (not native.WHY_CTYPES),
     "is a sweep needed": [(gates, "_can_skip_sweep")],
     "sweep": [(Ledger, "sweep")],
     "hold": [(WorkQueue, "hold")],

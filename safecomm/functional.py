@@ -32,9 +32,10 @@ import torch.distributed as dist
 from safecomm import _torch, arguments
 from safecomm.arena.staging import buffer, contiguous
 from safecomm.collectives import gates as _gates
-from safecomm.collectives.table import ROWS
+from safecomm.collectives import holding as _holding
+from safecomm.collectives.table import ROWS, Row
+from safecomm.collectives.takers import default_group as _default_group
 from safecomm.collectives.takers import now
-from safecomm.core.ledger import LEDGER
 from safecomm.core.work import Work
 
 __all__ = [
@@ -48,6 +49,7 @@ _LINEAR = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
 # The name that torch 2.13 knows them by, and does not warn of.
 _gather_into = getattr(_gates, ROWS["all_gather_single"].name)
 _scatter_into = getattr(_gates, ROWS["reduce_scatter_single"].name)
+_COPY = Row("functional.all_gather", ())
 
 _OP = arguments.is_a("a torch.distributed.ReduceOp", dist.ReduceOp, dist.ReduceOp.RedOpType)
 _ROWS = arguments.Rule(
@@ -150,9 +152,9 @@ def _launch_all_gather(tensor: torch.Tensor, dim: int, group: _Group, asynchrono
     def finish() -> None:
         inner.view(*part[:dim], world, *part[dim:]).copy_(staged.view(world, *part).movedim(0, dim))
         if (index := _torch.index_of(staged)) >= 0:  # maybe on another stream than they are of
-            storages = (staged.untyped_storage(), inner.untyped_storage())
             # A frame that was taken outside would be part of a cycle, and keep all of it.
-            LEDGER.hand_off("functional.all_gather", group, index, storages, sys._getframe())
+            call = _holding.Call(_COPY, group or _default_group(), [staged, inner], index, sys._getframe())
+            _holding.finish(call, None)
 
     if asynchronous:
         return output, work, finish

@@ -26,7 +26,7 @@ import torch.distributed.distributed_c10d as c10d
 
 from safecomm import _torch
 from safecomm.collectives import gates as _gates
-from safecomm.collectives.holding import hold_read
+from safecomm.collectives.holding import finish_read
 from safecomm.collectives.table import OPS_BY_NAME as _OPS
 from safecomm.collectives.table import ROWS
 from safecomm.collectives.takers import ENGINES, now, take
@@ -69,7 +69,7 @@ def _all_reduce(x: torch.Tensor, op: str, group_name: str) -> torch.Tensor:
         if not ENGINES or not take(_ROW, group, (out, x.detach().contiguous()), operation, program):
             _gates.all_reduce(out.copy_(x), operation, group)
         if x.numel():
-            hold_read(_ROW.name, group, x)
+            finish_read(_ROW, group, x)
         return out
 
 

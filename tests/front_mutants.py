@@ -28,7 +28,7 @@ from safecomm.arena import arena as arenas
 from safecomm.arena.free_list import FreeList
 from safecomm.arena.layout import Layout
 from safecomm.arena.size_class import ALIGNMENT, NO_STREAMS, SizeClass
-from safecomm.collectives import bucketed, holding, routes, tensors
+from safecomm.collectives import bucketed, coalesced, general, holding, lists, point_to_point, routes, takers, tensors
 from safecomm.core import captures, ledger, uses
 from safecomm.core import work as works
 from safecomm.core.stream_order import StreamOrder
@@ -70,25 +70,34 @@ def method(owner: type, name: str, around: Callable[[Any], Any]) -> None:
 # --- the gates' seams -----------------------------------------------------------------------------------------------
 
 
+def holding_less(less: Callable[[holding.Call, Any], list[Any]], *modules: Any) -> None:
+    """Have calls that come to their end in ``modules``, by default in all, hold the tensors that ``less`` gives."""
+    original = holding.finish
+
+    def finish(call: holding.Call, answer: object) -> Any:
+        call.tensors = less(call, answer)
+        return original(call, answer)
+
+    if not modules:
+        everywhere(original, finish)
+    for module in modules:
+        assert module.finish is original
+        module.finish = finish
+
+
 @mutant()
 def a_work_of_the_general_way_is_not_held() -> None:
-    everywhere(holding.finish, lambda row, result, group, tensors, frame: result)
+    holding_less(lambda *_: [], general, point_to_point, takers)
 
 
 @mutant()
 def a_list_is_held_without_its_last_tensor() -> None:
-    original = holding.hold_list
-    everywhere(
-        original, lambda row, inner, route, group, given, frame: original(row, inner, route, group, given[:-1], frame)
-    )
+    holding_less(lambda call, answer: call.tensors if answer is None else call.tensors[:-1], lists)
 
 
 @mutant()
 def a_list_is_held_by_its_first_tensor() -> None:
-    original = holding.hold_list
-    everywhere(
-        original, lambda row, inner, route, group, given, frame: original(row, inner, route, group, given[:1], frame)
-    )
+    holding_less(lambda call, answer: call.tensors if answer is None else call.tensors[:1], lists)
 
 
 @mutant()
@@ -117,17 +126,22 @@ def a_general_call_holds_its_first_storage_alone() -> None:
 
 @mutant()
 def the_end_of_a_region_holds_its_first_tensor_alone() -> None:
-    original = holding.hold_together
-
-    def hold(inner, route, group, given, aliases, asynchronous, ordered, frame):  # type: ignore[no-untyped-def]
-        return original(inner, route, group, given[:1], aliases, asynchronous, ordered, frame)
-
-    everywhere(original, hold)
+    coalesced._Together.tensors = property(lambda self: [*self.given, *self.others][:1])  # type: ignore[assignment]
 
 
 @mutant()
 def a_region_of_one_call_is_held_by_nothing() -> None:
-    everywhere(holding.hold_launched, lambda op, inner, *_: inner)
+    original, single = coalesced._Manager._end_single, []
+    holding_less(lambda call, _: [] if single else call.tensors, coalesced)
+
+    def end(self: Any, *given: Any) -> bool:
+        single.append(self)
+        try:
+            return original(self, *given)
+        finally:
+            single.pop()
+
+    coalesced._Manager._end_single = end  # type: ignore[method-assign]
 
 
 @mutant()
@@ -153,24 +167,18 @@ def all_is_taken_for_memory_of_the_current_stream() -> None:
 
 @mutant()
 def the_first_of_two_tells_the_allocation_stream_of_both() -> None:
-    original = tensors.alloc_stream_of_few
+    original = tensors.common_alloc_stream
     everywhere(original, lambda index, storages: original(index, storages[:1]))
 
 
 @mutant()
 def buckets_make_no_handoff() -> None:
-    everywhere(bucketed.storages_of, tensors.storages_of)
-    bucketed.storages_of = lambda given: ()  # type: ignore[assignment]
+    holding_less(lambda *_: [], bucketed)
 
 
 @mutant()
 def a_batch_holds_nothing_of_its_second_operation() -> None:
-    original = holding.finish
-
-    def finish(row, result, group, given, frame):  # type: ignore[no-untyped-def]
-        return original(row, result, group, given[:1] if row.name == "batch_isend_irecv" else given, frame)
-
-    everywhere(original, finish)
+    holding_less(lambda call, _: call.tensors[:1], point_to_point)
 
 
 @mutant()
@@ -208,8 +216,13 @@ def what_threads_of_the_host_use_is_not_held() -> None:
 
 @mutant("gloo")
 def a_send_of_gloo_is_not_held() -> None:
-    original = holding._hold_work
-    holding._hold_work = lambda row, inner, group, index, given, frame: original(row, inner, group, index, [], frame)
+    original = holding.finish
+
+    def finish(call: holding.Call, answer: object) -> Any:
+        with mock.patch.object(holding, "storages_of", return_value=()):
+            return original(call, answer)
+
+    general.finish = point_to_point.finish = finish  # type: ignore[attr-defined]
 
 
 # --- the ledger -----------------------------------------------------------------------------------------------------

@@ -16,7 +16,9 @@ from simulated import FakeGroup, FakeNccl, FakeNccl2, SimulatedDevice, routes_of
 import safecomm
 from safecomm import _torch, backends
 from safecomm.collectives import coalesced, general, holding
+from safecomm.collectives import tensors as tensors_of_calls
 from safecomm.collectives.routes import ROUTES
+from safecomm.collectives.table import ROWS
 from safecomm.core.ledger import LEDGER, Ledger
 from safecomm.core.streams import HOST
 
@@ -260,13 +262,15 @@ def test_a_synchronous_call_that_fails_leaves_what_it_still_uses_s4(monkeypatch)
     device = SimulatedDevice()
     ledger = Ledger(device)
     monkeypatch.setattr(holding, "LEDGER", ledger)
-    route = routes_of(ledger).of(FakeGroup(device, "nccl2"), 0)
+    monkeypatch.setattr(holding, "ROUTES", routes_of(ledger))
+    monkeypatch.setattr(holding, "_current", device.current)
+    monkeypatch.setattr(tensors_of_calls, "_alloc_stream", device.alloc_stream)
     tensor = device.allocate(0, 64)
     device.switch(1)
     device.launch(device.here(), device.blocks_of([tensor]))
-    failed = mock.Mock(wait=mock.Mock(side_effect=RuntimeError("too late")))
+    route = types.SimpleNamespace(index=0, wait_for=mock.Mock(side_effect=RuntimeError("too late")))
     with pytest.raises(RuntimeError, match="too late"):
-        holding.wait_for(route, failed, "all_reduce", None, [tensor], sys._getframe())
+        holding.wait_for(route, None, ROWS["all_reduce"], c10d.ProcessGroup(0, 1), [tensor], sys._getframe())
     del tensor
     device.settle()
     assert [entry.state for entry in ledger.pending()] == ["handed off"]

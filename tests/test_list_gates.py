@@ -14,7 +14,7 @@ import torch
 import torch.distributed as stock
 from mutants import finds, fresh
 from ranks import on
-from test_gates import Nested, changing, goes_only_outside_of_modes, is_offered
+from test_gates import MagicOptions, Nested, changing, goes_only_outside_of_modes, is_offered
 from torch.torch_version import TorchVersion
 from watching import cpu_profile
 
@@ -269,14 +269,24 @@ def check_device(made):
         for queries in (False, True):
             route = mock.Mock(index=0, stream_ordered=True, asks_in_wait=queries, rank=0)
             route.launch = lambda function, *given: function(*given)
-            ledger = mock.Mock()
             with (
                 mock.patch.dict(made._routes, {id(stock.group.WORLD): route}),
-                mock.patch.multiple(made, _current=mock.Mock(return_value=5), LEDGER=ledger),
-                mock.patch.multiple(
-                    made, _gather_root=lambda *_: mock.Mock(rootRank=0), _scatter_root=lambda *_: mock.Mock(rootRank=0)
-                ),
+                mock.patch.object(made, "_current", return_value=5),
+                mock.patch.object(made, "finish") as finish,
+                mock.patch.object(way, "options", MagicOptions()),
             ):
+
+                def ended(finish=finish, row=row):
+                    """Return what has been the answer to the call that has ended, and forget it."""
+                    finish.assert_called_once()
+                    call, answer = finish.call_args.args
+                    assert (call.row, call.group, call.index, call.staged) == (
+                        row, stock.group.WORLD, 0, row.staged and not isinstance(answer, Exception)
+                    )  # fmt: skip
+                    assert len(call.tensors) == 2
+                    finish.reset_mock()
+                    return answer
+
                 for local in (True, False):
                     with (
                         mock.patch.object(made, "_all_allocated_on", return_value=local) as asked,
@@ -287,26 +297,18 @@ def check_device(made):
                         assert stream == 5
                         assert pointers == sorted(pointers)
                         assert len(pointers) == 2
-                        assert ledger.hand_off.called is not local
+                        assert finish.called is not local
                         waits = route.wait_for if queries else launch.return_value.wait
                         assert waits.call_count == 1
                     route.wait_for.reset_mock()
-                ledger.hand_off.assert_called()
-                assert ledger.hand_off.call_args.args[:3] == (row.name, stock.group.WORLD, 0)
-                assert len(ledger.hand_off.call_args.args[3]) == 2
-                ledger.hand_off.reset_mock()
+                assert ended() is None
                 failed = stock.DistBackendError("it has failed")
                 with mock.patch.object(way, "function", side_effect=failed), pytest.raises(stock.DistBackendError):
                     run(made, key, *arguments(key))
-                ledger.hand_off.assert_called_once()
-                assert len(ledger.hand_off.call_args.args[3]) == 2
-                with (
-                    mock.patch.object(way, "function", return_value="inner"),
-                    mock.patch.object(made, "hold_list") as hold,
-                ):
+                assert ended() is failed
+                with mock.patch.object(way, "function", return_value="inner"):
                     run(made, key, *arguments(key), asynchronous=True)
-                assert hold.call_args.args[:2] == (row, "inner")
-                assert len(hold.call_args.args[4]) == 2
+                assert ended() == "inner"
 
 
 CHECKS = [
@@ -330,25 +332,25 @@ MUTANTS = {
     "sees no graph input": ("not _inflight()", "True"),
     "takes any flag": ("not (asynchronous is False or (asynchronous is True and not _inflight()))", "False"),
     "gives gloo the tensors": ("[tensor.detach() for tensor in tensors]", "tensors"),
-    "always launches synchronously": ("_all_to_all_options[asynchronous]", "_all_to_all_options[False]"),
+    "always launches synchronously": ("len(outputs), way.options[asynchronous]", "len(outputs), way.options[False]"),
     "counts nothing": ("way.count()", "None"),
-    "holds nothing": ("hold_list", "(lambda _, inner, *__: inner)"),
-    "names its own line": ("_getframe(3)", "_getframe(2)"),
+    "holds nothing": ("finish", "(lambda _, inner: inner)"),
+    "names its own line": ("_getframe(4)", "_getframe(3)"),
     "does not wait": ("inner.wait()", "None"),
     "waits unrelaxed": ("route.wait_for(inner)", "inner.wait()"),
-    "makes no handoff": ("index >= 0 and not _all_allocated_on("
-                         "_current(index), sorted([tensor.data_ptr() for tensor in tensors]))",
-                         "_all_allocated_on(_current(index), sorted([t.data_ptr() for t in tensors])) and False"),
-    "always makes a handoff": ("index >= 0 and not _all_allocated_on("
-                               "_current(index), sorted([tensor.data_ptr() for tensor in tensors]))",
-                               "_all_allocated_on(_current(index), sorted([t.data_ptr() for t in tensors])) or True"),
-    "forgets what has failed": (
-        "index >= 0 and (route.asks_in_wait or isinstance(error, torch.distributed.DistBackendError))", "False"),
+    "makes no handoff": (
+        "index < 0 or _all_allocated_on(_current(index), sorted([tensor.data_ptr() for tensor in used]))",
+        "_all_allocated_on(_current(index), sorted([tensor.data_ptr() for tensor in used])) or True"),
+    "always makes a handoff": (
+        "index < 0 or _all_allocated_on(_current(index), sorted([tensor.data_ptr() for tensor in used]))",
+        "index < 0 or (_all_allocated_on(_current(index), sorted([tensor.data_ptr() for tensor in used])) and False)"),
+    "forgets what has failed": ("finish(Call(row, group, used, index, _getframe(4)), error)", "None"),
+    "forgets that c10d stages": ("row.staged and flat is None", "False"),
     "forgets inputs": (
-        "_run(_ALL_TO_ALL, route, group, given[:count], given[count:], options, tensors, asynchronous)",
-        "_run(_ALL_TO_ALL, route, group, given[:count], given[count:], options, outputs, asynchronous)"),
-    "takes any operation": ("_reduce_options[asynchronous].get(id(op))",
-                            "_reduce_options[asynchronous].get(id(c10d.ReduceOp.SUM))"),
+        "_run(way, way.function, route, group, given[:count], given[count:], options, tensors, asynchronous)",
+        "_run(way, way.function, route, group, given[:count], given[count:], options, outputs, asynchronous)"),
+    "takes any operation": ("way.options[asynchronous].get(id(op))",
+                            "way.options[asynchronous].get(id(c10d.ReduceOp.SUM))"),
     "takes a list from anybody": ("(options.rootRank == route.rank) is not bool(parts)", "False"),
     "knows no root but a named one": ("root = 0", "pass"),
     "takes tuples": ("type(tensor_list) is not list", "False"),

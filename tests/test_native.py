@@ -534,14 +534,14 @@ import safecomm
 from safecomm import _torch
 from safecomm._torch import native
 from safecomm.core.ledger import LEDGER
-from safecomm.collectives import gates, holding, lists, takers, tensors
+from safecomm.collectives import coalesced, gates, holding, lists, takers, tensors
 
 streams = LEDGER.streams
 in_c = type(streams._table).__module__ == "safecomm._torch._driver"
 assert in_c == (not _torch.WHY_CTYPES)
-for module in (gates, holding, takers, tensors):
+for module in (coalesced, gates, holding, takers, tensors):
     assert module._alloc_stream.__self__ is streams._table
-for module in (holding, lists, tensors):
+for module in (coalesced, lists, tensors):
     assert module._all_allocated_on.__self__ is streams._table
 for asked in (streams.alloc_stream, streams.all_allocated_on, streams.capture, streams.is_capturing):
     assert (type(asked) is types.BuiltinFunctionType) == in_c

@@ -16,6 +16,7 @@ from watching import Sees, cpu_profile
 
 import safecomm
 from safecomm.collectives import coalesced, holding
+from safecomm.collectives import tensors as tensors_of_calls
 from safecomm.collectives.regions import REGIONS
 from safecomm.collectives.routes import ROUTES
 from safecomm.collectives.table import ROWS
@@ -222,21 +223,30 @@ def test_a_call_that_comes_at_the_end_of_a_region_is_not_lost_s8():
 
 @on(1)
 def test_on_a_device_a_region_knows_where_its_memory_was_allocated_s1():
-    from safecomm.collectives import holding
-
-    tensors = [torch.ones(2), torch.ones(2)]
+    tensors = [torch.ones(2), torch.ones(2), torch.ones(2)]
+    group = stock.group.WORLD
     for local in (True, False):
-        route, ledger, inner = mock.Mock(index=0), mock.Mock(), mock.Mock()
-        with mock.patch.multiple(
-            holding, _current=lambda _: 5, _all_allocated_on=lambda *_, local=local: local, LEDGER=ledger
+        route, ledger, inner = mock.Mock(index=0), mock.Mock(), mock.Mock(spec=stock.Work)
+        together = coalesced._Together(lambda *_: inner, None, route, tensors, [])  # noqa: B023 (it is called here)
+        route.launch = lambda function, *given: function(*given)
+        where = lambda *_, local=local: local  # noqa: E731
+        with (
+            mock.patch.multiple(holding, _current=lambda _: 5, LEDGER=ledger),
+            mock.patch.multiple(tensors_of_calls, _current=lambda _: 5, _all_allocated_on=where),
+            mock.patch.multiple(coalesced, _current=lambda _: 5, _all_allocated_on=where),
+            mock.patch.dict(holding.ROUTES.fast, {id(group): route}),
         ):
-            assert holding.hold_together(inner, route, "group", tensors, [], False, True, "frame") is None
+            assert together.launch(group, False, True, sys._getframe()) is None
             assert route.wait_for.call_args.args == (inner,)
             assert ledger.hand_off.called is not local
-            holding.hold_together(inner, route, "group", tensors, list(tensors), True, True, "frame")
-            work = route.hold.call_args.args[0]
+            together.launch(group, True, True, sys._getframe())
             assert route.hold.call_args.args[4] == (5 if local else None)
-            assert len(route.hold.call_args.args[3]) == len(work.aliases) == 2
+            assert len(route.hold.call_args.args[3]) == 3
+            ledger.hand_off.reset_mock()
+            route.wait_for.side_effect = RuntimeError("too late")
+            with pytest.raises(RuntimeError, match="too late"):
+                together.launch(group, False, True, sys._getframe())
+            assert ledger.hand_off.called is not local
 
 
 @pytest.mark.parametrize("made_in_mode", [False, True])
@@ -252,14 +262,24 @@ def test_c10d_is_given_the_tensor_itself_where_an_alias_would_be_of_another_kind
     assert aliases == ([] if given is tensor else [given])
 
 
-@pytest.mark.parametrize("answer", ["a work", "nothing"])
+@pytest.mark.parametrize("answer", ["a work", "nothing", "an error"])
+@on(1)
 def test_what_c10d_keeps_of_a_region_that_has_ended_has_no_memory_s2(answer):
-    """ProcessGroupNCCL keeps what it was given until the group's next collective."""
-    tensor, waited = torch.ones(2), []
-    alias = tensor.detach()
-    route = SimpleNamespace(index=HOST, wait_for=lambda inner: waited.append((inner, alias.numel())))
-    inner = answer if answer == "a work" else None
-    assert holding.hold_together(inner, route, None, [tensor], [alias], False, True, sys._getframe()) is None
+    """ProcessGroupNCCL keeps what it was given until the group's next collective. Threads of gloo may still come."""
+    tensor, waited, given = torch.ones(2), [], []
+
+    def wait_for(inner):
+        waited.append((inner, given[0].numel()))
+        if answer == "an error":
+            raise RuntimeError("too late")
+
+    inner = None if answer == "nothing" else "a work"
+    route = SimpleNamespace(index=HOST, asks_in_wait=False, wait_for=wait_for)
+    together = coalesced._Together(lambda _, tensors, __: given.extend(tensors) or inner, None, route, [tensor], [])
+    with pytest.raises(RuntimeError) if answer == "an error" else contextlib.nullcontext():
+        assert together.launch(stock.group.WORLD, False, True, sys._getframe()) is None
     assert waited == ([] if inner is None else [(inner, 2)])
-    assert alias.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr()
-    assert (alias.numel(), tensor.numel()) == (0, 2)
+    (alias,) = given
+    kept = answer == "an error"
+    assert (alias.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()) is kept
+    assert (alias.numel(), tensor.numel()) == (2 if kept else 0, 2)

@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import Backend
 import safecomm
 from safecomm import backends
 from safecomm.collectives import holding
+from safecomm.collectives.table import ROWS
 from safecomm.core.drain import await_before_capture, drain_ledger
 from safecomm.core.ledger import Ledger
 from safecomm.core.streams import HOST
@@ -366,32 +367,36 @@ def test_who_keeps_what_a_dropped_handle_used(monkeypatch, device, kind, index, 
     assert not routes.of(group, index, 1, 7).held_by_handles
 
 
-def test_record_stream_keeps_only_what_the_allocator_gives_out(monkeypatch):
+def test_record_stream_keeps_only_what_the_allocator_gives_out():
     """For the buffers of an arena it does nothing, so the ledger holds those of a dropped handle on nccl4py too."""
-    monkeypatch.setattr(holding, "kind_for", lambda group, index: backends.NCCL4PY)
     with contextlib.closing(safecomm.Arena("1MiB", device="cpu")) as arena:
         ordinary, buffer = torch.ones(8).untyped_storage(), arena.empty(8).untyped_storage()
-        assert handle_for(0, (ordinary,), True)[1]
-        assert not handle_for(0, (ordinary, buffer), True)[1]
-        assert not handle_for(0, (object(),), True)[1]
-        monkeypatch.setattr(holding, "kind_for", lambda group, index: backends.PYTHON)
-        assert handle_for(HOST, (buffer,), True)[1]
+        assert holding._handle(backends.NCCL4PY, 0, (ordinary,), True)[1]
+        assert not holding._handle(backends.NCCL4PY, 0, (ordinary, buffer), True)[1]
+        assert not holding._handle(backends.NCCL4PY, 0, (object(),), True)[1]
+        assert holding._handle(backends.PYTHON, HOST, (buffer,), True)[1]
         del buffer
-
-
-def handle_for(index, storages, ordered):
-    return holding._handle_for("isend", None, index, storages, ordered, sys._getframe())
 
 
 def test_a_send_of_nccl4py_is_a_use_on_the_current_stream_s1_s3(monkeypatch):
     """So what it uses is held where it was allocated on another stream, and its handle alone holds it besides."""
-    monkeypatch.setattr(holding, "kind_for", lambda group, index: backends.NCCL4PY)
-    uses, storage = [], torch.ones(8).untyped_storage()
+    uses, tensor = [], torch.ones(8)
+    route = types.SimpleNamespace(kind=backends.NCCL4PY)
+    routes = types.SimpleNamespace(fast={}, of=lambda *_: route, hold=lambda *_, unordered, **__: unordered)
+    monkeypatch.setattr(holding, "ROUTES", routes)
     monkeypatch.setattr(holding, "LEDGER", types.SimpleNamespace(hand_off=lambda *given: uses.append(given[3])))
-    assert handle_for(0, (storage,), False)[1]
-    assert uses == [(storage,)]
-    assert handle_for(0, (storage,), True)[1]
-    assert uses == [(storage,)]  # of a collective record_stream tells the allocator
+    monkeypatch.setattr(holding, "_current", lambda _: 5)
+    monkeypatch.setattr(holding, "common_alloc_stream", lambda *_: 7)
+
+    def held(ordered):
+        group = c10d.ProcessGroup(0, 1)
+        call = holding.Call(ROWS["all_reduce"], group, [tensor], 0, sys._getframe(), ordered=ordered)
+        return holding.finish(call, Silent(None))
+
+    assert held(ordered=False) is False
+    assert uses == [(tensor.untyped_storage(),)]
+    assert held(ordered=True) is False
+    assert len(uses) == 1  # of a collective record_stream tells the allocator
 
 
 @pytest.mark.parametrize(
@@ -401,7 +406,6 @@ def test_a_send_of_nccl4py_is_a_use_on_the_current_stream_s1_s3(monkeypatch):
         (backends.GLOO, HOST, False, True), (backends.NCCL, 0, False, False), (backends.OTHER, HOST, False, False),
     ],
 )  # fmt: skip
-def test_who_is_waited_for_once(monkeypatch, kind, index, ordered, once):
+def test_who_is_waited_for_once(kind, index, ordered, once):
     """On a device each wait orders another stream. On the host a second one may hang, as that for a gloo send does."""
-    monkeypatch.setattr(holding, "kind_for", lambda group, index: kind)
-    assert (handle_for(index, (), ordered)[0].turn is not None) is once
+    assert (holding._handle(kind, index, (), ordered)[0].turn is not None) is once

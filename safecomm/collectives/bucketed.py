@@ -24,9 +24,10 @@ from safecomm import _torch, arguments
 from safecomm.arena.staging import buffer
 from safecomm.collectives import gates
 from safecomm.collectives.block import Block
-from safecomm.collectives.table import GATHER, OP_IDS, REDUCE, ROWS, SCATTER, Row, fits
+from safecomm.collectives.holding import Call, finish
+from safecomm.collectives.table import BUCKETED, GATHER, OP_IDS, REDUCE, ROWS, SCATTER, Row, fits
 from safecomm.collectives.takers import BUCKETS, default_group
-from safecomm.collectives.tensors import storages_of
+from safecomm.collectives.tensors import all_on_current_stream, storages_of
 from safecomm.core import captures
 from safecomm.core.call_site import outside
 from safecomm.core.call_site import place as place_of
@@ -465,12 +466,9 @@ def _launch(batch: Batch, outputs: list[torch.Tensor], inputs: list[torch.Tensor
         _reduce_scatter(outputs, inputs, batch.op, group)
     if captures.RECORDING:
         captures.note("bucketed", group, outputs + inputs, outside(_BETWEEN))
-    index = _torch.index_of(outputs[0])
-    if index >= 0:
-        places = sorted(filter(None, map(_data_ptr, outputs + inputs)))  # empty ones are nowhere
-        if not LEDGER.streams.all_allocated_on(_current(index), places):
-            frame = outside(_BETWEEN)
-            LEDGER.hand_off("bucketed", group, index, storages_of(outputs + inputs), frame)
+    if not all_on_current_stream(outputs + inputs):
+        index = _torch.index_of(outputs[0])
+        finish(Call(BUCKETED, group, outputs + inputs, index, outside(_BETWEEN)), None)
 
 
 def _all_reduce(

@@ -22,19 +22,20 @@ from safecomm._torch import index_of
 from safecomm.collectives.block import Block
 from safecomm.collectives.general import DIRECT, SUM, TOGETHER, inside, stand_in
 from safecomm.collectives.holding import (
+    Call,
     counter,
-    hold_launched,
-    hold_region,
-    hold_together,
+    finish,
     kind_for,
     relaxed,
+    wait_for,
 )
 from safecomm.collectives.regions import REGIONS, PlainCall, Region
 from safecomm.collectives.routes import ROUTES, Route
-from safecomm.collectives.table import COLLECTIVE_OF, GATHER
+from safecomm.collectives.table import COLLECTIVE_OF, GATHER, REGION
 from safecomm.collectives.takers import BUCKETS, at_once, default_group
 from safecomm.core import captures
-from safecomm.core.work import Work
+from safecomm.core.holds import leave_all_empty
+from safecomm.core.ledger import LEDGER
 from safecomm.guards import PLAIN
 
 _original = _torch.coalescing_manager
@@ -57,8 +58,11 @@ _names = _torch.c10d_vars
 _WORLD = _torch.WORLD
 _world = _torch.world
 _HOOKS = _torch.HOOKS
+_current = LEDGER.streams.current
+_alloc_stream = LEDGER.streams.alloc_stream
+_all_allocated_on = LEDGER.streams.all_allocated_on
 
-_NO_WAY: tuple[Any, dict[int, object], dict[int, object]] = (None, {}, {})
+_NO_WAY: tuple[Any, tuple[dict[int, object], dict[int, object]]] = (None, ({}, {}))
 # Whether it is torch's own, and not somebody's, who expects to see the end of a region.
 _ORDINARY = _original is not None and _torch.is_torchs(_original)
 
@@ -159,9 +163,16 @@ class _Manager(Block):
         # c10d's manager, if there is one, is left where it is: it would launch the call again.
         function, route, options, tensors = ready
         inner = function(group if _HOOKS else route.backend, *tensors, options)
-        work = hold_launched(_NAME, inner, route, group, tensors, async_ops, frame)
-        if work is not None:
-            cm.works.append(work)
+        index = route.index
+        if inner is not None and not async_ops:
+            inner.wait()
+            inner = None
+        if inner is not None or (
+            index >= 0 and _alloc_stream(tensors[0].data_ptr(), tensors[-1].data_ptr()) != _current(index)
+        ):
+            work = finish(Call(REGION, group, tensors, index, frame), inner)
+            if work is not None:
+                cm.works.append(work)
         return True
 
     def _abandoned(self, _: object) -> None:
@@ -171,7 +182,7 @@ class _Manager(Block):
         group, device, async_ops = self._arguments
         if failed:
             cm.works = _abandon(group, device)
-            hold_region(cm, group, region, frame)
+            _finish(cm, group, region, frame)
             return
         # Also what was called through torch's own functions. KeyError, as of c10d's, if somebody has closed the region.
         calls = REGIONS[group] if manager is None else REGIONS.get(group, [])
@@ -209,9 +220,24 @@ class _Manager(Block):
         own = cm.works[:before] if theirs is cm else cm.works  # callers may have put works of their own in
         cm.works = launched
         try:
-            hold_region(cm, group, region, frame)
+            _finish(cm, group, region, frame)
         finally:
             cm.works[:0] = own
+
+
+def _finish(cm: Any, group: object, region: Region, frame: types.FrameType) -> None:
+    """Hold what ``region`` has launched, whose work is in c10d's ``cm``, and make the handle that."""
+    uses = region.uses
+    index = index_of(uses.tensors[0]) if uses.tensors else _torch.ELSEWHERE
+    call = Call(
+        REGION, group, uses.tensors, index, frame, staged=uses.staged, ordered=region.ordered, aliases=uses.aliases
+    )
+    (inner,) = cm.works or (None,)
+    work: Any = finish(call, inner)
+    if work is not inner:
+        cm.works[:] = [work]
+        for member in uses.works:
+            member._region = work
 
 
 def _single_call(
@@ -222,8 +248,8 @@ def _single_call(
     if route is None or not route.single_call_equivalent or not _ORDINARY:
         return None
     name = getattr(call.op, "__name__", "")
-    function, synchronous, asynchronous = DIRECT.get(name, _NO_WAY)
-    options = (asynchronous if async_ops else synchronous).get(id(SUM if call.redop is None else call.redop))
+    function, tables = DIRECT.get(name, _NO_WAY)
+    options = tables[bool(async_ops)].get(id(SUM if call.redop is None else call.redop))
     if options is None:
         return None
     given, other = call.tensor, call.dst_tensor
@@ -266,7 +292,7 @@ class _Together(NamedTuple):
     def tensors(self) -> list[torch.Tensor]:
         return [*self.given, *self.others]
 
-    def launch(self, group: object, async_ops: bool, ordered: bool, frame: types.FrameType) -> Work | None:
+    def launch(self, group: object, async_ops: bool, ordered: bool, frame: types.FrameType) -> object:
         """Launch them as c10d does at the end of a region, and return what the region's caller gets."""
         function, options, route, given, others = self
         aliases: list[torch.Tensor] = []
@@ -279,7 +305,16 @@ class _Together(NamedTuple):
             inner = route.launch(function, group, *to_launch, options)
         else:
             inner = function(group, *to_launch, options)
-        return hold_together(inner, route, group, self.tensors, aliases, async_ops, ordered, frame)
+        tensors, index = self.tensors, route.index
+        if inner is not None and not async_ops:
+            wait_for(route, inner, REGION, group, tensors, frame)
+            inner = None
+        if inner is None and (
+            index < 0 or _all_allocated_on(_current(index), sorted([tensor.data_ptr() for tensor in tensors]))
+        ):
+            leave_all_empty(aliases)
+            return None
+        return finish(Call(REGION, group, tensors, index, frame, aliases=aliases, ordered=ordered), inner)
 
 
 def _together(region: Region, group: object, calls: list[Any], async_ops: bool) -> _Together | None:
@@ -293,8 +328,8 @@ def _together(region: Region, group: object, calls: list[Any], async_ops: bool) 
     ):
         return None
     op, redop = calls[0].op, calls[0].redop
-    function, synchronous, asynchronous = TOGETHER.get(op.__name__, _NO_WAY)
-    options = (asynchronous if async_ops else synchronous).get(id(SUM if redop is None else redop))
+    function, tables = TOGETHER.get(op.__name__, _NO_WAY)
+    options = tables[bool(async_ops)].get(id(SUM if redop is None else redop))
     if options is None:
         return None
     given, others = [], []

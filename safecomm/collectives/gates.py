@@ -94,7 +94,7 @@ _name_all_reduce = _row_all_reduce.name
 _c10d_all_reduce = getattr(c10d, _name_all_reduce)
 _count_all_reduce = counter(_name_all_reduce)
 _general_all_reduce = forwarded(_row_all_reduce, asks=False)
-_launch_all_reduce, *_options_all_reduce = prepared(_row_all_reduce.launch)
+_launch_all_reduce, _options_all_reduce = prepared(_row_all_reduce.launch)
 
 
 def _all_reduce(tensor: torch.Tensor, op: c10d.ReduceOp | c10d.ReduceOp.RedOpType = c10d.ReduceOp.SUM, group: c10d.ProcessGroup | None = None, async_op: bool = False) -> object:
@@ -106,7 +106,7 @@ def _all_reduce(tensor: torch.Tensor, op: c10d.ReduceOp | c10d.ReduceOp.RedOpTyp
     if ENGINES or BUCKETS or REGIONS:
         taken = offer(_row_all_reduce, to, (tensor,), op, async_op)
         if taken is not DECLINED:
-            return _general_all_reduce(tensor, op=op, group=group, async_op=async_op) if taken is GENERAL else taken
+            return _general_all_reduce(tensor, op=op, group=group, async_op=async_op) if taken is GENERAL else taken.result
     route: Route = _routes.get(id(to))  # type: ignore[assignment]
     try:
         ordinary = (
@@ -140,7 +140,7 @@ def _all_reduce(tensor: torch.Tensor, op: c10d.ReduceOp | c10d.ReduceOp.RedOpTyp
         inner = _launch_all_reduce(launcher, [tensor], options)
     if inner is not None:  # None where ProcessGroupNCCL ran it on the current stream (torch 2.8 and later)
         if route.asks_in_wait:
-            wait_for(route, inner, _name_all_reduce, to, [tensor], _getframe(1))
+            wait_for(route, inner, _row_all_reduce, to, [tensor], _getframe(1))
         else:
             inner.wait()
     if index >= 0 and alloc_stream != _current(index):
@@ -169,7 +169,7 @@ def _all_gather_single(output_tensor: torch.Tensor, input_tensor: torch.Tensor, 
     if ENGINES or BUCKETS or REGIONS:
         taken = offer(_row_all_gather_single, to, (output_tensor, input_tensor,), None, async_op)
         if taken is not DECLINED:
-            return _general_all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op) if taken is GENERAL else taken
+            return _general_all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op) if taken is GENERAL else taken.result
     route: Route = _routes.get(id(to))  # type: ignore[assignment]
     try:
         ordinary = (
@@ -205,7 +205,7 @@ def _all_gather_single(output_tensor: torch.Tensor, input_tensor: torch.Tensor, 
         inner = _launch_all_gather_single(launcher, output_tensor, input_tensor, options)
     if inner is not None:  # None where ProcessGroupNCCL ran it on the current stream (torch 2.8 and later)
         if route.asks_in_wait:
-            wait_for(route, inner, _name_all_gather_single, to, [output_tensor, input_tensor], _caller(_getframe(1)))
+            wait_for(route, inner, _row_all_gather_single, to, [output_tensor, input_tensor], _caller(_getframe(1)))
         else:
             inner.wait()
     if index >= 0 and alloc_stream != _current(index):
@@ -235,7 +235,7 @@ _name_reduce_scatter_single = _row_reduce_scatter_single.name
 _c10d_reduce_scatter_single = getattr(c10d, _name_reduce_scatter_single)
 _count_reduce_scatter_single = counter(_name_reduce_scatter_single)
 _general_reduce_scatter_single = forwarded(_row_reduce_scatter_single, asks=False)
-_launch_reduce_scatter_single, *_options_reduce_scatter_single = prepared(_row_reduce_scatter_single.launch)
+_launch_reduce_scatter_single, _options_reduce_scatter_single = prepared(_row_reduce_scatter_single.launch)
 
 
 def _reduce_scatter_single(output: torch.Tensor, input: torch.Tensor, op: c10d.ReduceOp | c10d.ReduceOp.RedOpType = c10d.ReduceOp.SUM, group: c10d.ProcessGroup | None = None, async_op: bool = False) -> object:
@@ -247,7 +247,7 @@ def _reduce_scatter_single(output: torch.Tensor, input: torch.Tensor, op: c10d.R
     if ENGINES or BUCKETS or REGIONS:
         taken = offer(_row_reduce_scatter_single, to, (output, input,), op, async_op)
         if taken is not DECLINED:
-            return _general_reduce_scatter_single(output, input, op=op, group=group, async_op=async_op) if taken is GENERAL else taken
+            return _general_reduce_scatter_single(output, input, op=op, group=group, async_op=async_op) if taken is GENERAL else taken.result
     route: Route = _routes.get(id(to))  # type: ignore[assignment]
     try:
         ordinary = (
@@ -286,7 +286,7 @@ def _reduce_scatter_single(output: torch.Tensor, input: torch.Tensor, op: c10d.R
         inner = _launch_reduce_scatter_single(launcher, output, input, options)
     if inner is not None:  # None where ProcessGroupNCCL ran it on the current stream (torch 2.8 and later)
         if route.asks_in_wait:
-            wait_for(route, inner, _name_reduce_scatter_single, to, [output, input], _caller(_getframe(1)))
+            wait_for(route, inner, _row_reduce_scatter_single, to, [output, input], _caller(_getframe(1)))
         else:
             inner.wait()
     if index >= 0 and alloc_stream != _current(index):
@@ -328,7 +328,7 @@ def _broadcast(tensor: torch.Tensor, src: int | None = None, group: c10d.Process
     if ENGINES or BUCKETS or REGIONS:
         taken = offer(_row_broadcast, to, (tensor,), None, async_op)
         if taken is not DECLINED:
-            return _general_broadcast(tensor, src=src, group=group, async_op=async_op, group_src=group_src) if taken is GENERAL else taken
+            return _general_broadcast(tensor, src=src, group=group, async_op=async_op, group_src=group_src) if taken is GENERAL else taken.result
     route: Route = _routes.get(id(to))  # type: ignore[assignment]
     try:
         ordinary = (
@@ -362,7 +362,7 @@ def _broadcast(tensor: torch.Tensor, src: int | None = None, group: c10d.Process
         inner = _launch_broadcast(launcher, [tensor], options)
     if inner is not None:  # None where ProcessGroupNCCL ran it on the current stream (torch 2.8 and later)
         if route.asks_in_wait:
-            wait_for(route, inner, _name_broadcast, to, [tensor], _getframe(1))
+            wait_for(route, inner, _row_broadcast, to, [tensor], _getframe(1))
         else:
             inner.wait()
     if index >= 0 and alloc_stream != _current(index):
@@ -391,7 +391,7 @@ def _reduce(tensor: torch.Tensor, dst: int | None = None, op: c10d.ReduceOp | c1
     if ENGINES or BUCKETS or REGIONS:
         taken = offer(_row_reduce, to, (tensor,), op, async_op)
         if taken is not DECLINED:
-            return _general_reduce(tensor, dst=dst, op=op, group=group, async_op=async_op, group_dst=group_dst) if taken is GENERAL else taken
+            return _general_reduce(tensor, dst=dst, op=op, group=group, async_op=async_op, group_dst=group_dst) if taken is GENERAL else taken.result
     route: Route = _routes.get(id(to))  # type: ignore[assignment]
     try:
         ordinary = (
@@ -425,7 +425,7 @@ def _reduce(tensor: torch.Tensor, dst: int | None = None, op: c10d.ReduceOp | c1
         inner = _launch_reduce(launcher, [tensor], options)
     if inner is not None:  # None where ProcessGroupNCCL ran it on the current stream (torch 2.8 and later)
         if route.asks_in_wait:
-            wait_for(route, inner, _name_reduce, to, [tensor], _getframe(1))
+            wait_for(route, inner, _row_reduce, to, [tensor], _getframe(1))
         else:
             inner.wait()
     if index >= 0 and alloc_stream != _current(index):
@@ -454,7 +454,7 @@ def _all_to_all_single(output: torch.Tensor, input: torch.Tensor, output_split_s
     if ENGINES or BUCKETS or REGIONS:
         taken = offer(_row_all_to_all_single, to, (output, input,), splits(output_split_sizes, input_split_sizes), async_op)
         if taken is not DECLINED:
-            return _general_all_to_all_single(output, input, output_split_sizes=output_split_sizes, input_split_sizes=input_split_sizes, group=group, async_op=async_op) if taken is GENERAL else taken
+            return _general_all_to_all_single(output, input, output_split_sizes=output_split_sizes, input_split_sizes=input_split_sizes, group=group, async_op=async_op) if taken is GENERAL else taken.result
     route: Route = _routes.get(id(to))  # type: ignore[assignment]
     try:
         ordinary = (
@@ -490,7 +490,7 @@ def _all_to_all_single(output: torch.Tensor, input: torch.Tensor, output_split_s
         inner = _launch_all_to_all_single(launcher, output, input, outputs, inputs, options)
     if inner is not None:  # None where ProcessGroupNCCL ran it on the current stream (torch 2.8 and later)
         if route.asks_in_wait:
-            wait_for(route, inner, _name_all_to_all_single, to, [output, input], _getframe(1))
+            wait_for(route, inner, _row_all_to_all_single, to, [output, input], _getframe(1))
         else:
             inner.wait()
     if index >= 0 and alloc_stream != _current(index):

@@ -27,6 +27,7 @@ from safecomm.collectives.holding import (
     finish,
     holds_itself,
     needs_aliases,
+    of_c10d,
     relaxed,
     span,
 )
@@ -114,7 +115,7 @@ def forwarded(row: Row, *, asks: bool = True) -> Any:
             if taken is not DECLINED and taken is not GENERAL:
                 if deprecated is not None:  # its warning is its own
                     warnings.warn(deprecated, FutureWarning, stacklevel=2)
-                return taken
+                return taken.result
         if BUCKETS and (buckets := BUCKETS.get(group)) is not None:
             with buckets.closed():
                 return general(args, kwargs, group, tensors, asynchronous)
@@ -148,8 +149,8 @@ def forwarded(row: Row, *, asks: bool = True) -> Any:
                     result = original(*args, **kwargs)
             else:
                 result = original(*args, **kwargs)
-        except torch.distributed.DistBackendError:
-            finish(row, None, group, tensors, caller())
+        except torch.distributed.DistBackendError as error:
+            finish(of_c10d(row, group, tensors), error)
             raise
         finally:
             inside.counted = False
@@ -165,7 +166,7 @@ def forwarded(row: Row, *, asks: bool = True) -> Any:
             and all_on_current_stream(tensors)
         ):
             return None  # the ordinary program: nothing to hold
-        return finish(row, result, group, tensors, caller())
+        return finish(of_c10d(row, group, tensors), result)
 
     def _binds(args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
         """Return whether there is none of the arguments too many; c10d is to say so where there is."""
@@ -214,15 +215,15 @@ def _options(launch: _torch.Launch, op: object, asynchronous: bool) -> Any:
     return options
 
 
-def prepared(launch: _torch.Launch | None) -> tuple[Any, dict[int, object], dict[int, object]]:
+def prepared(launch: _torch.Launch | None) -> tuple[Any, tuple[dict[int, object], dict[int, object]]]:
     """Return what launches, and its options for synchronous and for asynchronous calls, by the id of the operation.
 
     None and empty tables where torch has no such launch.
     """
     if launch is None:
-        return None, {}, {}
+        return None, ({}, {})
     synchronous, asynchronous = ({id(op): _options(launch, op, which) for op in OPS} for which in (False, True))
-    return launch.function, synchronous, asynchronous
+    return launch.function, (synchronous, asynchronous)
 
 
 def prepared_for_all(launch: _torch.Launch | None) -> tuple[Any, tuple[object, object]]:
@@ -294,8 +295,10 @@ def _flat(function: Callable[..., c10d.Work | None]) -> Callable[..., c10d.Work 
     return lambda launcher, tensor, options: function(launcher, [tensor], options)
 
 
-DIRECT: dict[str, tuple[Callable[..., c10d.Work | None], dict[int, object], dict[int, object]]] = {
-    row.name: (_flat(row.launch.function) if row.one else row.launch.function, *prepared(row.launch)[1:])
+_Prepared = tuple[Callable[..., c10d.Work | None], tuple[dict[int, object], dict[int, object]]]
+
+DIRECT: dict[str, _Prepared] = {
+    row.name: (_flat(row.launch.function) if row.one else row.launch.function, prepared(row.launch)[1])
     for row in ROWS.values()
     if row.collected and row.launch is not None
 }
@@ -306,7 +309,7 @@ What to call with the group, or its backend where groups have no hooks, the tens
 """
 
 
-TOGETHER: dict[str, tuple[Callable[..., c10d.Work | None], dict[int, object], dict[int, object]]] = {
+TOGETHER: dict[str, _Prepared] = {
     row.name: prepared(_torch.COALESCED[row.kind])
     for row in ROWS.values()
     if row.collected and row.launch is not None and _torch.COALESCED[row.kind] is not None

@@ -159,14 +159,11 @@ def _type_of(row: Row, name: str) -> str:
 
 def typed(row: Row) -> str:
     """Return what type checkers are told of ``row``: what an asynchronous call returns, and what a synchronous one."""
-    root = [f"group_{name}" for name in row.given if name in ("src", "dst")]
     optional = [*row.given, "group"]
-    last = ["device_ids", "timeout"] if row.key == "barrier" else root
-
     can_be_left_out = ("gather_list", "scatter_list", "gather_tensor")
     tensors = [f"{name}: {_type_of(row, name)}{' = ...' if name in can_be_left_out else ''}" for name in row.tensors]
     lefts = [f"{name}: {_type_of(row, name)} = ..." for name in optional]
-    after = [f"{name}: {_type_of(row, name)} = ..." for name in last]
+    after = [f"{name}: {_type_of(row, name)} = ..." for name in row.last]
     handle = "torch.Future[Any]" if row.key.endswith("_coalesced") else "Work"
     forms = (
         ([*tensors, *lefts, "async_op: Literal[False] = ...", *after], "None"),
@@ -184,8 +181,7 @@ def gate(row: Row) -> str:
     """Return the gate of ``row``, and what it needs."""
     root = next((name for name in row.given if name in ("src", "dst")), "")
     splits = "output_split_sizes" in row.given
-    last = [f"group_{root}"] if root else []
-    arguments = [*row.tensors, *row.given, "group", "async_op", *last]
+    arguments = [*row.tensors, *row.given, "group", "async_op", *row.last]
     defaults = {"op": "c10d.ReduceOp.SUM", "async_op": "False"}
     optional = arguments[len(row.tensors) :]
     operation = "op" if "op" in row.given else "None"
@@ -194,7 +190,7 @@ def gate(row: Row) -> str:
         prepared = f"_launch_{row.key}, _options_{row.key} = prepared_by_root(_row_{row.key})"
         options = f"(options := _options_{row.key}(route, to, {root}, group_{root}, {operation}, async_op)) is None"
     elif "op" in row.given:
-        prepared = f"_launch_{row.key}, *_options_{row.key} = prepared(_row_{row.key}.launch)"
+        prepared = f"_launch_{row.key}, _options_{row.key} = prepared(_row_{row.key}.launch)"
         options = f"(options := _options_{row.key}[async_op].get(id(op))) is None"
     else:
         prepared = f"_launch_{row.key}, _options_{row.key} = prepared_for_all(_row_{row.key}.launch)"

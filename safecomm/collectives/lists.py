@@ -14,9 +14,9 @@ c10d's.
 
 from __future__ import annotations
 
-import contextlib
+import operator
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,15 +26,13 @@ from torch.nn import Parameter as _Parameter
 from safecomm import _torch
 from safecomm.arena.use import IN_USE, may_be_used, would_be_used
 from safecomm.collectives.general import forwarded, prepared, prepared_by_root, prepared_for_all
-from safecomm.collectives.holding import counter, hold_launched, hold_list, span
+from safecomm.collectives.holding import Call, counter, finish, span
 from safecomm.collectives.regions import REGIONS
-from safecomm.collectives.routes import ROUTES, RootOptions, Route
-from safecomm.collectives.table import ROWS, Row
+from safecomm.collectives.routes import ROUTES, Route
+from safecomm.collectives.table import ROWS
 from safecomm.collectives.takers import BUCKETS, DECLINED, ENGINES, GENERAL, offer
-from safecomm.collectives.tensors import storages_of
 from safecomm.core import captures
 from safecomm.core.ledger import LEDGER
-from safecomm.core.work import Work
 from safecomm.guards import ListGuards
 
 # Bound once: each of these is read on every call.
@@ -61,84 +59,120 @@ _transform = _torch.transform
 _has_plain_keys = _torch.has_plain_keys
 _index_of = _torch.index_of
 _inference = torch.is_inference_mode_enabled
+_requires_grad = operator.attrgetter("requires_grad")
+_NEITHER: tuple[None, list[torch.Tensor]] = None, []
 _NCCL = _torch.NCCL
-_NOTHING = contextlib.nullcontext()
 
 
 # --- an ordinary call ---
 
 
 class _Way:
-    """How the calls of one row are launched, and what is said of them."""
+    """How the calls of one row go."""
 
-    __slots__ = ("count", "function", "row")
+    __slots__ = ("count", "function", "general", "names", "options", "original", "row", "run")
 
-    def __init__(self, row: Row, function: Callable[..., c10d.Work | None]) -> None:
-        self.row = row
-        self.function = function
+    def __init__(self, key: str, run: Callable[..., object]) -> None:
+        self.row = row = ROWS[key]
+        self.original: Callable[..., object] = getattr(c10d, key)
+        self.general = forwarded(row, asks=False)
+        self.names = (*row.given, *row.last)
+        self.run = run  # launches an ordinary call, and answers GENERAL to what is none
+        how = prepared_by_root(row) if row.last else prepared(row.launch) if row.given else prepared_for_all(row.launch)
+        self.function: Callable[..., Any] = how[0]
+        self.options: Any = how[1]
         self.count = counter(row.name)
 
 
-def _route_of(group: object, tensors: list[torch.Tensor], asynchronous: object) -> Route | None:
-    """Return the route of an ordinary call of ``tensors``; None for a call that is c10d's function's."""
+def _call(way: _Way, given: tuple[object, ...], group: object, asynchronous: object, *more: object) -> object:
+    """Make a call, as the gates of ``gates.py`` do. ``more``: its arguments that are no tensors."""
+    if _compiling():
+        return way.original(*given, group=group, async_op=asynchronous, **dict(zip(way.names, more, strict=True)))
+    if _nonempty and not _can_skip_sweep():
+        LEDGER.sweep()
+    to = group if group is not None or _names[_WORLD] is not _world else _groups[_DEFAULT]
+    if ENGINES or BUCKETS or REGIONS:
+        taken = offer(way.row, to, given, more[0] if "op" in way.names else None, asynchronous)
+    else:
+        taken = DECLINED
+    if taken is DECLINED:
+        result = way.run(way, to, asynchronous, *given, *more)
+        if result is not GENERAL:
+            return result
+    elif taken is not GENERAL:
+        return taken.result
+    return way.general(*given, group=group, async_op=asynchronous, **dict(zip(way.names, more, strict=True)))
+
+
+def _ordinary(
+    group: object, tensors: list[torch.Tensor], asynchronous: object
+) -> tuple[Route | None, list[torch.Tensor]]:
+    """Return the route of an ordinary call of ``tensors``, and what the backend is given in their place.
+
+    No route of a call that is c10d's function's.
+    """
     route = _routes.get(id(group))
     try:
         if route is None or _has_torch_function(*tensors):  # a subclass, or a TorchFunctionMode is active
-            return None
+            return _NEITHER
         for tensor in tensors:
             if tensor.is_nested:  # the guards must not be asked
-                return None
+                return _NEITHER
         if (
             not route.guards.all(tensors)
             or _modes()
             or _profiler._is_profiler_enabled
             or not (asynchronous is False or (asynchronous is True and not _inflight()))
         ):
-            return None
+            return _NEITHER
     except (AttributeError, RuntimeError, TypeError):  # not a tensor, or one with attributes of its own
-        return None
-    return route
-
-
-def _given(route: Route, tensors: list[torch.Tensor], asynchronous: bool) -> list[torch.Tensor]:
-    """Return what the backend is given in place of ``tensors``; see ``tensors.host_alias``."""
-    if not asynchronous or route.stream_ordered:
-        return tensors
-    for tensor in tensors:
-        if tensor.requires_grad:
-            return tensors
-    return [tensor.detach() for tensor in tensors]
+        return _NEITHER
+    if not asynchronous or route.stream_ordered or True in map(_requires_grad, tensors):
+        return route, tensors
+    return route, [tensor.detach() for tensor in tensors]  # see tensors.host_alias
 
 
 def _run(
-    way: _Way, route: Route, group: object, outputs: Sequence[torch.Tensor | list[torch.Tensor]],
-    inputs: Sequence[torch.Tensor | list[torch.Tensor]], options: object,
-    tensors: list[torch.Tensor], asynchronous: bool,
-) -> Work | None:  # fmt: skip
-    """Launch an ordinary call, hold ``tensors``, and return what the caller gets."""
+    way: _Way, function: Callable[..., c10d.Work | None], route: Route, group: object, output: object, source: object,
+    options: object, tensors: list[torch.Tensor], asynchronous: bool, flat: list[torch.Tensor] | None = None,
+) -> object:  # fmt: skip
+    """Launch an ordinary call of ``tensors``, hold them, and return what the caller gets.
+
+    ``flat``: the two tensors that go in their place.
+    """
+    row, index = way.row, route.index
     launcher = group if _HOOKS else route.backend
-    index = route.index
     way.count()
+    if _recording:
+        captures.check_group(row.name, group, tensors)
+    used = flat or tensors
+    inner = None
     try:
-        if route.asks_in_wait:
-            inner = route.launch(way.function, launcher, outputs, inputs, options)
+        if _profiler._is_profiler_enabled:
+            with span(row.name):
+                inner = function(launcher, output, source, options)
+        elif route.asks_in_wait:
+            inner = route.launch(function, launcher, output, source, options)
         else:
-            inner = way.function(launcher, outputs, inputs, options)
-        if asynchronous:
-            return inner and hold_list(way.row, inner, route, group, tensors, _getframe(3))
-        if inner is not None:  # None where ProcessGroupNCCL ran it on the current stream (torch 2.8 and later)
+            inner = function(launcher, output, source, options)
+        if inner is not None and not asynchronous:  # None where ProcessGroupNCCL ran it on the current stream
             if route.asks_in_wait:
                 route.wait_for(inner)
             else:
                 inner.wait()
+            inner = None
     except Exception as error:
         # What was launched before that may still be running.
-        if index >= 0 and (route.asks_in_wait or isinstance(error, torch.distributed.DistBackendError)):
-            LEDGER.hand_off(way.row.name, group, index, storages_of(tensors), _getframe(3))
+        finish(Call(row, group, used, index, _getframe(4)), error)
         raise
-    if index >= 0 and not _all_allocated_on(_current(index), sorted([tensor.data_ptr() for tensor in tensors])):
-        LEDGER.hand_off(way.row.name, group, index, storages_of(tensors), _getframe(3))
-    return None
+    if _recording:
+        # Not the buffer, which is gone in a moment: a replay looks whether the caller's own tensors have moved.
+        captures.note(row.name, group, tensors, _getframe(4))
+    if inner is None and (
+        index < 0 or _all_allocated_on(_current(index), sorted([tensor.data_ptr() for tensor in used]))
+    ):
+        return None
+    return finish(Call(row, group, used, index, _getframe(4), staged=row.staged and flat is None), inner)
 
 
 # --- slices of one buffer ---
@@ -237,32 +271,35 @@ def _flat_route(tensors: list[torch.Tensor], tensor: torch.Tensor, group: object
     return route
 
 
-def _run_flat(
-    way: _Way, function: Callable[..., c10d.Work | None], route: Route, group: object, output: torch.Tensor,
-    source: torch.Tensor, options: object, tensors: list[torch.Tensor], asynchronous: bool,
-) -> c10d.Work | None:  # fmt: skip
-    """Launch a flat collective by ``function``, hold what it uses, and return what the caller gets."""
-    op = way.row.name
-    way.count()
-    if _recording:
-        captures.check_group(op, group, tensors)
-    launcher = group if _HOOKS else route.backend
-    with span(op) if _profiler._is_profiler_enabled else _NOTHING:
-        inner = function(launcher, output, source, options)
-    if _recording:
-        # Not the buffer, which is gone in a moment: a replay looks whether the caller's own tensors have moved.
-        captures.note(op, group, tensors, _getframe(3))
-    return hold_launched(op, inner, route, group, [output, source], asynchronous, _getframe(3))
+# --- the calls ---
 
 
-# --- all_gather ---
+def _run_all_gather(
+    way: _Way, group: object, asynchronous: bool, tensor_list: list[torch.Tensor], tensor: torch.Tensor
+) -> object:
+    route = _flat_route(tensor_list, tensor, group, asynchronous) if _launch_all_gather and may_be_used() else None
+    if route is not None and (whole := whole_of(tensor_list, tensor, route.backend)) is not None:
+        # c10d's copies would say so to autograd, and raise for tensors of inference mode outside of it.
+        if not whole.is_inference():
+            _torch.increment_versions(tensor_list)
+        elif not _inference():
+            return GENERAL
+        return _run(
+            way, _launch_all_gather, route, group, whole, tensor, _flat_options[asynchronous],
+            [*tensor_list, tensor], asynchronous, [whole, tensor],
+        )  # fmt: skip
+    if type(tensor_list) is not list or not tensor_list:
+        return GENERAL
+    tensors = [*tensor_list, tensor]
+    route, given = _ordinary(group, tensors, asynchronous)
+    if route is None:
+        return GENERAL
+    options = way.options[asynchronous]
+    return _run(way, way.function, route, group, [given[:-1]], given[-1:], options, tensors, asynchronous)
 
-_row_all_gather = ROWS["all_gather"]
-_c10d_all_gather = c10d.all_gather
-_general_all_gather = forwarded(_row_all_gather, asks=False)
+
 _launch_all_gather, _flat_options = prepared_for_all(_torch.all_gather)
-_function, _gather_options = prepared_for_all(_row_all_gather.launch)
-_ALL_GATHER = _Way(_row_all_gather, _function)
+_ALL_GATHER = _Way("all_gather", _run_all_gather)
 
 
 def all_gather(
@@ -271,54 +308,33 @@ def all_gather(
     group: c10d.ProcessGroup | None = None,
     async_op: bool = False,
 ) -> object:
-    if _compiling():
-        return _c10d_all_gather(tensor_list, tensor, group, async_op)
-    if _nonempty and not _can_skip_sweep():
-        LEDGER.sweep()
-    to = group if group is not None or _names[_WORLD] is not _world else _groups[_DEFAULT]
-    if ENGINES or BUCKETS or REGIONS:
-        taken = offer(_row_all_gather, to, (tensor_list, tensor), None, async_op)
-    else:
-        taken = DECLINED
-    if taken is DECLINED:
-        taken = _run_all_gather(tensor_list, tensor, to, async_op)
-    if taken is GENERAL:
-        return _general_all_gather(tensor_list, tensor, group=group, async_op=async_op)
-    return taken
+    return _call(_ALL_GATHER, (tensor_list, tensor), group, async_op)
 
 
-def _run_all_gather(tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: object, asynchronous: bool) -> object:
-    route = _flat_route(tensor_list, tensor, group, asynchronous) if _launch_all_gather and may_be_used() else None
-    if route is not None and (whole := whole_of(tensor_list, tensor, route.backend)) is not None:
-        # c10d's copies would say so to autograd, and raise for tensors of inference mode outside of it.
-        if not whole.is_inference():
-            _torch.increment_versions(tensor_list)
-        elif not _inference():
-            return GENERAL
-        return _run_flat(
-            _ALL_GATHER, _launch_all_gather, route, group, whole, tensor, _flat_options[asynchronous],
-            [*tensor_list, tensor], asynchronous,
+def _run_reduce_scatter(
+    way: _Way, group: object, asynchronous: bool, output: torch.Tensor, input_list: list[torch.Tensor], op: object
+) -> object:
+    route = _flat_route(input_list, output, group, asynchronous) if may_be_used() else None
+    if (
+        route is not None
+        and (options := _flat_reduce_options[asynchronous].get(id(op))) is not None
+        and (whole := whole_of(input_list, output, route.backend)) is not None
+    ):
+        return _run(
+            way, _launch_reduce_scatter, route, group, output, whole, options, [output, *input_list],
+            asynchronous, [output, whole],
         )  # fmt: skip
-    if type(tensor_list) is not list or not tensor_list:
+    if type(input_list) is not list or not input_list:
         return GENERAL
-    tensors = [*tensor_list, tensor]
-    route = _route_of(group, tensors, asynchronous)
-    if route is None:
+    tensors = [output, *input_list]
+    route, given = _ordinary(group, tensors, asynchronous)
+    if route is None or (options := way.options[asynchronous].get(id(op))) is None:
         return GENERAL
-    given = _given(route, tensors, asynchronous)
-    return _run(
-        _ALL_GATHER, route, group, [given[:-1]], given[-1:], _gather_options[asynchronous], tensors, asynchronous
-    )
+    return _run(way, way.function, route, group, given[:1], [given[1:]], options, tensors, asynchronous)
 
 
-# --- reduce_scatter ---
-
-_row_reduce_scatter = ROWS["reduce_scatter"]
-_c10d_reduce_scatter = c10d.reduce_scatter
-_general_reduce_scatter = forwarded(_row_reduce_scatter, asks=False)
-_launch_reduce_scatter, *_flat_reduce_options = prepared(_torch.reduce_scatter)
-_function, *_reduce_options = prepared(_row_reduce_scatter.launch)
-_REDUCE_SCATTER = _Way(_row_reduce_scatter, _function)
+_launch_reduce_scatter, _flat_reduce_options = prepared(_torch.reduce_scatter)
+_REDUCE_SCATTER = _Way("reduce_scatter", _run_reduce_scatter)
 
 
 def reduce_scatter(
@@ -328,52 +344,23 @@ def reduce_scatter(
     group: c10d.ProcessGroup | None = None,
     async_op: bool = False,
 ) -> object:
-    if _compiling():
-        return _c10d_reduce_scatter(output, input_list, op, group, async_op)  # pyright: ignore[reportArgumentType]
-    if _nonempty and not _can_skip_sweep():
-        LEDGER.sweep()
-    to = group if group is not None or _names[_WORLD] is not _world else _groups[_DEFAULT]
-    if ENGINES or BUCKETS or REGIONS:
-        taken = offer(_row_reduce_scatter, to, (output, input_list), op, async_op)
-    else:
-        taken = DECLINED
-    if taken is DECLINED:
-        taken = _run_reduce_scatter(output, input_list, op, to, async_op)
-    if taken is GENERAL:
-        return _general_reduce_scatter(output, input_list, op=op, group=group, async_op=async_op)
-    return taken
+    return _call(_REDUCE_SCATTER, (output, input_list), group, async_op, op)
 
 
-def _run_reduce_scatter(
-    output: torch.Tensor, input_list: list[torch.Tensor], op: object, group: object, asynchronous: bool
+def _run_all_to_all(
+    way: _Way, group: object, asynchronous: bool, outputs: list[torch.Tensor], inputs: list[torch.Tensor]
 ) -> object:
-    route = _flat_route(input_list, output, group, asynchronous) if may_be_used() else None
-    if (
-        route is not None
-        and (flat := _flat_reduce_options[asynchronous].get(id(op))) is not None
-        and (whole := whole_of(input_list, output, route.backend)) is not None
-    ):
-        return _run_flat(
-            _REDUCE_SCATTER, _launch_reduce_scatter, route, group, output, whole, flat, [output, *input_list],
-            asynchronous,
-        )  # fmt: skip
-    if type(input_list) is not list or not input_list:
+    if type(outputs) is not list or type(inputs) is not list or not inputs:
         return GENERAL
-    tensors = [output, *input_list]
-    route = _route_of(group, tensors, asynchronous)
-    if route is None or (options := _reduce_options[asynchronous].get(id(op))) is None:
+    tensors = [*outputs, *inputs]
+    route, given = _ordinary(group, tensors, asynchronous)
+    if route is None:
         return GENERAL
-    given = _given(route, tensors, asynchronous)
-    return _run(_REDUCE_SCATTER, route, group, given[:1], [given[1:]], options, tensors, asynchronous)
+    count, options = len(outputs), way.options[asynchronous]
+    return _run(way, way.function, route, group, given[:count], given[count:], options, tensors, asynchronous)
 
 
-# --- all_to_all ---
-
-_row_all_to_all = ROWS["all_to_all"]
-_c10d_all_to_all = c10d.all_to_all
-_general_all_to_all = forwarded(_row_all_to_all, asks=False)
-_function, _all_to_all_options = prepared_for_all(_row_all_to_all.launch)
-_ALL_TO_ALL = _Way(_row_all_to_all, _function)
+_ALL_TO_ALL = _Way("all_to_all", _run_all_to_all)
 
 
 def all_to_all(
@@ -382,108 +369,45 @@ def all_to_all(
     group: c10d.ProcessGroup | None = None,
     async_op: bool = False,
 ) -> object:
-    if _compiling():
-        return _c10d_all_to_all(output_tensor_list, input_tensor_list, group, async_op)
-    if _nonempty and not _can_skip_sweep():
-        LEDGER.sweep()
-    to = group if group is not None or _names[_WORLD] is not _world else _groups[_DEFAULT]
-    if ENGINES or BUCKETS or REGIONS:
-        taken = offer(_row_all_to_all, to, (output_tensor_list, input_tensor_list), None, async_op)
-    else:
-        taken = DECLINED
-    if taken is DECLINED:
-        taken = _run_all_to_all(output_tensor_list, input_tensor_list, to, async_op)
-    if taken is GENERAL:
-        return _general_all_to_all(output_tensor_list, input_tensor_list, group=group, async_op=async_op)
-    return taken
-
-
-def _run_all_to_all(
-    outputs: list[torch.Tensor], inputs: list[torch.Tensor], group: object, asynchronous: bool
-) -> object:
-    if type(outputs) is not list or type(inputs) is not list or not inputs:
-        return GENERAL
-    tensors = [*outputs, *inputs]
-    route = _route_of(group, tensors, asynchronous)
-    if route is None:
-        return GENERAL
-    given = _given(route, tensors, asynchronous)
-    count = len(outputs)
-    options = _all_to_all_options[asynchronous]
-    return _run(_ALL_TO_ALL, route, group, given[:count], given[count:], options, tensors, asynchronous)
-
-
-# --- gather and scatter ---
-
-_row_gather, _row_scatter = ROWS["gather"], ROWS["scatter"]
-_c10d_gather, _c10d_scatter = c10d.gather, c10d.scatter
-_general_gather, _general_scatter = forwarded(_row_gather, asks=False), forwarded(_row_scatter, asks=False)
-_function, _gather_root = prepared_by_root(_row_gather)
-_GATHER = _Way(_row_gather, _function)
-_function, _scatter_root = prepared_by_root(_row_scatter)
-_SCATTER = _Way(_row_scatter, _function)
-
-
-def gather(
-    tensor: torch.Tensor, gather_list: list[torch.Tensor] | None = None, dst: int | None = None,
-    group: c10d.ProcessGroup | None = None, async_op: bool = False, group_dst: int | None = None,
-) -> object:  # fmt: skip
-    if _compiling():
-        return _c10d_gather(tensor, gather_list, dst, group, async_op, group_dst)
-    if _nonempty and not _can_skip_sweep():
-        LEDGER.sweep()
-    to = group if group is not None or _names[_WORLD] is not _world else _groups[_DEFAULT]
-    if ENGINES or BUCKETS or REGIONS:
-        taken = offer(_row_gather, to, (tensor, gather_list), None, async_op)
-    else:
-        taken = DECLINED
-    if taken is DECLINED:
-        taken = _run_by_root(_GATHER, _gather_root, tensor, gather_list, to, dst, group_dst, async_op)
-    if taken is GENERAL:
-        return _general_gather(tensor, gather_list, dst=dst, group=group, async_op=async_op, group_dst=group_dst)
-    return taken
-
-
-def scatter(
-    tensor: torch.Tensor, scatter_list: list[torch.Tensor] | None = None, src: int | None = None,
-    group: c10d.ProcessGroup | None = None, async_op: bool = False, group_src: int | None = None,
-) -> object:  # fmt: skip
-    if _compiling():
-        return _c10d_scatter(tensor, scatter_list, src, group, async_op, group_src)
-    if _nonempty and not _can_skip_sweep():
-        LEDGER.sweep()
-    to = group if group is not None or _names[_WORLD] is not _world else _groups[_DEFAULT]
-    if ENGINES or BUCKETS or REGIONS:
-        taken = offer(_row_scatter, to, (tensor, scatter_list), None, async_op)
-    else:
-        taken = DECLINED
-    if taken is DECLINED:
-        taken = _run_by_root(_SCATTER, _scatter_root, tensor, scatter_list, to, src, group_src, async_op)
-    if taken is GENERAL:
-        return _general_scatter(tensor, scatter_list, src=src, group=group, async_op=async_op, group_src=group_src)
-    return taken
+    return _call(_ALL_TO_ALL, (output_tensor_list, input_tensor_list), group, async_op)
 
 
 def _run_by_root(
-    way: _Way, options_of: Callable[..., RootOptions | None], tensor: torch.Tensor, parts: list[torch.Tensor] | None,
-    group: object, root: int | None, group_root: int | None, asynchronous: bool,
+    way: _Way, group: object, asynchronous: bool, tensor: torch.Tensor, parts: list[torch.Tensor] | None,
+    root: int | None, group_root: int | None,
 ) -> object:  # fmt: skip
     if parts is None:
         parts = []
     elif type(parts) is not list:
         return GENERAL
     tensors = [*parts, tensor]
-    route = _route_of(group, tensors, asynchronous)
+    route, given = _ordinary(group, tensors, asynchronous)
     if route is None:
         return GENERAL
     if root is None and group_root is None:
         root = 0
-    options = options_of(route, group, root, group_root, None, asynchronous)
+    options = way.options(route, group, root, group_root, None, asynchronous)
     # The root has the list, and no other rank has.
     if options is None or (options.rootRank == route.rank) is not bool(parts):
         return GENERAL
-    given = _given(route, tensors, asynchronous)
     lists, one = [given[:-1]] if parts else [], given[-1:]
-    if way is _GATHER:
-        return _run(way, route, group, lists, one, options, tensors, asynchronous)
-    return _run(way, route, group, one, lists, options, tensors, asynchronous)
+    output, source = (lists, one) if way is _GATHER else (one, lists)
+    return _run(way, way.function, route, group, output, source, options, tensors, asynchronous)
+
+
+_GATHER = _Way("gather", _run_by_root)
+_SCATTER = _Way("scatter", _run_by_root)
+
+
+def gather(
+    tensor: torch.Tensor, gather_list: list[torch.Tensor] | None = None, dst: int | None = None,
+    group: c10d.ProcessGroup | None = None, async_op: bool = False, group_dst: int | None = None,
+) -> object:  # fmt: skip
+    return _call(_GATHER, (tensor, gather_list), group, async_op, dst, group_dst)
+
+
+def scatter(
+    tensor: torch.Tensor, scatter_list: list[torch.Tensor] | None = None, src: int | None = None,
+    group: c10d.ProcessGroup | None = None, async_op: bool = False, group_src: int | None = None,
+) -> object:  # fmt: skip
+    return _call(_SCATTER, (tensor, scatter_list), group, async_op, src, group_src)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed.distributed_c10d as c10d
 
 from safecomm.collectives.general import forwarded, inside, stand_in
-from safecomm.collectives.holding import caller, counter, finish, holds_itself, needs_aliases
+from safecomm.collectives.holding import caller, counter, finish, holds_itself, needs_aliases, of_c10d
 from safecomm.collectives.table import ROWS
 from safecomm.collectives.takers import at_once, default_group
 from safecomm.collectives.tensors import device_alias, with_memory
@@ -118,8 +118,8 @@ def batch_isend_irecv(p2p_op_list: list[c10d.P2POp]) -> list[Any]:
     try:
         with at_once(group):
             works = _c10d_batch(given)
-    except torch.distributed.DistBackendError:
-        finish(_BATCH, None, group, tensors, caller())
+    except torch.distributed.DistBackendError as error:
+        finish(of_c10d(_BATCH, group, tensors), error)
         raise
     finally:
         inside.batch = False
@@ -128,7 +128,7 @@ def batch_isend_irecv(p2p_op_list: list[c10d.P2POp]) -> list[Any]:
     # NCCL answers with one work for all; where each operation has its own, each holds its own tensor.
     shares = [[tensor] for tensor in tensors] if len(works) == len(tensors) else [tensors] * len(works)
     frame = caller()
-    return [finish(_BATCH, work, group, share, frame) for work, share in zip(works, shares, strict=True)]
+    return [finish(of_c10d(_BATCH, group, share, frame), work) for work, share in zip(works, shares, strict=True)]
 
 
 batch_isend_irecv = stand_in(batch_isend_irecv, _c10d_batch)

@@ -41,6 +41,8 @@ class Row:
     """The arguments that are tensors, or lists of them; the output first."""
     given: tuple[str, ...] = ()
     """The arguments between the tensors and the group."""
+    last: tuple[str, ...] = ()
+    """The arguments after the flag."""
     kind: str = ""
     """What it is to buckets and engines: :data:`REDUCE`, :data:`SCATTER`, :data:`GATHER` or :data:`EXCHANGE`, or ``""``
     for nothing."""
@@ -86,51 +88,57 @@ _HOST_ONLY = "it has no tensors"
 ROWS: dict[str, Row] = {
     row.key: row
     for row in (
-        Row("all_reduce", ("tensor",), ("op",), REDUCE, collected=True, launch=_torch.all_reduce),
+        Row("all_reduce", ("tensor",), ("op",), kind=REDUCE, collected=True, launch=_torch.all_reduce),
         Row(
-            "all_gather_single", ("output_tensor", "input_tensor"), (), GATHER, collected=True,
+            "all_gather_single", ("output_tensor", "input_tensor"), kind=GATHER, collected=True,
             alias="all_gather_into_tensor", launch=_torch.all_gather,
         ),
         Row(
-            "reduce_scatter_single", ("output", "input"), ("op",), SCATTER, collected=True, pollable=False,
+            "reduce_scatter_single", ("output", "input"), ("op",), kind=SCATTER, collected=True, pollable=False,
             alias="reduce_scatter_tensor", launch=_torch.reduce_scatter,
         ),
-        Row("broadcast", ("tensor",), ("src",), launch=_torch.broadcast),
-        Row("reduce", ("tensor",), ("dst", "op"), launch=_torch.reduce),
+        Row("broadcast", ("tensor",), ("src",), ("group_src",), launch=_torch.broadcast),
+        Row("reduce", ("tensor",), ("dst", "op"), ("group_dst",), launch=_torch.reduce),
         Row(
-            "all_to_all_single", ("output", "input"), ("output_split_sizes", "input_split_sizes"), EXCHANGE,
+            "all_to_all_single", ("output", "input"), ("output_split_sizes", "input_split_sizes"), kind=EXCHANGE,
             launch=_torch.all_to_all_single,
         ),
         Row(
-            "_all_gather_base", ("output_tensor", "input_tensor"), (), GATHER, collected=True, engine=False,
+            "_all_gather_base", ("output_tensor", "input_tensor"), kind=GATHER, collected=True, engine=False,
             successor="all_gather_single", because=_OLD,
         ),
         Row(
-            "_reduce_scatter_base", ("output", "input"), ("op",), SCATTER, collected=True, engine=False, pollable=False,
-            successor="reduce_scatter_single", because=_OLD,
+            "_reduce_scatter_base", ("output", "input"), ("op",), kind=SCATTER, collected=True, engine=False,
+            pollable=False, successor="reduce_scatter_single", because=_OLD,
         ),
         Row(
-            "all_gather", ("tensor_list", "tensor"), (), GATHER, staged=True, launch=_torch.all_gather_list,
+            "all_gather", ("tensor_list", "tensor"), kind=GATHER, staged=True, launch=_torch.all_gather_list,
             because=_LIST,
         ),
         Row(
-            "reduce_scatter", ("output", "input_list"), ("op",), SCATTER, staged=True, pollable=False,
+            "reduce_scatter", ("output", "input_list"), ("op",), kind=SCATTER, staged=True, pollable=False,
             launch=_torch.reduce_scatter_list, because=_LIST,
         ),
         Row("all_gather_coalesced", ("output_tensor_lists", "input_tensor_list"), staged=True, because=_COALESCED),
         Row("all_reduce_coalesced", ("tensors",), ("op",), because="torch deprecates it, and it answers by a future"),
         Row("all_to_all", ("output_tensor_list", "input_tensor_list"), launch=_torch.all_to_all, because=_LIST),
-        Row("gather", ("tensor", "gather_list"), ("dst",), launch=_torch.gather, because=_LIST),
-        Row("scatter", ("tensor", "scatter_list"), ("src",), launch=_torch.scatter, because=_LIST),
-        Row("gather_single", ("tensor", "gather_tensor"), ("dst",), because=_NEW),
-        Row("gather_into_tensor", ("tensor", "gather_tensor"), ("dst",), because=_NEW),
-        Row("barrier", (), because=_HOST_ONLY),
+        Row("gather", ("tensor", "gather_list"), ("dst",), ("group_dst",), launch=_torch.gather, because=_LIST),
+        Row("scatter", ("tensor", "scatter_list"), ("src",), ("group_src",), launch=_torch.scatter, because=_LIST),
+        Row("gather_single", ("tensor", "gather_tensor"), ("dst",), ("group_dst",), because=_NEW),
+        Row("gather_into_tensor", ("tensor", "gather_tensor"), ("dst",), ("group_dst",), because=_NEW),
+        Row("barrier", (), (), ("device_ids", "timeout"), because=_HOST_ONLY),
         *(Row(name, ("tensor",), ordered=False, pollable=False, because=_PEER, module="point_to_point")
           for name in ("isend", "irecv", "send", "recv")),
         Row("batch_isend_irecv", (), ordered=False, pollable=False, because=_PEER, module="point_to_point"),
     )
 }  # fmt: skip
 """The collectives, by c10d's newest names. Not every torch has all of them."""
+
+REGION = Row("_coalescing_manager", ())
+"""What a coalescing region is, as a call."""
+
+BUCKETED = Row("bucketed", ())
+"""What copies into and out of a bucket are."""
 
 COLLECTIVE_OF = {
     name: row.kind for row in ROWS.values() if row.kind and not row.staged for name in (row.key, row.alias) if name

@@ -21,11 +21,11 @@ import torch
 import torch.distributed.distributed_c10d as c10d
 
 from safecomm import _torch
-from safecomm.collectives.holding import SPAN, caller, counter, finish, span
+from safecomm.collectives.holding import SPAN, Call, caller, counter, finish, span
 from safecomm.collectives.regions import REGIONS, Region
 from safecomm.collectives.routes import ROUTES, Route
 from safecomm.collectives.table import OP_IDS, ROWS, Row
-from safecomm.collectives.tensors import all_on_current_stream, flatten, storages_of, with_memory
+from safecomm.collectives.tensors import all_on_current_stream, flatten, with_memory
 from safecomm.core import captures
 from safecomm.core.holds import Pending
 from safecomm.core.ledger import LEDGER
@@ -68,15 +68,28 @@ BUCKETS: dict[object, Deferring] = LEDGER.deferring
 ENGINES: dict[object, Any] = {}
 """What ``low_latency()`` has put before the backend, by group; under None, what does so for groups without one."""
 
-DECLINED: object = object()
+
+class Answer:
+    """What becomes of a call that was offered."""
+
+    __slots__ = ("result",)
+
+    def __init__(self, result: object) -> None:
+        self.result = result  # what the caller gets, of a call that was taken
+
+
+DECLINED = Answer(None)
 """Nobody takes the call. Also what an engine answers for a call that is the backend's."""
 
-GENERAL: object = object()
+GENERAL = Answer(None)
 """The call is c10d's function's: it collects it, or is to run after what was deferred."""
 
+DONE = Answer(None)
+"""The call was taken, and its caller gets nothing."""
 
-def offer(row: Row, group: object, tensors: tuple[Any, ...], op: object, asynchronous: object) -> object:
-    """Offer a call of ``row`` to who may take it; return what its caller gets, or :data:`DECLINED` or :data:`GENERAL`.
+
+def offer(row: Row, group: object, tensors: tuple[Any, ...], op: object, asynchronous: object) -> Answer:
+    """Offer a call of ``row`` to who may take it.
 
     ``tensors``: what is given as the output, and as the input where that is another. ``op``: the reduce operation, or
     what :func:`splits` has found.
@@ -93,23 +106,15 @@ def offer(row: Row, group: object, tensors: tuple[Any, ...], op: object, asynchr
                 other = None if len(tensors) == 1 else tensors[0]
                 if not row.pollable and route.index < 0:
                     region.ordered = False
-                return region.collect(function, tensors[-1], other, op, asynchronous)
+                return Answer(region.collect(function, tensors[-1], other, op, asynchronous))
         return GENERAL
     if BUCKETS and (buckets := BUCKETS.get(group)) is not None:
         if row.collected and not asynchronous and buckets.defer(row, op, *tensors):
-            return None
+            return DONE
         with buckets.closed():
-            taken = offer(row, group, tensors, op, asynchronous)
+            taken = _run(row, group, tensors, op, asynchronous)
         return GENERAL if taken is DECLINED else taken
-    if not ENGINES or not row.kind or not row.engine:
-        return DECLINED
-    engine = ENGINES.get(group) or ENGINES.get(None)
-    if engine is None:  # of another group; or it was switched off in another thread since
-        return DECLINED
-    if _profiler._is_profiler_enabled and not SPAN.open:
-        with span(row.name):
-            return _run(engine, row, group, tensors, op, asynchronous)
-    return _run(engine, row, group, tensors, op, asynchronous)
+    return _run(row, group, tensors, op, asynchronous) if ENGINES else DECLINED
 
 
 def take(row: Row, group: object, tensors: tuple[Any, ...], op: object, site: Callable[[], types.FrameType]) -> bool:
@@ -123,13 +128,7 @@ def take(row: Row, group: object, tensors: tuple[Any, ...], op: object, site: Ca
     if BUCKETS and group in BUCKETS:
         with at_once(group):
             return take(row, group, tensors, op, site)
-    engine = ENGINES.get(group) or ENGINES.get(None)
-    if engine is None:
-        return False
-    if _profiler._is_profiler_enabled and not SPAN.open:
-        with span(row.name):
-            return _run(engine, row, group, tensors, op, False, site, unshared=False) is not DECLINED
-    return _run(engine, row, group, tensors, op, False, site, unshared=False) is not DECLINED
+    return _run(row, group, tensors, op, False, site, unshared=False) is not DECLINED
 
 
 def _ordinary(route: Route, tensors: tuple[Any, ...], asynchronous: bool) -> bool:
@@ -152,30 +151,38 @@ def _ordinary(route: Route, tensors: tuple[Any, ...], asynchronous: bool) -> boo
 
 
 def _run(
-    engine: Any, row: Row, group: object, tensors: tuple[Any, ...], op: object, asynchronous: bool,
+    row: Row, group: object, tensors: tuple[Any, ...], op: object, asynchronous: bool,
     site: Callable[[], types.FrameType] = caller, *, unshared: bool = True,
-) -> object:  # fmt: skip
+) -> Answer:  # fmt: skip
+    """Offer a call to the engine."""
+    engine = ENGINES.get(group) or ENGINES.get(None) if row.kind and row.engine else None
+    if engine is None:  # of another group; or it was switched off in another thread since
+        return DECLINED
+    if _profiler._is_profiler_enabled and not SPAN.open:
+        with span(row.name):
+            return _run(row, group, tensors, op, asynchronous, site, unshared=unshared)
     given = list(tensors)
     recording = captures.RECORDING
     flat = list(flatten(given)) if recording or asynchronous or row.staged else given
     if recording:
         captures.check_group(row.name, group, flat)
-    result = engine.run(group, row.name, given, op, asynchronous, unshared=unshared)
+    result: object = engine.run(group, row.name, given, op, asynchronous, unshared=unshared)
     if result is DECLINED:
         return DECLINED
     _COUNT[row.key]()
     if recording:
         captures.note(row.name, group, with_memory(flat), site())
-    if result is not None:
-        return finish(row, result, group, flat, site())
     index = _torch.index_of(flat[0])
-    if index >= 0 and not (
-        all_on_current_stream(flat)
-        if row.staged
-        else _alloc_stream(flat[0].data_ptr(), flat[-1].data_ptr()) == _current(index)
+    if result is None and (
+        index < 0
+        or (
+            all_on_current_stream(flat)
+            if row.staged
+            else _alloc_stream(flat[0].data_ptr(), flat[-1].data_ptr()) == _current(index)
+        )
     ):
-        LEDGER.hand_off(row.name, group, index, storages_of(flat), site())
-    return None
+        return DONE
+    return Answer(finish(Call(row, group, flat, index, site(), staged=row.staged), result))
 
 
 def splits(outputs: object, inputs: object) -> object:

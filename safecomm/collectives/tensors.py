@@ -41,12 +41,15 @@ def storages_of(tensors: Iterable[torch.Tensor]) -> tuple[object, ...]:
     return tuple(found)
 
 
-def alloc_stream_of_few(index: int, storages: tuple[object, ...]) -> int | None:
-    """Return the one stream that all of ``storages`` were allocated on; None if it is not known, or they are many."""
-    if index == HOST:
-        return HOST
+def common_alloc_stream(index: int, storages: tuple[object, ...]) -> int | None:
+    """Return the one stream of a device that all of ``storages`` were allocated on; None if it is not surely one."""
     pointers = [storage.data_ptr() for storage in storages if type(storage) is torch.UntypedStorage]
-    return _alloc_stream(*pointers) if 1 <= len(storages) == len(pointers) <= 2 else None
+    if not pointers or len(pointers) < len(storages):
+        return None
+    if len(pointers) <= 2:
+        return _alloc_stream(*pointers)
+    stream = _current(index)
+    return stream if _all_allocated_on(stream, sorted(pointers)) else None
 
 
 def with_memory(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:

@@ -14,10 +14,9 @@ import torch
 import torch.distributed.distributed_c10d as c10d
 
 from safecomm import _torch, backends
-from safecomm.collectives.holding import relaxed
-from safecomm.collectives.table import COLLECTIVE_OF, EXCHANGE, GATHER, LISTS, OPS, REDUCE, SCATTER
+from safecomm.collectives.holding import Call, finish, relaxed
+from safecomm.collectives.table import COLLECTIVE_OF, EXCHANGE, GATHER, LISTS, OPS, REDUCE, ROWS, SCATTER
 from safecomm.collectives.takers import DECLINED
-from safecomm.collectives.tensors import storages_of
 from safecomm.core import captures
 from safecomm.core.call_site import outside, program
 from safecomm.core.ledger import LEDGER
@@ -258,10 +257,10 @@ class Engine:
         try:
             with self._beside() if asynchronous and index != HOST else _HERE:
                 return self._exchange(whole, tensor, number, scatter, direct, asynchronous)
-        except BaseException:  # by a copy to a tensor that can't be written to; what was launched goes on
+        except BaseException as error:  # by a copy to a tensor that can't be written to; what was launched goes on
             if index != HOST:
                 frame = outside(("safecomm.collectives.", "safecomm.peers."))
-                LEDGER.hand_off(name, group, index, storages_of([tensor, *whole]), frame)
+                finish(Call(ROWS[name], group, [tensor, *whole], index, frame), error)
             raise
 
     def _exchange(

@@ -20,7 +20,7 @@ import torch
 import torch.distributed.distributed_c10d as c10d
 
 from safecomm import _torch
-from safecomm.collectives.holding import hold_read
+from safecomm.collectives.holding import finish_read
 from safecomm.collectives.table import OPS_BY_NAME as _OPS
 from safecomm.collectives.table import ROWS, Row
 from safecomm.collectives.takers import ENGINES, take
@@ -186,7 +186,7 @@ def _contiguous(row: Row, group: object, tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_contiguous():
         return tensor
     copy = tensor.contiguous()
-    hold_read(row.name, group, tensor)
+    finish_read(row, group, tensor)
     return copy
 
 
