@@ -304,12 +304,6 @@ class StagedWork(Work):
         return super().wait(timeout)
 
 
-class RegionWork(Work):
-    """A :class:`Work` of a coalescing region, of which c10d has aliases, and keeps them for longer than it needs."""
-
-    __slots__ = ("aliases",)
-
-
 class MemberWork(Work):
     """A :class:`Work` of one call in a coalescing region: waiting for it is waiting for the region.
 

@@ -38,9 +38,12 @@ def sweep(changes: Mapping[types.FunctionType, types.FunctionType], keep: Iterab
     by_identity = {id(old): new for old, new in changes.items()}
     ours = {id(container) for container in keep} | {id(vars(module)) for module in _modules_of_ours()} | {id(changes)}
     # What safecomm's functions close over, and the __wrapped__ of those that stand in for torch's.
-    for function in _functions_of_ours(changes):
-        ours.add(id(function.__dict__))
-        ours.update(id(cell) for cell in function.__closure__ or ())
+    for thing in _things_of_ours(changes):
+        if isinstance(thing, types.FunctionType):
+            ours.add(id(thing.__dict__))
+            ours.update(id(cell) for cell in thing.__closure__ or ())
+        else:
+            ours.add(id(thing))
     found: list[str] = []
     frozen = gc.get_freeze_count()
     if frozen:  # the collector does not look into what is frozen
@@ -58,12 +61,20 @@ def sweep(changes: Mapping[types.FunctionType, types.FunctionType], keep: Iterab
     return found
 
 
-def _functions_of_ours(changes: Mapping[types.FunctionType, types.FunctionType]) -> list[types.FunctionType]:
+def _things_of_ours(changes: Mapping[types.FunctionType, types.FunctionType]) -> list[object]:
+    """Return the functions of the collectives, in their modules or in slots, and the objects that have such slots."""
     things: list[object] = [*changes, *changes.values()]
     for module in _modules_of_ours():
         if module.__name__.startswith("safecomm.collectives"):
-            things += vars(module).values()
-    return [thing for thing in things if isinstance(thing, types.FunctionType)]
+            for thing in tuple(vars(module).values()):
+                things.append(thing)
+                if type(thing).__module__.startswith("safecomm.collectives"):
+                    things += [getattr(thing, name, None) for name in vars(type(thing)).get("__slots__", ())]
+
+    def is_ours(thing: object) -> bool:
+        return isinstance(thing, types.FunctionType) or type(thing).__module__.startswith("safecomm.collectives")
+
+    return list(filter(is_ours, things))
 
 
 def _replace_in(referrer: object, new: dict[int, types.FunctionType], found: list[str]) -> None:

@@ -16,7 +16,7 @@ from torch.distributed.algorithms.join import Join
 from torch.distributed.distributed_c10d import Work as C10dWork
 
 from safecomm import _torch, versions
-from safecomm.core.work import RegionWork, Work
+from safecomm.core.work import Work
 
 _BASES: tuple[Any, ...] = (ProcessGroup, _torch.Backend)
 
@@ -34,7 +34,7 @@ class _StandIn(C10dWork):
 
 def for_cpp(value: Any) -> Any:
     """Return what C++ takes for ``value``, if that is a ``safecomm.Work``; else ``value``."""
-    if type(value) in (Work, RegionWork) and value.turn is None:
+    if type(value) is Work and value.turn is None:
         value._keep_results()
         value.has_future = True  # what C++ has stands for the handle from now on
         return value.inner
