@@ -151,13 +151,8 @@ def a_synchronous_call_makes_no_handoff() -> None:
 
 @mutant()
 def a_synchronous_call_hands_off_its_first_storage_alone() -> None:
-    method(
-        ledger.Ledger,
-        "hand_off",
-        lambda original: (
-            lambda self, op, group, index, storages, *more: original(self, op, group, index, storages[:1], *more)
-        ),
-    )
+    original = ledger.LEDGER.hand_off
+    ledger.LEDGER.hand_off = lambda op, group, index, storages, *more: original(op, group, index, storages[:1], *more)
 
 
 @mutant()

@@ -321,6 +321,22 @@ def capturing(device: SimulatedDevice, ledger: Ledger, monkeypatch: pytest.Monke
     return begin
 
 
+def test_what_an_exception_has_kept_of_a_dead_graph_is_back_after_drain_s6(device, ledger, group, capturing) -> None:
+    graph, captured = capturing()
+    outside = device.allocate(0, 64)
+    (block,) = device.blocks_of([outside])
+    captured.add("all_reduce", group, outside, sys._getframe())
+    graph.capture_end()
+    captured._finalizer.detach()  # as if a signal handler had raised in it
+    device.switch(0)
+    graph = outside = None
+    assert ledger.pending() == []
+    assert drain_ledger(ledger, wait=True) == 0
+    device.settle()
+    assert device.is_free(block)
+    assert captured.leases() == []
+
+
 def test_a_capture_that_torch_gives_up_as_it_begins_is_over_s6(device, capturing) -> None:
     """``torch.cuda.graph.__enter__`` of torch 2.15 ends it without ``capture_end()``; calls would be slow from then."""
     graph, captured = capturing(GraphInTwo)

@@ -22,7 +22,7 @@ from safecomm.core.drain import drain_ledger
 from safecomm.core.holds import Hold, Queue, first_of, leave_all_empty, leave_empty
 from safecomm.core.ledger import Ledger
 from safecomm.core.streams import HOST
-from safecomm.core.uses import Dead, Use, Waiting
+from safecomm.core.uses import Dead, Events, Use, Waiting
 from safecomm.core.work import Work
 from safecomm.errors import PendingWorkError
 
@@ -328,6 +328,46 @@ def test_what_a_graph_leaves_while_another_is_taken_over_is_not_forgotten_s6(dev
     ledger.sweep()
     assert ledger.pending() == []
     assert all(device.is_free(block) for block in blocks)
+
+
+@pytest.mark.parametrize("then", ["goes on", "is freed"])
+def test_an_exception_as_a_use_gets_its_event_loses_nothing_s1(device, ledger, then) -> None:
+    tensor = device.allocate(0, 64)
+    blocks = device.blocks_of([tensor])
+    storage = tensor.untyped_storage()
+    device.launch(device.streams[1], blocks)
+    assert ledger.uses.record(storage, INDEX, 1, sys._getframe())
+    (use,) = ledger.holds()
+    del tensor
+    del storage
+    with mock.patch.object(Events, "put", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        ledger.sweep(thorough=True)
+    assert use.event is not None
+    assert ledger.holds() == [use]
+    device.settle()
+    assert not any(map(device.is_free, blocks))
+    if then == "is freed":
+        device.finish()
+        ledger.release_all([use])
+    device.finish()
+    ledger.sweep(thorough=True)
+    ledger.sweep(thorough=True)
+    assert ledger.pending() == []
+    assert not ledger.nonempty
+    device.settle()
+    assert all(map(device.is_free, blocks))
+
+
+def test_what_is_no_storage_is_held_as_it_is_s1(device, ledger) -> None:
+    """A tensor subclass without memory of its own."""
+    device.switch(1)
+    thing = object()
+    ledger.hand_off("all_reduce", None, INDEX, (thing,), sys._getframe(), 0)
+    (use,) = ledger.holds()
+    assert use.storages == (thing,)
+    device.finish()
+    ledger.sweep()
+    assert ledger.pending() == []
 
 
 def test_memory_that_was_used_where_it_was_allocated_is_not_held_s2(device, ledger) -> None:

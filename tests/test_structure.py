@@ -108,7 +108,7 @@ def test_every_release_is_made_by_release():
         "core.holds: hold.storages = ()",
         "core.holds: if queue.holds.pop(hold, queue) is not queue:",
         "core.uses: self.storages = ()",  # Use.on_release()
-        "core.uses: queue.holds.pop(use, None)",  # into the queue of those that have an event
+        "core.uses: queue.holds.pop(use, None)",  # into the queue of those that have an event, and what was released
         "core.ledger: hold.queue.holds.pop(hold, None)",  # into the quarantine
     }
     assert [module_of(path) for path in FILES if ".on_release()" in path.read_text()] == ["core.holds"]

@@ -459,7 +459,10 @@ class Uses:
             if use not in queue.holds:
                 return True
             if not use.storages:
-                self.ledger.release(use)  # another thread is about to
+                # Another thread is about to, or an exception has come as the use left this queue.
+                self.ledger.release(use)
+                queue.holds.pop(use, None)
+                queue.note_empty()
                 return True
             if use.event is None:
                 if not self.only_recorded(use):
