@@ -163,6 +163,10 @@ def finish(call: Call, answer: object) -> object:
     if region is not None:
         # Of torch's own c10d has launched nothing yet, and holds what it launches.
         return _collect(call, region, answer) if type(region) is Region else answer
+    if group is None and index >= 0 and not isinstance(answer, (c10d.Work, torch.Future)):
+        # The default group was destroyed since the call was launched.
+        LEDGER.hand_off(row.name, None, index, storages_of(call.tensors), call.frame)
+        return answer
     if index < HOST or not isinstance(group, c10d.ProcessGroup) or type(answer) is _torch.IllegalWork:
         return answer
     route = ROUTES.fast.get(id(group))

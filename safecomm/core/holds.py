@@ -201,7 +201,7 @@ class Queue:
     def note_empty(self) -> None:
         """See whether a hold that was taken out was the last."""
         if not self.holds:
-            if self.capture:  # a capture comes only once
+            if self.capture and self.table.get(self.key) is self:  # a capture comes only once
                 self.table.pop(self.key, None)
             self.nonempty.pop(self, None)
             if self.holds:  # another thread came in between
@@ -259,8 +259,10 @@ class Holds:
         if queue.holds.pop(hold, queue) is not queue:
             if not queue.holds:
                 queue.note_empty()
-            if hold.event is not None and not queue.capture:  # an event of a capture stays the graph's
-                self.streams.recycle_event(queue.index, hold.event)
+            # Taken from the hold first: it is recycled once, also where the hold comes into a queue again.
+            event, hold.event = hold.event, None
+            if event is not None and not queue.capture:  # an event of a capture stays the graph's
+                self.streams.recycle_event(queue.index, event)
 
     def release_all(self, holds: Iterable[Hold]) -> None:
         """Release ``holds``, whose allocation streams were ordered after their last use, or whose capture is over."""

@@ -98,7 +98,7 @@ class StreamOrder:
             for hold in holds:
                 if hold.serial >= serial:
                     break
-                if hold.alloc_stream == stream and queue.index == index:
+                if hold.event is not None and hold.alloc_stream == stream and queue.index == index:
                     # For each one's event, although the last one's is behind the others' if all were recorded on one
                     # stream: another stream may have got the handle of one that was destroyed.
                     self._streams.wait_event(index, stream, hold.event)
@@ -114,7 +114,8 @@ class StreamOrder:
             known = {
                 used_on: serial
                 for used_on, serial in behind.items()
-                if (queue := self._events(used_on, capture)) is not None and queue.first().serial < serial
+                if (queue := self._events(used_on, capture)) is not None
+                and any(hold.serial < serial for hold in first_of(queue.holds, 1))
             }
             if known:
                 return known

@@ -132,7 +132,7 @@ class Events(UseQueue):
         while (use := self.first()) is not None:
             with ledger.lock:
                 if use in self.holds:  # else another thread has released it, and may have recorded its event again
-                    if not streams.query_event(use.event):
+                    if use.event is not None and not streams.query_event(use.event):
                         break
                     uses.order_and_release(use, complete=True)
         # Ordered streams pause once, behind the last wait. They go on where a collective ends, which is where the next
@@ -151,9 +151,10 @@ class Events(UseQueue):
                 if use not in self.holds or use.release_by == "defer" or ledger.captured_now(use):
                     continue
                 # What the caller still refers to would not come back by ordering anything.
-                if use.release_by == "auto" and not (self.too_far_behind(ledger.lag) and ledger.only_holder(use)):
+                if use.release_by == "auto" and not self.too_far_behind(ledger.lag):
                     break
-                if None not in ledger.alloc_streams(use):
+                comes_back = use.release_by == "order" or ledger.only_holder(use)
+                if comes_back and use.event is not None and None not in ledger.alloc_streams(use):
                     ordered |= self.uses.order_and_release(use)
         return ordered
 
@@ -204,6 +205,8 @@ class Waiting(UseQueue):
         capture = capture_of(self.ledger.streams, self.stream)
         if self.capture and capture != self.capture:
             self.ledger.release_all(self.holds)  # the capture is over: what it has recorded runs when the graph does
+            for use in keys_of(self.holds):  # left by an exception, and released
+                self.uses.see(self, use)
         elif capture == self.capture == capturing:
             # All of it can fall unused in a moment, and nobody tells. Where that would be too much, each call looks.
             much = self.too_far_behind(self.ledger.lag)
