@@ -488,17 +488,22 @@ def a_wait_is_for_what_is_recorded_later() -> None:
     method(StreamOrder, "waited", around)
 
 
+def waits_for_nothing(name: str) -> None:
+    """Have that method of ``StreamOrder`` make no stream wait."""
+
+    def around(original: Any) -> Any:
+        def without(self, *given):  # type: ignore[no-untyped-def]
+            with mock.patch.object(self._streams, "wait_event"):
+                return original(self, *given)
+
+        return without
+
+    method(StreamOrder, name, around)
+
+
 @mutant()
 def the_note_of_an_event_is_believed() -> None:
-    def around(original: Any) -> Any:
-        def release(self, queue, serial, waiting):  # type: ignore[no-untyped-def]
-            with mock.patch.object(self, "_streams") as streams:
-                streams.wait_event.return_value = None
-                return original(self, queue, serial, waiting)
-
-        return release
-
-    method(StreamOrder, "_release", around)
+    waits_for_nothing("_release")
 
 
 @mutant()
@@ -553,14 +558,7 @@ def wait_stream_orders_nothing() -> None:
 
 @mutant()
 def wait_stream_is_behind_what_comes_later() -> None:
-    def around(original: Any) -> Any:
-        def wait_stream(self, index, stream, other):  # type: ignore[no-untyped-def]
-            with mock.patch.object(self._streams, "wait_event"):
-                original(self, index, stream, other)
-
-        return wait_stream
-
-    method(StreamOrder, "wait_stream", around)
+    waits_for_nothing("wait_stream")
 
 
 # --- captures, and two threads --------------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ class Hold:
     instruction: int
     alloc_stream: int | None = None  # the one stream that all of the memory was allocated on, if that is known
     serial: int = 0  # of two events on one stream, the later one's hold has the higher
-    event: object = None  # of a use: behind the last one
+    event: object = None  # of a use: behind the last one; None while others may still use the memory
     stream: int = 0  # of the use; of a staged or captured work: the stream of its launch
     group: weakref.ref[object] | None = None  # of a use; a work's is its queue's
     aliases: tuple[torch.Tensor, ...] = ()  # what c10d was given in place of the caller's tensors; emptied at release
@@ -259,10 +259,11 @@ class Holds:
         if queue.holds.pop(hold, queue) is not queue:
             if not queue.holds:
                 queue.note_empty()
-            # Taken from the hold first: it is recycled once, also where the hold comes into a queue again.
-            event, hold.event = hold.event, None
-            if event is not None and not queue.capture:  # an event of a capture stays the graph's
-                self.streams.recycle_event(queue.index, event)
+            if (event := hold.event) is not None:  # never a work's, for which setting it would make a dictionary
+                # Taken from the hold first: it is recycled once, also where the hold comes into a queue again.
+                hold.event = None
+                if not queue.capture:  # an event of a capture stays the graph's
+                    self.streams.recycle_event(queue.index, event)
 
     def release_all(self, holds: Iterable[Hold]) -> None:
         """Release ``holds``, whose allocation streams were ordered after their last use, or whose capture is over."""

@@ -15,6 +15,7 @@ waits longer than the program has asked for, and no memory is given out too earl
 from __future__ import annotations
 
 from safecomm.core.holds import Holds, first_of
+from safecomm.core.streams import capture_of
 from safecomm.core.uses import SCAN, Events, StreamKey, Uses, Waiting
 
 Note = tuple[int, dict[StreamKey, int]]
@@ -46,7 +47,7 @@ class StreamOrder:
         used = here in self._uses.used_on
         if not used and here not in self._behind:
             return None
-        capture = self._streams.capture(stream) if stream else 0
+        capture = capture_of(self._streams, stream)
         waiting: Waiting | None = self._uses.queues.get((Waiting, *here, capture)) if used else None
         if waiting is not None and waiting.holds:
             waiting.look(at_newest=True)
@@ -59,7 +60,7 @@ class StreamOrder:
         """Release what ``note`` tells of and was allocated on ``stream``, which waits for the event of ``note``."""
         here = stream, index
         capture, known = note
-        if capture != (self._streams.capture(stream) if stream else 0):
+        if capture != capture_of(self._streams, stream):
             return  # an external event, which is where the graph was replayed last
         left: dict[StreamKey, int] = {}
         for used_on, serial in known.items():
@@ -81,7 +82,7 @@ class StreamOrder:
         note = self.recorded(index, other)
         event = self._streams.record_event(index, other)
         self._streams.wait_event(index, stream, event)
-        if not (other and self._streams.capture(other)):  # an event of a capture stays the graph's
+        if not capture_of(self._streams, other):  # an event of a capture stays the graph's
             self._streams.recycle_event(index, event)
         if note is not None:
             self.waited(index, stream, note)

@@ -56,7 +56,6 @@ class Use(Hold):
 
     queue: UseQueue
     storages: tuple[Any, ...]
-    event: object = None  # behind the last use; None while others may still use the memory
     pointer: int = 0  # of the memory for which record_stream was called last, which alloc_stream is of
     release_by: str = "auto"  # or the one way to give it back: "order" or "defer"
     unordered: bool = False  # the allocation stream does not matter: it is deferred
