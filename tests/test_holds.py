@@ -358,6 +358,42 @@ def test_an_exception_as_a_use_gets_its_event_loses_nothing_s1(device, ledger, t
     assert all(map(device.is_free, blocks))
 
 
+def test_a_signal_handler_that_sweeps_as_a_use_gets_its_event_recycles_that_once_s1(
+    device, ledger, monkeypatch
+) -> None:
+    tensor = device.allocate(0, 64)
+    (block,) = device.blocks_of([tensor])
+    device.launch(device.streams[1], [block])
+    assert ledger.uses.record(tensor.untyped_storage(), INDEX, 1, sys._getframe())
+    del tensor
+    put, handled = Events.put, []
+
+    def interrupted(queue: Events, use: Use, since: float) -> None:
+        if not handled:
+            handled.append(use)
+            device.finish()
+            ledger.sweep(thorough=True)
+        put(queue, use, since)
+
+    monkeypatch.setattr(Events, "put", interrupted)
+    ledger.sweep(thorough=True)
+    ledger.sweep(thorough=True)
+    assert handled
+    assert device.faults == [], "an event is recycled twice"
+    assert ledger.pending() == []
+    device.settle()
+    assert device.is_free(block)
+
+
+def test_a_queue_of_a_capture_that_others_still_have_leaves_its_successor_in_the_table_s5(device, ledger) -> None:
+    device.begin_capture(1)
+    first, second = (Events(ledger.uses, 1, INDEX, device.capturing) for _ in range(2))
+    first.note_empty()
+    assert ledger.uses.queue(Events, 1, INDEX, device.capturing) is second
+    second.note_empty()
+    assert second not in ledger.uses.queues.values()
+
+
 def test_what_is_no_storage_is_held_as_it_is_s1(device, ledger) -> None:
     """A tensor subclass without memory of its own."""
     device.switch(1)

@@ -316,6 +316,23 @@ def test_recorded_uses_that_pile_up_order_no_stream_that_another_thread_captures
     assert ledger.pending() == []
 
 
+def test_a_buffer_that_the_program_keeps_keeps_no_other_memory_s3(device, group) -> None:
+    """It is used first, and does not come back by ordering anything."""
+    few = Ledger(device, lag=2, use_budget=64)
+    device.switch(1)
+    kept = device.allocate(0, 64)
+    call_sync(few, group, [kept])
+    for _ in range(20):
+        call_sync(few, group, [device.allocate(0, 64)])
+        few.sweep(thorough=True)
+    assert len(few.pending()) <= 4
+    assert kept.untyped_storage() in few.holds()[0].storages
+    device.settle()
+    device.finish()
+    few.sweep(thorough=True)
+    assert few.pending() == []
+
+
 def test_one_look_at_all_finds_what_waits_for_another_hold_of_the_same_memory_s3(device, ledger, group) -> None:
     """A request of an arena that finds no room looks once."""
     device.launch(device.streams[1], [])

@@ -145,6 +145,18 @@ def test_the_event_of_wait_stream_in_a_capture_is_not_used_again_s5(device, repl
     FakeStream(device, 0).wait_stream(FakeStream(device, 3))
 
 
+def test_a_queue_that_another_thread_empties_meanwhile_breaks_no_record_s1(device, ledger):
+    use(device, ledger, 1)
+    streams = [FakeStream(device, number) for number in range(3)]
+    streams[2].wait_stream(streams[1])
+    order = ledger.stream_order
+    queue = order._events((1, INDEX), 0)
+    with mock.patch.object(order, "_events", return_value=queue):
+        device.finish()
+        drain_ledger(ledger)
+        assert order.recorded(INDEX, 2) is None
+
+
 def test_a_chain_through_other_streams_is_followed_s2(device, ledger):
     use(device, ledger, 1)
     use(device, ledger, 2)

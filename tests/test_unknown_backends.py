@@ -399,6 +399,15 @@ def test_a_send_of_nccl4py_is_a_use_on_the_current_stream_s1_s3(monkeypatch):
     assert len(uses) == 1  # of a collective record_stream tells the allocator
 
 
+def test_a_call_that_ends_after_the_default_group_has_gone_is_held_s1(monkeypatch):
+    """Such as the copy of a functional all_gather, which is made where the program waits."""
+    uses, tensor = [], torch.ones(8)
+    monkeypatch.setattr(holding, "LEDGER", types.SimpleNamespace(hand_off=lambda *given: uses.append(given[1:4])))
+    call = holding.Call(ROWS["all_gather"], None, [tensor], 0, sys._getframe())
+    assert holding.finish(call, None) is None
+    assert uses == [(None, 0, (tensor.untyped_storage(),))]
+
+
 @pytest.mark.parametrize(
     ("kind", "index", "ordered", "once"),
     [
