@@ -149,11 +149,14 @@ class Events(UseQueue):
             with ledger.lock:
                 if use not in self.holds or use.release_by == "defer" or ledger.captured_now(use):
                     continue
-                # What the caller still refers to would not come back by ordering anything.
                 if use.release_by == "auto" and not self.too_far_behind(ledger.lag):
                     break
-                comes_back = use.release_by == "order" or ledger.only_holder(use)
-                if comes_back and use.event is not None and None not in ledger.alloc_streams(use):
+                # What the caller still refers to would not come back by ordering anything.
+                if (
+                    use.event is not None
+                    and (use.release_by == "order" or ledger.only_holder(use))
+                    and None not in ledger.alloc_streams(use)
+                ):
                     ordered |= self.uses.order_and_release(use)
         return ordered
 
