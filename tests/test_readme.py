@@ -71,9 +71,11 @@ def test_the_figures_are_those_of_the_results():
 
 def test_a_table_is_of_one_run_at_one_commit():
     figures_of = script("table.py")["figures_of"]
-    assert len(figures_of("gpu_tests_h100.json", "s3_dropped_handles", "s3_coalesced")) == 2
+    cases = {"one": {"figures": 1}, "two": {"figures": 2}, "of an earlier commit": {"figures": 3, "commit": "0123456"}}
+    figures_of.__globals__["load"] = lambda name: {"cases": cases}
+    assert figures_of("results.json", "one", "two") == [1, 2]
     with pytest.raises(ValueError, match="ran at several commits"):
-        figures_of("gpu_tests_h100.json", "s3_dropped_handles", "arena_stress_with_a_slow_peer")
+        figures_of("results.json", "one", "of an earlier commit")
 
 
 def test_the_pictures_are_those_of_the_recorded_runs():
