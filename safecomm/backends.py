@@ -2,7 +2,7 @@
 
 The name that a program gave does not tell it: ``nccl`` is another class since torch 2.15, ``nccl2`` and
 ``nccl-legacy`` are names of the two, and ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` puts an object around each. A class that
-is not here is nobody that we know: its calls are c10d's, and nothing is taken for granted of its works. c10d passes on
+is not here is unknown: its calls are c10d's, and nothing is taken for granted of its works. c10d passes on
 ``wait()`` and ``get_future()`` of a work that was made in Python, and nothing else: such a work can't be asked.
 """
 
@@ -45,7 +45,7 @@ class Kind:
     pollable_p2p: bool = True
     """A send or receive says that it is complete also before it has been waited for."""
     tells: bool = True
-    """Its works say when they are complete. Else ``is_completed()`` is False for ever, and of a dropped handle the
+    """Its works say when they are complete. Else ``is_completed()`` stays False, and of a dropped handle the
     future is asked."""
     records: bool = False
     """Its asynchronous collectives call ``record_stream`` for all that they use, so that the allocator keeps it. Its
@@ -107,5 +107,5 @@ def kind_of(backend: object) -> Kind:
 def of(group: Any, device_type: str) -> Kind:
     """Return what serves ``device_type`` in ``group``."""
     if isinstance(group, ProcessGroup) and type(group) is not ProcessGroup:
-        return PYTHON  # somebody's own, whose works need not be its backend's
+        return PYTHON  # other code's, whose works need not be its backend's
     return kind_of(_torch.backend_of(group, device_type))

@@ -37,7 +37,7 @@ class RecordStreamError(SafecommError):
 class LiveGraphError(SafecommError):
     """A group can't be destroyed while a CUDA graph is alive that runs its collectives.
 
-    NCCL waits for such a graph for ever. ``graphs`` lists them; reset each (``for graph in error.graphs:
+    NCCL waits for such a graph without end. ``graphs`` lists them; reset each (``for graph in error.graphs:
     graph.reset()``), and destroy the group again. Nothing was destroyed.
 
     Where captures were not seen, it is raised after torch has begun to destroy the group and has not returned in time.

@@ -30,7 +30,7 @@ class graph:  # noqa: N801
     - Before the capture, the host waits for all eager works (:func:`settle_before_capture`), and ``groups`` are used
       once, so that each has its communicator. All ranks of these groups have to do the same.
     - Inside, what collectives use is held by edges of the graph, and :class:`avoid_record_streams` is on.
-    - At the end, a work that nobody has waited for raises CaptureBoundaryError with its call site.
+    - At the end, a work that was not waited for raises CaptureBoundaryError with its call site.
     - Memory from outside that a captured collective reads or writes is the graph's until ``cuda_graph.reset()`` or its
       death. ``cuda_graph.replay()`` checks first that it is still there.
 

@@ -62,14 +62,14 @@ def unsee(who: object) -> None:
         if _users:
             return
         for (owner, name), (original, standing_in) in tuple(_replaced.items()):
-            # Else somebody has put theirs over ours, which goes on to torch's.
+            # Else other code has wrapped ours, which goes on to torch's.
             if vars(owner).get(name) is standing_in:
                 setattr(owner, name, original)
             _replaced.pop((owner, name), None)
 
 
 def forget_uses() -> None:
-    """Put torch's methods back until the next use, if nobody but the ledger wants them replaced."""
+    """Put torch's methods back until the next use, if only the ledger wants them replaced."""
     unsee(_first_use)
     LEDGER.uses.on_use = _first_use
 

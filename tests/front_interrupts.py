@@ -100,7 +100,7 @@ class Program(front_programs.Program):
         device = self.device
         if device.capturing:
             graph = front.CAPTURING[0]
-            with contextlib.suppress(RuntimeError):  # such as works that nobody has waited for
+            with contextlib.suppress(RuntimeError):  # such as works that were not waited for
                 graph.capture_end()
             device.switch(0)
             graph.reset()

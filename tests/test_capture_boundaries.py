@@ -653,7 +653,7 @@ def test_where_graphs_were_captured_is_known_if_somebody_saw_it_s7(device, captu
     noted, unseen = CUDAGraph(device), CUDAGraph(device)
     captures._note_place(noted)
     assert captures.alive() == [noted, unseen]
-    assert captures.places_of([unseen]) == ["places that nobody saw, without patch()"]
+    assert captures.places_of([unseen]) == ["places that were not seen, without patch()"]
     (of_recorded,), (of_noted,) = captures.places_of([graph]), captures.places_of([noted])
     assert of_recorded == captured.site
     assert "test_capture_boundaries.py" in of_noted

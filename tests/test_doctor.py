@@ -83,7 +83,7 @@ def test_every_known_variable_has_a_sentence_for_every_machine():
         (H200, {"CUDA_DEVICE_MAX_CONNECTIONS": "x"}, "from 1 to 32"),
         (H200, {"TORCH_NCCL_BLOCKING_WAIT": "1"}, "blocks the host"),
         (H200, {"NCCL_BLOCKING_WAIT": "1"}, "put TORCH_ in front"),
-        (H200, {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}, "hangs for ever"),
+        (H200, {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}, "hangs without end"),
         (H200, {"CUDA_LAUNCH_BLOCKING": "1"}, "waits for every kernel"),
         (H200, {"NCCL_P2P_DISABLE": "1"}, "through the host"),
         (CPU, {"SAFECOMM_RECROD": "x"}, "a typo?"),

@@ -1006,7 +1006,7 @@ def test_works_left_unjoined_raise_whatever_else_is_being_handled(device, ledger
     except MemoryError:
         graph, _ = capturing()
         call(ledger, group, [device.allocate(1, 64)])
-        with pytest.raises(safecomm.CaptureBoundaryError, match="nobody has waited for"):
+        with pytest.raises(safecomm.CaptureBoundaryError, match="were not waited for"):
             graph.capture_end()
     assert graph.events == ["ended", "reset"]
     assert ledger.pending() == []
@@ -1142,7 +1142,7 @@ def test_a_patched_program_waits_for_what_it_leaves_in_a_capture_s5(device, ledg
         call(ledger, group, [device.allocate(1, 64)])
         launched = device.streams[group.stream.handle].captured
         graph.capture_end()
-        assert "nobody has waited for, and waits for: all_reduce" in caplog.text
+        assert "were not waited for, and waits for: all_reduce" in caplog.text
         assert graph.events == ["ended"]
         assert not launched & ~device.streams[1].captured
         graph.replay()
@@ -1176,7 +1176,7 @@ def test_where_graphs_were_captured_is_known_without_a_patch_s7(monkeypatch):
     assert captures.alive() == [graph, other]
     (seen, unseen) = sorted(captures.places_of([graph, other]), key=lambda where: "test_record" not in where)
     assert "test_record_stream.py" in seen
-    assert "nobody saw" in unseen
+    assert "were not seen" in unseen
 
 
 def test_dead_graphs_are_taken_over_after_a_capture_and_not_in_it_s6(device, ledger, capturing):

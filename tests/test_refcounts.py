@@ -139,8 +139,8 @@ def test_what_is_counted_again_is_what_was_counted_at_import(counting):
         ("objects", "queued", 1, "a second reference to an object is not counted"),
         ("objects", "held_once", -1, "two containers do not count as two"),
         ("objects", "held_once", 1, "two containers do not count as two"),
-        ("storages", "unused", -1, "a storage that nobody uses counts as used"),
-        ("storages", "unused", 1, "a storage that nobody uses counts as used"),
+        ("storages", "unused", -1, "an unused storage counts as used"),
+        ("storages", "unused", 1, "an unused storage counts as used"),
     ],
 )
 def test_a_count_that_is_wrong_by_one_is_found_s1_s3(counting, test, name, by, found):

@@ -1,4 +1,4 @@
-"""Functional collectives that nobody has waited for are counted: torch keeps their tensors until somebody does."""
+"""Functional collectives that were not waited for are counted: torch keeps their tensors until they are."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from safecomm import _torch
 from safecomm.diagnostics import leaks
 from safecomm.tools.doctor import examine, look
 
-SAID = "3 functional collectives that nobody has waited for"
+SAID = "3 functional collectives that were not waited for"
 
 
 @pytest.mark.skipif(_torch.unwaited() is None, reason="this torch does not count")

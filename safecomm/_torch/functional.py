@@ -41,7 +41,7 @@ _size_of_registry: Callable[[], int] | None = look_up(
 
 
 def unwaited() -> int | None:
-    """Return how many functional collectives of this thread nobody has waited for; None if torch does not say."""
+    """Return how many functional collectives of this thread were not waited for; None if torch does not say."""
     return None if _size_of_registry is None else _size_of_registry()
 
 

@@ -63,7 +63,7 @@ _alloc_stream = LEDGER.streams.alloc_stream
 _all_allocated_on = LEDGER.streams.all_allocated_on
 
 _NO_WAY: tuple[Any, tuple[dict[int, object], dict[int, object]]] = (None, ({}, {}))
-# Whether it is torch's own, and not somebody's, who expects to see the end of a region.
+# Whether it is torch's own, and not other code's, which expects to see the end of a region.
 _ORDINARY = _original is not None and _torch.is_torchs(_original)
 
 
@@ -138,7 +138,7 @@ class _Manager(Block):
                 raise RuntimeError("_coalescing_manager(): a region was left that had not been entered")
             return  # a second time
         cm, region, manager, frame, beside = self._open
-        self._open = None  # whoever keeps this keeps nothing of it
+        self._open = None  # a kept region keeps nothing of it
         try:
             if kind is not None or len(region) != 1 or not self._end_single(cm, region, frame):
                 self._end(kind is not None, cm, region, manager, frame)
@@ -184,7 +184,7 @@ class _Manager(Block):
             cm.works = _abandon(group, device)
             _finish(cm, group, region, frame)
             return
-        # Also what was called through torch's own functions. KeyError, as of c10d's, if somebody has closed the region.
+        # Also what was called through torch's own functions. KeyError, as of c10d's, if the region is closed already.
         calls = REGIONS[group] if manager is None else REGIONS.get(group, [])
         if manager is None and region.used is None and (together := _together(region, group, calls, async_ops)):
             taken = REGIONS.pop(group)

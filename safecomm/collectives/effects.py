@@ -11,7 +11,7 @@ import re
 _HELD = """\
 Holds {}.
   Asynchronous: held until the stream that this memory was allocated on has waited for the work, or the work is
-  over, whether or not anybody waits or keeps the handle."""
+  over, whether or not it is waited for or its handle is kept."""
 _SYNCHRONOUS = """\
   Synchronous: held only if it runs on another stream than that, until that stream has waited for it, or it is over."""
 _STAGED = "What the call copies through is kept in the same way."
@@ -108,7 +108,7 @@ TABLE: dict[str, tuple[str, ...]] = {
 
 def help_of(name: str, theirs: str | None) -> str | None:
     """Return ``theirs``, the documentation of c10d's function ``name``, with ours at its end."""
-    if name not in TABLE:  # somebody's own, which has another name
+    if name not in TABLE:  # other code's function, which has another name
         return theirs
     theirs = theirs or ""
     # Python 3.13 has taken the margin from it; before, ours has to have the same one.

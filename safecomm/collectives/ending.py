@@ -1,6 +1,6 @@
 """torch's ``destroy_process_group`` with a time limit, where CUDA graphs may keep it from returning (S7).
 
-NCCL ends a communicator once all graphs are gone that run its collectives, and waits for them for ever. Which graphs
+NCCL ends a communicator once all graphs are gone that run its collectives, and waits for them without end. Which graphs
 those are is known only of captures that were seen. So where there is any graph, torch's function runs in a thread, and
 who has called it can stop waiting.
 """

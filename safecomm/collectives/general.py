@@ -90,7 +90,7 @@ def forwarded(row: Row, *, asks: bool = True) -> Any:
     profiler = _torch.profiler
     deprecated = getattr(original, "__deprecated__", None)
     point_to_point = not row.ordered
-    # A barrier has nothing to hold, and no engine takes it: unless somebody is to see it, it is c10d's at once.
+    # A barrier has nothing to hold, and no engine takes it: unless a taker has to see it, it is c10d's at once.
     of_the_host = not row.tensors and not row.kind and not backends.SOME_ASK_IN_WAIT
     after = [frozenset(names[count:]) for count in range(len(names) + 1)]
 
@@ -331,7 +331,7 @@ def direct(gate: Callable[..., object], row: Row, launch: object) -> Any:
     """Return ``gate`` as the stand-in for c10d's function of ``row``.
 
     Return that function with a hold around it if nothing launches its calls directly, if it takes other arguments in
-    this torch, or if it is somebody's own, which is to be called.
+    this torch, or if it is other code's function, which has to be called.
     """
     original = getattr(c10d, row.name, None)
     if launch is None or original is None or not _torch.is_torchs(original):

@@ -190,7 +190,7 @@ def finish(call: Call, answer: object) -> object:
                 work.aliases = tuple(call.aliases)
             queue = route if ordered else route.unordered(group)
             queue.hold(work, row.name, answer, storages, alloc_stream, call.frame)
-            if type(answer) is not c10d.Work:  # somebody's own, of which only wait() need be what it says
+            if type(answer) is not c10d.Work:  # other code's class, of which only wait() need be what it says
                 work.full = True
             return work
         work, among = _handle(route.kind, index, storages, ordered)

@@ -1,7 +1,7 @@
 """The route of a group's calls: the backend that they go to, and the queue that their works wait in.
 
 A :class:`Route` is a queue of the core with what a direct call of the backend needs besides, so that a gate looks up
-one object. While somebody has to see each call, such as a capture, no group has a fast route: see :meth:`Routes.off`.
+one object. While each call has to be seen, as in a capture, no group has a fast route: see :meth:`Routes.off`.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Routes:
         Parameters
         ----------
         group
-            Of c10d's, or somebody's own.
+            Of c10d's, or other code's.
         index, stream, capture
             Of the device, and of the capture that ``stream`` is part of, if it is part of one.
         unordered
@@ -142,15 +142,15 @@ class Routes:
         route.hides_failures = kind.hides_failures
         route.stream_ordered = kind.stream_ordered and not results
         route.ordered = route.stream_ordered and not unordered  # point-to-point may have a communicator for each peer
-        # A gloo send or receive does not tell that it is complete before somebody has waited for it (is_completed()
+        # A gloo send or receive does not tell that it is complete before it was waited for (is_completed()
         # stays False, torch 2.13), and a second wait for it hangs. So it is never polled, and waited for once.
         route.pollable = kind.tells and (kind.pollable_p2p or not unordered)
         if not (kind.tells or unordered or capture or results) and (index == HOST or kind.records):
-            # On the host whoever works on memory refers to it, and elsewhere the allocator keeps it. To hold it past
+            # On the host what works on memory refers to it, and elsewhere the allocator keeps it. To hold it past
             # the end of the handle would keep it for longer than without safecomm.
             route.holds, route.held_by_handles = HeldByHandles(), True  # type: ignore[assignment]
         route.asks_in_wait = kind.asks_in_wait and not capture  # where the current stream is captured, nothing is asked
-        # Where a dropped handle goes unnoticed, any work may be one that nobody is going to wait for.
+        # Where a dropped handle goes unnoticed, any work may be one that is never waited for.
         route.defer_polling = not capture and route.pollable and not results and COUNTED
         self.all[key] = route
         if type(group) is ProcessGroup and kind.direct and not (capture or unordered or results):

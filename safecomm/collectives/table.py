@@ -19,7 +19,7 @@ REDUCE, SCATTER, GATHER = "all_reduce", "reduce_scatter", "all_gather"
 """The kinds of collectives that can be deferred or run by an engine."""
 
 EXCHANGE = "all_to_all"
-"""What an engine can run too, and nobody defers."""
+"""What an engine can run too, and ``bucketed()`` does not defer."""
 
 OPS = tuple(getattr(c10d.ReduceOp, name) for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"))
 """The reduce operations that are members of an enum. A premultiplied sum is another object."""
@@ -28,7 +28,7 @@ OPS_BY_NAME = {str(op).rsplit(".", 1)[-1].lower(): op for op in OPS}
 """Those operations, by the names that torch's operators have for them."""
 
 OP_IDS = frozenset({id(None), *map(id, OPS)})
-"""The ids of those, and of None. Members of an enum live for ever, so such an id is theirs."""
+"""The ids of those, and of None. Members of an enum never die, so such an id is theirs."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -79,7 +79,7 @@ class Answer:
 
 
 DECLINED = Answer(None)
-"""Nobody takes the call. Also what an engine answers for a call that is the backend's."""
+"""The call is not taken. Also what an engine answers for a call that is the backend's."""
 
 GENERAL = Answer(None)
 """The call is c10d's function's: it collects it, or is to run after what was deferred."""

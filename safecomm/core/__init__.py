@@ -9,7 +9,7 @@ The promises that the comments name, in a line each (``docs/contract.md`` has al
 
 - S1: memory is never given out again while something may touch it.
 - S2: after a wait on the allocation stream the memory is free at once.
-- S3: what nobody waits for is released at a later call, once it is complete.
+- S3: what is never waited for is released at a later call, once it is complete.
 - S4: what has failed is kept until nothing can touch it, and nothing is freed in a destructor or a callback.
 - S5: inside a CUDA graph capture nothing is polled, and no capture is broken by safecomm.
 - S6: what a graph's collectives use is the graph's until it is reset or dies.
@@ -20,7 +20,7 @@ What keeps them when an exception comes in between, also of a signal handler, or
   held, never release it.
 - A hold stays in its queue until all is done for it, so that the next sweep finds it. Releasing twice does nothing.
 - Works need no lock: each thread orders what it needs, and one of them takes the hold out. Events do, because one that
-  was recycled is recorded again elsewhere: whoever polls or waits for an event of a hold, or looks at uses that have
+  was recycled is recorded again elsewhere: code that polls or waits for an event of a hold, or looks at uses that have
   none, has ``Holds.lock`` and finds the hold still in its queue. That keeps events from other threads; the lock is
   reentrant, so a handler that calls safecomm can get in between.
 """

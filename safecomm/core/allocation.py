@@ -4,7 +4,7 @@ Every call of a collective asks. The driver answers: it tells which of its own b
 buffer is a *segment* of torch's caching allocator, and a segment keeps its stream for life, so the answer is kept.
 Three cases stand beside that:
 
-- A *claim*: somebody hands out pieces of a segment, as an arena does, and knows their streams.
+- A *claim*: other code hands out pieces of a segment, as an arena does, and knows their streams.
 - An *anchor*: a byte of ours in a small segment. The segment can't be unmapped any more, so the address is the answer.
   The driver need not be asked, which takes a twentieth of a small call.
 - An unknown stream: memory of another allocator, or of one that keeps no record.
@@ -39,7 +39,7 @@ class Allocations:
         self.alloc_stream: Callable[..., int | None] = self._table.alloc_stream
         self.all_allocated_on: Callable[[int, list[int]], bool] = self._table.all_allocated_on
         self._pools: dict[int, object] = {}  # of segments, by the driver's id
-        self._claimed: set[int] = set()  # ids of segments that somebody hands out pieces of: none is in the table
+        self._claimed: set[int] = set()  # ids of segments that are handed out in pieces: none is in the table
         self._claims: dict[int, tuple[int, Callable[[int], int | None]]] = {}
         self._anchors: dict[int, torch.UntypedStorage] = {}  # by the number of the granule
         # Reentrant, because a finalizer can run inside, and ask.

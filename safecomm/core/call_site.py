@@ -35,7 +35,7 @@ def place(frame: types.FrameType) -> str:
 def line_of(code: types.CodeType, instruction: int) -> str:
     """Return where ``instruction`` of ``code`` is, as ``file:line in function``.
 
-    The two are cheap to take from a frame, and this is only for when somebody asks.
+    The two are cheap to take from a frame, and this is only for when the call site is asked for.
     """
     line = code.co_firstlineno
     for start, end, number in code.co_lines():

@@ -1,9 +1,9 @@
 """What a CUDA graph owns: the memory that its collectives read and write, until it is reset or dies (S6).
 
-A graph writes to the addresses that were captured at each replay, whoever has them by then. What a capture allocates
+A graph writes to the addresses that were captured at each replay, whatever they hold by then. What a capture allocates
 lies in the graph's own pool, which torch keeps for it. Arguments from outside do not, so they are *leased*: held from
-the capture on. Captures are seen while somebody watches, as ``patch()``, ``avoid_record_streams()``, ``graph()`` and
-``low_latency()`` do, whoever makes them. Of all others it is known where they were made, from torch 2.14 on.
+the capture on. Captures are seen while they are watched, as ``patch()``, ``avoid_record_streams()``, ``graph()`` and
+``low_latency()`` do, also those of other code. Of all others it is known where they were made, from torch 2.14 on.
 """
 
 from __future__ import annotations
@@ -81,9 +81,9 @@ class _Argument(Hold):
 
 
 class CapturedGraph:
-    """What a CUDA graph does with memory. :class:`graph` makes it, as does each capture that somebody watches.
+    """What a CUDA graph does with memory. :class:`graph` makes it, as does each capture that is watched.
 
-    Guarantees that the memory which its collectives read and write is nobody else's until :meth:`reset`, or until the
+    Guarantees that the memory which its collectives read and write is not given out until :meth:`reset`, or until the
     ``torch.cuda.CUDAGraph`` dies. While it is alive, that graph's own ``replay`` and ``reset`` are the ones here.
 
     Not made by callers.
@@ -241,7 +241,7 @@ class CapturedGraph:
             self._finalizer.atexit = False
             for context in DURING:
                 self._during.enter_context(context())
-            # On the object, so that it ends with the capture, whoever is still there then.
+            # On the object, so that it ends with the capture.
             graph.__dict__[self._end_method] = functools.partial(_end_capture, self)
             # Before the capture can end, because a replay that is not seen would leave no trace of its stream.
             graph.__dict__["replay"] = self.replay
@@ -319,7 +319,7 @@ def unwatch(who: object = None) -> None:
         if _watchers or _own_begin is None:
             return
         standing_in, replaced = _own_begin
-        # Else somebody has put theirs over ours, which goes on to torch's.
+        # Else other code has wrapped ours, which goes on to torch's.
         if vars(torch.cuda.CUDAGraph).get("capture_begin") is standing_in:
             if replaced is None:
                 del torch.cuda.CUDAGraph.capture_begin
@@ -370,7 +370,7 @@ def _around_begin(original: Callable[..., object]) -> Callable[..., None]:
             index = torch.cuda.current_device()
             stream = LEDGER.current(index)
             capture = LEDGER.streams.capture(stream)
-            # Where somebody has put theirs between two of ours, the inner one has begun already.
+            # Where other code's wrapper is between two of ours, the inner one has begun already.
             if capture and _watchers and capture not in RECORDING:
                 CapturedGraph(LEDGER, graph, pool, shared_ranges, index, stream, capture, _caller()).begin(graph)
 
@@ -387,7 +387,7 @@ def _end_capture(captured: CapturedGraph) -> None:
             unjoined = LEDGER.join_unwaited(captured.capture, captured.stream)
             if unjoined and _tolerant:
                 where = captured.site, "; ".join(unjoined)
-                log.warning("the capture at %s ended with works that nobody has waited for, and waits for: %s", *where)
+                log.warning("the capture at %s ended with works that were not waited for, and waits for: %s", *where)
                 unjoined = []
         getattr(type(graph), captured._end_method)(graph)
     except BaseException as error:
@@ -417,7 +417,7 @@ def _end_capture(captured: CapturedGraph) -> None:
     graph.reset()  # type: ignore[union-attr]
     captured._end()  # after it, because as long as the graph can be replayed, it needs its memory
     raise CaptureBoundaryError(
-        f"the capture at {captured.site} ended with works that nobody has waited for: {'; '.join(unjoined)}. "
+        f"the capture at {captured.site} ended with works that were not waited for: {'; '.join(unjoined)}. "
         "Wait for each inside the capture. The graph was reset; nothing else was harmed."
     )
 
@@ -491,7 +491,7 @@ def refuse_live(group: object) -> None:
     elif alive:
         raise LiveGraphError(
             f"{len(alive)} CUDA graphs are alive that run collectives of the group, captured at "
-            f"{'; '.join(sorted({captured.site for captured in alive}))}. NCCL would wait for them for ever. Reset "
+            f"{'; '.join(sorted({captured.site for captured in alive}))}. NCCL would wait for them without end. Reset "
             "them first, which the graphs of this error let you do. Nothing was destroyed.",
             alive,
         )
@@ -506,7 +506,7 @@ def alive() -> list[torch.cuda.CUDAGraph]:
 def places_of(graphs: list[torch.cuda.CUDAGraph]) -> list[str]:
     """Return where ``graphs`` were captured, as far as that was seen."""
     seen = {id(graph): captured.site for captured in list(_live.values()) if (graph := captured._graph()) is not None}
-    unseen = "places that nobody saw, without patch()"
+    unseen = "places that were not seen, without patch()"
     return sorted({seen.get(id(graph)) or _places.get(graph, unseen) for graph in graphs})
 
 

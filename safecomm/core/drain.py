@@ -127,7 +127,7 @@ def await_before_capture(ledger: Ledger, timeout: timedelta | None) -> None:
     with ledger.streams.relaxed_capture_mode():
         _await(works, lambda work: not work.queue.pollable or work.inner.is_completed(), deadline)
         for work in works:
-            with contextlib.suppress(Exception):  # whoever waits for a failed one, is to see the error
+            with contextlib.suppress(Exception):  # a wait for a failed one has to raise the error
                 work.finish()
                 work.host_waited = True
 
@@ -231,7 +231,7 @@ def _empty_quarantine(ledger: Ledger, group: object, deadline: float | None) -> 
         if not hold.belongs_to(group):
             continue
         if hold.queue.index != HOST:
-            # A kernel whose peer is gone can keep the device busy for ever.
+            # A kernel whose peer is gone can keep the device busy without end.
             def synchronize(index: int = hold.queue.index) -> None:
                 ledger.streams.synchronize(index)
 

@@ -40,7 +40,7 @@ class Pending:
     nbytes: int
     """Bytes of the storages that are held."""
     state: str
-    """``"in flight"``: a work that nobody has waited for; ``"recorded"``: ``record_stream`` was called for the memory,
+    """``"in flight"``: a work that was not waited for; ``"recorded"``: ``record_stream`` was called for the memory,
     and others still use it; ``"handed off"``: used on another stream than its allocation stream, which has not waited
     for that yet; ``"quarantined"``: its work failed; ``"deferred"``: ``bucketed()`` has not launched it yet."""
     group: str
@@ -73,7 +73,7 @@ class Hold:
     queue: Queue
     storages: tuple[object, ...]
     since: float
-    code: types.CodeType  # with instruction, the call site: cheap to take, and a line number when somebody asks
+    code: types.CodeType  # with instruction, the call site: cheap to take, and a line number when it is asked for
     instruction: int
     alloc_stream: int | None = None  # the one stream that all of the memory was allocated on, if that is known
     serial: int = 0  # of two events on one stream, the later one's hold has the higher
@@ -139,7 +139,7 @@ class HeldByHandles(weakref.WeakKeyDictionary[Hold, None]):
 
 
 class Observer(Protocol):
-    """Who is told of each hold, such as a recording. Nobody, as a rule."""
+    """Who is told of each hold, such as a recording. Mostly None."""
 
     def held(self, hold: Hold, /) -> None:
         """Note that ``hold`` holds its storages from now on."""
@@ -257,7 +257,7 @@ class Holds:
             observer.released(hold)
         if self.quarantine:
             self.quarantine.pop(hold, None)
-        # Whoever takes the hold out of its queue recycles the event: it could be recycled twice else.
+        # The thread that takes the hold out of its queue recycles the event: it could be recycled twice else.
         if queue.holds.pop(hold, queue) is not queue:
             if not queue.holds:
                 queue.note_empty()
@@ -283,7 +283,7 @@ class Holds:
     def captured_now(self, hold: Hold) -> bool:
         """Return whether a capture has, or may soon have, a stream that releasing the eager ``hold`` would order.
 
-        A capture can take in any stream at any time, by a wait that nobody sees. So while one goes on that is seen, no
+        A capture can take in any stream at any time, by a wait that is not seen. So while one goes on that is seen, no
         stream is ordered but the current one, which is this thread's. Under :attr:`lock`, until the order is made.
         """
         if hold.queue.index == HOST or hold.queue.capture:

@@ -8,11 +8,11 @@ complete (S1):
    was allocated on another stream becomes a use. For uses: the allocation stream waited for an event that the program
    recorded behind the use (``stream_order.py``).
 2. *Complete.* The work, or the event, is complete: release at the next call of safecomm, of any group (S3). While all
-   that is held are works whose handles somebody has, and which are younger than ``PATIENCE``, nothing is polled. Events
+   that is held are works whose handles are kept, and which are younger than ``PATIENCE``, nothing is polled. Events
    are polled once in ``INTERVAL``, and whenever ``SHARE`` of the bytes has come that rule 3 leaves alone; those of
    ``record_stream`` at each call where they are more than rule 3 leaves alone.
 3. *Too far behind.* More than ``LAG`` holds and ``BUDGET`` bytes, estimated from the eight oldest, have piled up behind
-   the host, and nobody is going to wait for the oldest: its allocation stream is ordered after it. Inside a graph
+   the host, and the oldest can't be waited for any more: its allocation stream is ordered after it. Inside a graph
    capture nothing can be polled. There uses that only the ledger still refers to are released by this rule at once, as
    an edge of the graph (S5); works wait for their wait, or for the end of the capture.
 
@@ -56,13 +56,13 @@ UNORDERED = 8
 """Running works of a queue that one call looks at, where it can't stop at the first."""
 
 CROWD = 64
-"""Works of a queue beyond which each call polls them, whoever has their handles."""
+"""Works of a queue beyond which each call polls them, though their handles are kept."""
 
 NEWEST = 4
 """Works of a queue of which one call sees whether their handles were dropped."""
 
 PATIENCE = 0.1
-"""Seconds for which a work is not polled while somebody has its handle, and so is about to wait.
+"""Seconds for which a work is not polled while its handle is kept, and so a wait is to be expected.
 
 Polling takes longer than the rest of a call, and a program that overlaps has works in flight at each of them.
 """
@@ -91,7 +91,7 @@ class WorkHold(Hold):
     is_future_done: Callable[[], bool] | None = None  # asked of a dropped handle that can't be polled
     turn: threading.Lock | None = None  # to wait for a backend that can be waited for only once, and has not failed
     over: bool = False  # such a backend was waited for
-    has_future: bool = False  # a future stands for the call as well, so a dropped handle is no sign that nobody waits
+    has_future: bool = False  # a future stands for the call as well, so the handle may be dropped before a wait
 
     def on_release(self) -> None:
         if self.aliases:
@@ -351,7 +351,7 @@ class Ledger(Holds):
         """Order the current stream after a work; on failure quarantine it and return False.
 
         This is also what makes c10d let go: both classes of NCCL keep references of their own until a work is first
-        waited for or, if nobody does, until the next collective of the same group (torch 2.8 and later).
+        waited for or, if that never comes, until the next collective of the same group (torch 2.8 and later).
         """
         try:
             self.guard_staging(work)
@@ -427,7 +427,7 @@ class Ledger(Holds):
                     queue.note_empty()  # another thread has released the last hold as it came
 
     def can_skip_sweep(self) -> bool:
-        """Return whether all that a sweep would look at are young works, for which somebody is going to wait.
+        """Return whether all that a sweep would look at are young works with handles that are kept.
 
         The oldest of each queue is looked at, and the :data:`NEWEST` ones: a handle that is dropped at once is theirs.
         Every call asks while anything is in flight, and most go on without a sweep.
@@ -474,10 +474,10 @@ class Ledger(Holds):
         dropped = dropped and not work.has_future
         try:
             complete = work.inner.is_completed()
-        except Exception as error:  # it is no matter of whoever calls just now, perhaps for another group
+        except Exception as error:  # not the caller's, which may call for another group
             self.fail(work, error)
             return True
-        # Rule 3 wants that nobody will wait, and that the host need not block to order a stream.
+        # Rule 3 wants that no wait can come, and that the host need not block to order a stream.
         ahead = (
             queue.stream_ordered and dropped and queue.too_far_behind(self.lag) and None not in self.alloc_streams(work)
         )
@@ -537,7 +537,7 @@ class Ledger(Holds):
     # --- captures -------------------------------------------------------------------------------------------
 
     def join_unwaited(self, capture: int, stream: int) -> list[str]:
-        """Order ``stream`` after all works of ``capture`` that nobody has waited for there; describe each."""
+        """Order ``stream`` after all works of ``capture`` that were not waited for there; describe each."""
         left = []
         for queue in keys_of(self.nonempty):
             if queue.capture == capture and isinstance(queue, WorkQueue):

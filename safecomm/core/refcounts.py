@@ -46,7 +46,7 @@ class Counts(NamedTuple):
     queued: int
     """The same of a key of an OrderedDict, which refers to each key twice."""
     unused: int
-    """References to the storage of a slot that nobody uses, counted on the slot's attribute."""
+    """References to the storage of a slot that is unused, counted on the slot's attribute."""
     keeping: int
     """How many of those there are because of the slot and its template."""
 
@@ -122,7 +122,7 @@ def _test_storages(counts: Counts) -> None:
     for _ in range(_ROUNDS):
         _check(
             _torch.storage_use_count(cdata) == 2 and getrefcount(slot.storage) == counts.unused,
-            "a storage that nobody uses counts as used",
+            "an unused storage counts as used",
         )
         other = slot.template.data
         _check(_torch.storage_use_count(cdata) != 2, "torch does not count a tensor of a storage")

@@ -40,7 +40,7 @@ class StreamOrder:
     def recorded(self, index: int, stream: int) -> Note | None:
         """Return the note of an event that is about to be recorded on ``stream``; None if it tells of no use.
 
-        To be asked before the event is recorded: another thread may use more memory there in between. Nobody need ask
+        To be asked before the event is recorded: another thread may use more memory there in between. No need to ask
         while nothing is held.
         """
         here = stream, index

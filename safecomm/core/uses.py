@@ -3,7 +3,7 @@
 A use holds such memory until the device has passed an *event* behind the last use, or until the allocation stream was
 ordered after that event. Of a collective, or of a wait, the event is recorded at once: what the program itself runs
 there later is the program's to order, as with any tensor. Of ``record_stream``, and of a CUDA graph, it is recorded
-once the last use is over: when nobody else has the memory any more, or when the graph is reset or dead. Until then they
+once the last use is over: when no other reference is left, or when the graph is reset or dead. Until then they
 wait in queues of their own (:class:`Waiting`, :class:`Dead`). All that have an event are in a queue for each stream, in
 the order of their events (:class:`Events`). The rules are at the head of ``ledger.py``.
 """
@@ -68,7 +68,7 @@ class Use(Hold):
             recorded = by_storage.get(cdata, {})
             key = self.stream, self.queue.index, self.queue.capture
             if recorded.get(key) is self:
-                # At once, because what counts as a recorded use of the storage has to refer to it: else somebody's use
+                # At once, because what counts as a recorded use of the storage has to refer to it: else a program's use
                 # is taken for a recorded one.
                 self.storages = ()
                 del recorded[key]
@@ -186,7 +186,7 @@ class Waiting(UseQueue):
         return None
 
     def look(self, *, at_newest: bool = False) -> None:
-        """Record events for those that nobody else uses any more, as far as a few looks find them.
+        """Record events for those that are unused by now, as far as a few looks find them.
 
         ``at_newest``: looks at the newest alone.
         """
@@ -210,7 +210,7 @@ class Waiting(UseQueue):
             for use in keys_of(self.holds):  # left by an exception, and released
                 self.uses.see(self, use)
         elif capture == self.capture == capturing:
-            # All of it can fall unused in a moment, and nobody tells. Where that would be too much, each call looks.
+            # All of it can fall unused in a moment, without a sign. Where that would be too much, each call looks.
             much = self.too_far_behind(self.ledger.lag)
             self.unseen_bytes = 0
             self.next_look = 0.0 if much or capture else _now() + self.ledger.interval
@@ -393,17 +393,17 @@ class Uses:
         *,
         unordered: bool = False,
     ) -> bool:
-        """Hold ``storage``, used on ``stream`` until nobody refers to it, as ``record_stream`` asks for.
+        """Hold ``storage``, used on ``stream`` until no reference is left, as ``record_stream`` asks for.
 
         Returns whether the memory is safe: held, or used on its allocation stream. If not, ``record_stream`` is the
-        allocator's, also where nobody can tell when others let go of the storage.
+        allocator's, also where it can't be told when others let go of the storage.
 
         Parameters
         ----------
         storage, index, stream, frame
             What ``record_stream`` was called for, the device index, the stream, and where.
         release_by
-            How the memory comes back. ``"order"``: the allocation stream is ordered after ``stream``, as soon as nobody
+            How the memory comes back. ``"order"``: the allocation stream is ordered after ``stream``, once nothing
             else refers to the storage. ``"defer"``: once the device has passed that point of ``stream``. ``"auto"``:
             whatever comes first, but the former only when too much has piled up, or in a capture.
         unordered
@@ -454,7 +454,7 @@ class Uses:
         return getrefcount(storage) - shared <= HELD_ONCE and only_holder(storage)
 
     def see(self, queue: Waiting, use: Use) -> bool:
-        """Record the event of ``use`` if nobody else has its memory; return whether it is no longer in ``queue``.
+        """Record the event of ``use`` if no other reference is left; return whether it is no longer in ``queue``.
 
         It is released at once in a capture, and where that is the one way to give its memory back.
         """
@@ -493,7 +493,7 @@ class Uses:
 
     def _alloc_stream(self, use: Use, storage: torch.UntypedStorage) -> int | None:
         """Return the stream that ``storage``, which ``use`` has, was allocated on; None if it is unknown."""
-        # Each call of record_stream has asked. Other memory it can have got since, where nobody saw it (C++).
+        # Each call of record_stream has asked. Other memory it can have got since, where it was not seen (C++).
         same = use.alloc_stream is not None and storage.data_ptr() == use.pointer
         return use.alloc_stream if same else alloc_stream_of(self._streams, storage, use.stream)
 

@@ -32,7 +32,7 @@ class Work(WorkHold, _Base):
     """A running collective, and the hold on the memory that it reads and writes.
 
     It guarantees that this memory is not given out again while the collective may touch it, whichever stream or thread
-    waits, and also if nobody waits or the handle is dropped. Where the stream that waits is the one that the memory was
+    waits, and if no wait comes or the handle is dropped. Where the stream that waits is the one that the memory was
     allocated on, the hold ends at :meth:`wait`.
 
     Everything else is ``torch.distributed.Work``'s: each method forwards to the handle that the backend made. That
@@ -131,7 +131,7 @@ class Work(WorkHold, _Base):
         return True
 
     def finish(self, timeout: timedelta | None = None) -> None:
-        """Wait for the backend, and release nothing. For one that can be waited for only once, if nobody has."""
+        """Wait for the backend, and release nothing. For one that can be waited for only once, unless that was done."""
         turn = self.turn
         if turn is None:
             super().finish()

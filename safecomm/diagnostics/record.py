@@ -74,7 +74,7 @@ class _Counters:
     """What is held, by site. Counted on the threads that call safecomm, and read by another."""
 
     def __init__(self) -> None:
-        # Reentrant: an allocation inside of it can start the garbage collector, and with it somebody's destructor.
+        # Reentrant: an allocation inside of it can start the garbage collector, and with it any destructor.
         self.lock = threading.RLock()
         self.sites: dict[object, _Site] = {}
         self.nbytes = 0
@@ -157,7 +157,7 @@ class record_memory(contextlib.ContextDecorator):  # noqa: N801
     ----------
     path
         ``run.jsonl`` becomes ``run.rank0.jsonl`` and so on, by torch.distributed's rank if the default group is there,
-        by the launcher's (``RANK``) if not, and by the process id if nobody knows one yet. What is there is replaced.
+        by the launcher's (``RANK``) if not, and by the process id if there is none yet. What is there is replaced.
     interval
         Seconds between two lines.
 
@@ -443,7 +443,7 @@ class MemoryReport:
     arena: int | None
     """Bytes of arenas that are in use; None without an arena."""
     unwaited: int = 0
-    """Functional collectives of this thread that nobody has waited for: torch keeps their tensors until somebody does.
+    """Functional collectives of this thread that were not waited for: torch keeps their tensors until they are.
     0 if torch does not say."""
 
     @property
@@ -466,8 +466,8 @@ class MemoryReport:
 
 
 def unwaited_for(count: int) -> str:
-    """Return a sentence about ``count`` functional collectives that nobody has waited for."""
-    return f"{count} functional collectives that nobody has waited for: torch keeps their tensors until somebody does"
+    """Return a sentence about ``count`` functional collectives that were not waited for."""
+    return f"{count} functional collectives that were not waited for: torch keeps their tensors until they are"
 
 
 def memory_report() -> MemoryReport:

@@ -44,7 +44,7 @@ _How: TypeAlias = tuple[Any, ...]
 _kernels: dict[str, dict[str, _torch.Override]] = {}  # what is replaced, by dispatch key and operator
 _users: dict[str, list[object]] = {}  # what it is replaced for, by dispatch key
 _groups: dict[str, Any] = {}  # those that have an engine, by name
-_unwaited: set[str] = set()  # where an exception has left launches that nobody has waited for, by dispatch key
+_unwaited: set[str] = set()  # where an exception has left launches that were not waited for, by dispatch key
 _lock = threading.Lock()
 _current = LEDGER.streams.current
 

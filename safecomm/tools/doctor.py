@@ -81,7 +81,7 @@ class Machine:
     low_latency: str = ""
     """What ``low_latency()`` does not find; ``""`` for nothing."""
     unwaited: int = 0
-    """Functional collectives of this thread that nobody has waited for."""
+    """Functional collectives of this thread that were not waited for."""
 
     @property
     def at_least(self) -> Callable[[str], bool]:
@@ -357,7 +357,7 @@ def _allocator(value: str, machine: Machine, environ: Mapping[str, str]) -> Told
                 what = "has no value" if name in ALLOCATOR_OPTIONS else what
                 return False, f"{name!r} {what}, and CUDA does not start with such a one."
     if options.get("backend") == "cudaMallocAsync":
-        return False, "with cudaMallocAsync nobody can tell the stream of an allocation: safecomm holds memory longer."
+        return False, "with cudaMallocAsync the stream of an allocation is unknown: safecomm holds memory longer."
     if options.get("expandable_segments", "").lower() == "true":
         if environ.get("NCCL_GRAPH_REGISTER") != "0":
             return True, (
@@ -415,7 +415,7 @@ VARIABLES: dict[str, Callable[[str, Machine, Mapping[str, str]], Told]] = {
     "NCCL_BLOCKING_WAIT": _old_name,
     "NCCL_ASYNC_ERROR_HANDLING": _old_name,
     "NCCL_AVOID_RECORD_STREAMS": _old_name,
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": _must_not("0", "a rank whose peer is gone hangs for ever: remove it."),
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": _must_not("0", "a rank whose peer is gone hangs without end: remove it."),
     "CUDA_LAUNCH_BLOCKING": _must_not("1", "the host waits for every kernel, so nothing overlaps: for debugging only."),
     "PYTORCH_NO_CUDA_MEMORY_CACHING": _must_not(
         "1", "there is no caching allocator, so every allocation waits for the device: for debugging only."

@@ -117,7 +117,7 @@ def lists_on_another_stream(library, group=None):
 def until_nothing_is_watched():
     """Wait until torch's watchdog asks no events any more, as it does once a second: that ends a capture.
 
-    It asks those of works that nobody has waited for, until it finds them complete.
+    It asks those of works that were not waited for, until it finds them complete.
     """
     module = sys.modules.get("torch.distributed._watchdog")
     while module and module._get_watchdog()._stream_monitors:
