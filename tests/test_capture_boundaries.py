@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from types import SimpleNamespace
@@ -732,45 +731,6 @@ def test_what_somebody_has_put_over_ours_stays_and_sees_no_capture_twice_s6(devi
     assert recorded(device, cuda_graph) == 1
     captures.unwatch()
     assert cuda_graph.capture_begin is theirs
-
-
-@pytest.mark.parametrize("how", ["a sweep", "is_completed", "a later wait"])
-def test_a_capture_begins_before_or_after_streams_are_ordered_s5(device, ledger, group, cuda_graph, how) -> None:
-    """Not once a stream of it was seen to be free, and has not been ordered yet."""
-    device.switch(1)
-    tensor, staged = (device.allocate(0, 64), True) if how == "a later wait" else (device.allocate(1, 64), False)
-    launched = call(ledger, group, [tensor], staged=staged)
-    device.switch(0)
-    later = call(ledger, group, [device.allocate(0, 64)])
-    launched.work.queue.defer_polling = False
-    device.finish()
-    graph = cuda_graph(device)
-    other = threading.Thread(target=lambda: graph.capture_begin())
-    asked = device.capture
-
-    def begins(stream: int) -> int:
-        capture = asked(stream)
-        if stream == 1 and other.ident is None:
-            other.start()
-            other.join(0.1)
-        return capture
-
-    captures.watch()
-    try:
-        with mock.patch.object(device, "capture", begins):
-            if how == "is_completed":
-                assert launched.work.is_completed() is True
-            elif how == "a sweep":
-                ledger.sweep()
-            else:
-                later.work.wait()
-        other.join()
-    finally:
-        captures.unwatch()
-    assert launched.op not in {entry.op for entry in ledger.pending()}
-    assert len(captures.RECORDING) == 1
-    assert device.faults == []
-    graph.capture_end()
 
 
 def test_where_nothing_is_captured_nothing_is_recorded(device, cuda_graph) -> None:

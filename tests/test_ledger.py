@@ -395,55 +395,6 @@ def test_a_stream_that_another_thread_captures_by_now_does_not_pause_s5(device, 
     device.settle()
 
 
-@pytest.mark.parametrize("how", ["a sweep", "is_completed", "too far behind", "a later wait", "a use", "recorded"])
-def test_no_stream_that_a_capture_of_another_thread_may_take_in_is_ordered_s5(device, monkeypatch, how) -> None:
-    """It takes in one that was seen to be free, before the ledger's wait gets there, which would break the capture."""
-    ledger, group = Ledger(device, lag=0, budget=0, use_budget=0, patience=0), FakeGroup(device, "nccl")
-    tensor = device.allocate(1, 64)
-    if how == "recorded":
-        device.launch(device.here(), device.blocks_of([tensor]))
-        assert ledger.uses.record(tensor.untyped_storage(), INDEX, 0, sys._getframe(), "order")
-    elif how == "a use":
-        call_sync(ledger, group, [tensor])
-    else:
-        device.switch(int(how == "a later wait"))
-        launched = call(ledger, group, [tensor], staged=how == "a later wait")
-        device.switch(0)
-        later = call(ledger, group, [device.allocate(0, 64)]) if how == "a later wait" else launched
-        if how == "too far behind":
-            del launched, later
-        else:
-            device.finish()
-    del tensor
-    device.begin_capture(2)
-    device.switch(0)
-    ledger.recording[device.capturing] = None
-    asked, answers = device.capture, 1 + (how == "recorded")  # of which the last comes before the wait
-
-    def taken_in(stream: int) -> int:
-        nonlocal answers
-        capture = asked(stream)
-        answers -= stream == 1
-        if device.capturing and not (capture or answers):
-            device.wait(device.streams[1], 0, device.capturing)
-        return capture
-
-    monkeypatch.setattr(device, "capture", taken_in)
-    if how == "is_completed":
-        assert launched.work.is_completed() is True
-    elif how == "a later wait":
-        later.work.wait()
-    else:
-        ledger.sweep()
-    assert device.faults == []
-    assert sum(entry.nbytes for entry in ledger.pending()) == 64
-    device.end_capture()
-    ledger.recording.clear()
-    device.finish()
-    assert drain_ledger(ledger) == 0, "S3"
-    device.settle()
-
-
 # --- ProcessGroupNCCL2 ----------------------------------------------------------------------------------------
 
 

@@ -32,7 +32,7 @@ from safecomm.errors import CaptureBoundaryError, LiveGraphError, StaleGraphErro
 
 log: logging.Logger = logging.getLogger("safecomm")
 
-RECORDING: dict[int, CapturedGraph] = LEDGER.recording
+RECORDING: dict[int, CapturedGraph] = {}
 """The captures that are going on, by their id."""
 
 BEFORE: list[Callable[[int], None]] = []
@@ -364,15 +364,13 @@ def _around_begin(original: Callable[..., object]) -> Callable[..., None]:
         if _watchers:
             for prepare in BEFORE:
                 prepare(torch.cuda.current_device())
-        # Who has seen that no capture goes on, orders streams under this lock: they could become part of this one.
-        with LEDGER.lock:
-            original(graph, pool, *args, **kwargs)
-            index = torch.cuda.current_device()
-            stream = LEDGER.current(index)
-            capture = LEDGER.streams.capture(stream)
-            # Where other code's wrapper is between two of ours, the inner one has begun already.
-            if capture and _watchers and capture not in RECORDING:
-                CapturedGraph(LEDGER, graph, pool, shared_ranges, index, stream, capture, _caller()).begin(graph)
+        original(graph, pool, *args, **kwargs)
+        index = torch.cuda.current_device()
+        stream = LEDGER.current(index)
+        capture = LEDGER.streams.capture(stream)
+        # Where other code's wrapper is between two of ours, the inner one has begun already.
+        if capture and _watchers and capture not in RECORDING:
+            CapturedGraph(LEDGER, graph, pool, shared_ranges, index, stream, capture, _caller()).begin(graph)
 
     return capture_begin
 

@@ -234,12 +234,10 @@ class Holds:
         self.interval: float = 0  # seconds in which events are looked at once, while few bytes come
         self.nonempty: dict[Queue, object] = {}  # the queues that have holds: none if all works are waited for
         self.quarantine: dict[Hold, None] = {}  # what has failed
-        self.recording: dict[int, Any] = {}  # the captures that are seen and go on, by their id
         self.observer: Observer | None = None
         self.serials: Iterator[int] = itertools.count()  # of the holds that have events
         # Around whatever polls an event of a hold or looks at uses, which takes several steps: another thread must not
-        # recycle the event in between. Around whatever orders other streams than the current one, too: no capture that
-        # is seen begins in between. No collective takes the lock while there are only works that are waited for.
+        # recycle the event in between. No collective takes the lock while there are only works.
         self.lock: threading.RLock = threading.RLock()
 
     def release(self, hold: Hold) -> None:
@@ -281,19 +279,11 @@ class Holds:
         return streams - {HOST}
 
     def captured_now(self, hold: Hold) -> bool:
-        """Return whether a capture has, or may soon have, a stream that releasing the eager ``hold`` would order.
-
-        A capture can take in any stream at any time, by a wait that is not seen. So while one goes on that is seen, no
-        stream is ordered but the current one, which is this thread's. Under :attr:`lock`, until the order is made.
-        """
+        """Return whether one of the streams that releasing the eager ``hold`` would order is captured just now."""
         if hold.queue.index == HOST or hold.queue.capture:
             return False
         ordered = self.alloc_streams(hold) | ({hold.stream} if hold.staged else set())
-        return any(
-            stream
-            and ((self.recording and stream != self.streams.current(hold.queue.index)) or self.streams.capture(stream))
-            for stream in ordered
-        )
+        return any(stream and self.streams.capture(stream) for stream in ordered)
 
     def capturing(self, queues: Iterable[Queue] = ()) -> int:
         """Return the capture that a current stream of a device of anything held, or of ``queues``, is part of, or 0."""

@@ -327,11 +327,10 @@ class Ledger(Holds):
         if queue.ordered and len(holds) > 1:
             # All before it are complete with it, and waiting for them is free.
             while work in holds and (earlier := queue.first()) is not work and earlier is not None:
-                with self.lock if earlier.staged else _NOTHING:
-                    if earlier.staged and self.captured_now(earlier):
-                        break
-                    if self._wait_here(earlier):
-                        self._release_waited(earlier)
+                if earlier.staged and self.captured_now(earlier):
+                    break
+                if self._wait_here(earlier):
+                    self._release_waited(earlier)
         self._release_waited(work)
 
     def _release_waited(self, work: WorkHold) -> None:
@@ -399,7 +398,7 @@ class Ledger(Holds):
 
     def completed(self, work: WorkHold) -> None:
         """Release ``work``, which has just been seen to be complete, if that can be relied on."""
-        if work.queue.pollable and not self.capturing([work.queue]):
+        if work.queue.pollable and not self.capturing([work.queue]) and not self.captured_now(work):
             self._order_and_release(work)
 
     def sweep(self, *, thorough: bool = False) -> None:
@@ -481,26 +480,25 @@ class Ledger(Holds):
         ahead = (
             queue.stream_ordered and dropped and queue.too_far_behind(self.lag) and None not in self.alloc_streams(work)
         )
-        released: bool = (complete or ahead) and self._order_and_release(work)
-        if complete and not released:
-            work.full = True  # it may have failed
-        if dropped and released:
-            self.report(work)
-        return released
-
-    def _order_and_release(self, work: WorkHold) -> bool:
-        """Order the streams that the memory of a work can be given out again on after the work, and release it.
-
-        Returns False, and does nothing, where a capture of another thread may have one of them by then.
-        """
-        with self.lock:
-            if self.captured_now(work):
-                return False
-            # Also for a work that is complete: it can have failed, c10d's own references must go, and one that ends on
-            # the host (gloo) may still be copying to the device. Another thread may have released it.
-            if work in work.queue.holds and (work.queue.index == HOST or self._order(work)):
-                self.release(work)
+        if not (complete or ahead):
+            return False
+        if self.captured_now(work):
+            if complete:
+                work.full = True  # it may have failed
+            return False
+        self._order_and_release(work, dropped=dropped)
         return True
+
+    def _order_and_release(self, work: WorkHold, *, dropped: bool = False) -> None:
+        """Order the streams that the memory of a work can be given out again on after the work, and release it."""
+        if work not in work.queue.holds:
+            return  # another thread has released it
+        if dropped:
+            self.report(work)
+        # Also for a work that is complete: it can have failed, c10d's own references must go, and one that ends on the
+        # host (gloo) may still be copying to the device.
+        if work.queue.index == HOST or self._order(work):
+            self.release(work)
 
     def _order(self, work: WorkHold) -> bool:
         """Order each stream that the memory can be given out again on after a work; False if it is quarantined."""
