@@ -495,8 +495,9 @@ class Ledger(Holds):
             return  # another thread has released it
         if dropped:
             self.report(work)
-        # Also for a work that is complete: it can have failed, c10d's own references must go, and one that ends on the
-        # host (gloo) may still be copying to the device.
+        # Also for a work that is complete. With an error NCCL's say that they are, while the kernel may still run
+        # (WorkNCCL::isCompleted), and their wait() need not raise: then this order protects the memory. Also c10d's own
+        # references must go, and what ends on the host (gloo) may still be copying to the device.
         if work.queue.index == HOST or self._order(work):
             self.release(work)
 
