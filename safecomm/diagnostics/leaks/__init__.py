@@ -86,8 +86,8 @@ class watch:  # noqa: N801
 
     At the end ``leaks`` has a :class:`Leak` for each line and holder, the largest first, with the chain of references
     from the tensor to what keeps it, and each is logged as a warning. An exception that leaves the block is passed on,
-    and nothing is looked for. ``unwaited`` is how many functional collectives of this thread were launched inside, and
-    they were not waited for: torch keeps their tensors until they are.
+    and nothing is looked for. ``unwaited`` is how many functional collectives of this thread were launched inside and
+    not waited for: torch keeps their tensors until they are.
 
     It holds no tensor, frees none, and orders no stream. While it watches, each operation costs some 10 us of host time
     more, so it is for debugging. Operations in other threads than the one that entered are only seen where autograd
