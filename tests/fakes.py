@@ -205,7 +205,9 @@ class FakeGroup:
     ) -> FakeWork:
         """Enqueue an asynchronous collective after the current stream, and return its work.
 
-        ``fate``: ``"fails"``: every wait raises and its kernel hangs; ``"late"``: the first wait times out.
+        ``fate``: ``"fails"``: every wait raises and its kernel hangs; ``"late"``: the first wait times out;
+        ``"silent"``: it has failed and says that it is complete, its kernel hangs, and a wait orders and says nothing
+        (NCCL).
         ``receives``: it only writes, as a receive does.
         """
         self.shelves = [(bit, shelf) for bit, shelf in self.shelves if bit & ~self.device.done]
@@ -235,13 +237,13 @@ class FakeWork:
         self.shelf = [tensor.detach() for tensor in tensors] if group.shelved else []
         device.wait(stream, launching.past, launching.capture)
         self.capture = stream.capture
-        self.bit = device.launch(stream, device.blocks_of(tensors + self.staging), stuck=fate == "fails")
+        self.bit = device.launch(stream, device.blocks_of(tensors + self.staging), stuck=fate in ("fails", "silent"))
         self.past = stream.past
         if self.shelf and not self.capture:
             group.shelves.append((self.bit, self.shelf))
 
     def wait(self, timeout: object = None) -> bool:
-        if self.fate:
+        if self.fate and self.fate != "silent":
             self.fate = "" if self.fate == "late" else self.fate
             raise RuntimeError("the collective failed")
         if self.group.backend == "gloo":
@@ -259,10 +261,10 @@ class FakeWork:
     synchronize = block_current_stream
 
     def is_completed(self) -> bool:
-        return self.fate == "fails" or self.device.query(self.past, self.capture)
+        return self.fate in ("fails", "silent") or self.device.query(self.past, self.capture)
 
     def is_success(self) -> bool:
-        return self.fate != "fails"
+        return self.fate not in ("fails", "silent")
 
     def get_future(self) -> object:
         return object()

@@ -397,17 +397,37 @@ def works_end_in_the_order_in_which_they_were_made() -> None:
     method(ledger.Ledger, "waited", around)
 
 
+def released_without_order(complete: bool) -> None:
+    """Have works of which a sweep finds that they are complete, or too far behind, be released as they are."""
+
+    def around(original: Any) -> Any:
+        def wait_and_release(self, work, **how):  # type: ignore[no-untyped-def]
+            if work.queue.pollable and work.inner.is_completed() == complete:
+                self.release(work)
+            else:
+                original(self, work, **how)
+
+        return wait_and_release
+
+    method(ledger.Ledger, "_wait_and_release", around)
+
+
 @mutant()
 def works_too_far_behind_are_released_without_order() -> None:
-    method(ledger.Ledger, "_order", lambda original: lambda *_: True)
+    released_without_order(complete=False)
+
+
+@mutant()
+def a_work_that_says_that_it_is_complete_is_believed() -> None:
+    released_without_order(complete=True)
 
 
 @mutant()
 def handoffs_too_far_behind_are_released_without_order() -> None:
     def around(original: Any) -> Any:
-        def order_and_release(self, hold, **_):  # type: ignore[no-untyped-def]
+        def order_and_release(self, hold, here):  # type: ignore[no-untyped-def]
             self.ledger.release_all([hold])
-            return set()
+            return True
 
         return order_and_release
 
@@ -417,11 +437,11 @@ def handoffs_too_far_behind_are_released_without_order() -> None:
 @mutant()
 def handoffs_of_a_capture_are_released_without_order() -> None:
     def around(original: Any) -> Any:
-        def order_and_release(self, hold, **how):  # type: ignore[no-untyped-def]
+        def order_and_release(self, hold, here):  # type: ignore[no-untyped-def]
             if not hold.queue.capture:
-                return original(self, hold, **how)
+                return original(self, hold, here)
             self.ledger.release_all([hold])
-            return set()
+            return True
 
         return order_and_release
 
@@ -601,8 +621,38 @@ def a_wait_fails_because_another_call_has_failed() -> None:
 
 
 @mutant()
-def a_stream_that_is_captured_elsewhere_is_ordered() -> None:
-    method(ledger.Ledger, "captured_now", lambda original: lambda *_: False)
+def staging_of_a_stream_that_is_captured_elsewhere_is_guarded() -> None:
+    method(ledger.Ledger, "_staging_is_captured", lambda original: lambda *_: False)
+
+
+@mutant()
+def works_order_other_streams_than_the_current_one() -> None:
+    def around(original: Any) -> Any:
+        def wait_and_release(self, work, **how):  # type: ignore[no-untyped-def]
+            streams = self.alloc_streams(work) if work.queue.index >= 0 else ()
+            for stream in streams:
+                if stream is not None:
+                    with self.streams.using(work.queue.index, stream):
+                        original(self, work, **how)
+            if not streams:
+                original(self, work, **how)
+
+        return wait_and_release
+
+    method(ledger.Ledger, "_wait_and_release", around)
+
+
+@mutant()
+def handoffs_order_other_streams_than_the_current_one() -> None:
+    def around(original: Any) -> Any:
+        def order_and_release(self, use, here):  # type: ignore[no-untyped-def]
+            stream = use.alloc_stream
+            can_order = not use.queue.capture and stream is not None and not self._streams.capture(stream)
+            return original(self, use, stream if can_order else here)
+
+        return order_and_release
+
+    method(uses.Uses, "order_and_release", around)
 
 
 @mutant()

@@ -320,7 +320,8 @@ class Program:
         asynchronous = self.rng.random() < 0.6
         backend = self.backends[at]
         if asynchronous:
-            backend.fate = self.rng.choices(["", "late", "fails"], [30, 1, 1])[0]
+            fates = ["", "late", "fails", *["silent"] * (type(backend) is Nccl)]
+            backend.fate = self.rng.choices(fates, [30, 1, 1, 2][: len(fates)])[0]
         return self.groups[at], backend, asynchronous
 
     # --- memory -----------------------------------------------------------------------------------------------------

@@ -51,21 +51,34 @@ def test_memory_of_an_unknown_stream_is_kept_however_much_has_piled_up_s1(device
     assert ledger.pending() == []
 
 
-def test_a_work_on_memory_of_an_unknown_stream_is_held_by_an_event_once_it_is_complete_s1(
-    device, ledger, group
+@pytest.mark.parametrize("home", [None, 1])
+def test_a_work_on_memory_of_another_stream_is_held_by_an_event_once_it_is_complete_s1_s4(
+    device, ledger, group, home
 ) -> None:
-    """A work that is complete may have been waited for on no stream, so the current one waits, and the device tells."""
-    work = call(ledger, group, [device.allocate(None, 64)]).work
-    device.finish()
-    kernel = device.launch(device.here(), [])  # which the current stream has to get past
+    """It may have failed and be running still, and no stream of the program's may be made to wait for it."""
+    work = call(ledger, group, [device.allocate(home, 64)], fate="silent").work
+    device.run()
     del work
-    ledger.sweep()
-    assert [entry.state for entry in ledger.pending()] == ["handed off"]
-    ledger.sweep()
-    assert (len(ledger.pending()), kernel & device.done) == (1, 0)
+    before = {handle: stream.eager for handle, stream in device.streams.items()}
+    for _ in range(2):
+        ledger.sweep()
+        device.settle()
+        assert [entry.state for entry in ledger.pending()] == ["handed off"]
+    spare = device.spare(INDEX)
+    assert {handle: stream.eager for handle, stream in device.streams.items() if handle != spare} == before
     device.finish()
     ledger.sweep()
     assert ledger.pending() == []
+    device.settle()
+
+
+def test_a_work_that_has_failed_and_says_that_it_is_complete_orders_its_own_stream_s4(device, ledger, group) -> None:
+    work = call(ledger, group, [device.allocate(0, 64)], fate="silent").work
+    bit = work.inner.bit
+    del work
+    ledger.sweep()
+    assert ledger.pending() == []
+    assert bit & device.here().eager
     device.settle()
 
 
@@ -117,6 +130,7 @@ def test_works_that_pile_up_order_no_stream_that_another_thread_captures_s5(devi
     assert device.faults == []
     assert len(ledger.pending()) == 2
     device.end_capture()
+    device.switch(1)
     ledger.sweep()
     assert ledger.pending() == []
     device.settle()
@@ -307,6 +321,7 @@ def test_recorded_uses_that_pile_up_order_no_stream_that_another_thread_captures
     assert [entry.state for entry in ledger.pending()] == ["handed off"] * 2
     captured_elsewhere(device)
     recorded(device, ledger, 3)
+    device.switch(3)
     ledger.sweep(thorough=True)
     assert device.faults == []
     assert {tuple(ledger.alloc_streams(hold)) for hold in ledger.holds()} == {(1,)}
@@ -324,7 +339,9 @@ def test_a_buffer_that_the_program_keeps_keeps_no_other_memory_s3(device, group)
     call_sync(few, group, [kept])
     for _ in range(20):
         call_sync(few, group, [device.allocate(0, 64)])
+        device.switch(0)
         few.sweep(thorough=True)
+        device.switch(1)
     assert len(few.pending()) <= 4
     assert kept.untyped_storage() in few.holds()[0].storages
     device.settle()
@@ -357,6 +374,7 @@ def test_what_is_to_be_ordered_waits_until_its_stream_is_not_captured_any_more_s
     assert device.faults == []
     assert len(ledger.pending()) == 1
     device.end_capture()
+    device.switch(1)
     ledger.sweep(thorough=True)
     assert ledger.pending() == []
     device.settle()

@@ -278,13 +278,6 @@ class Holds:
         streams = {alloc_stream_of(self.streams, storage, HOST) for storage in hold.storages}
         return streams - {HOST}
 
-    def captured_now(self, hold: Hold) -> bool:
-        """Return whether one of the streams that releasing the eager ``hold`` would order is captured just now."""
-        if hold.queue.index == HOST or hold.queue.capture:
-            return False
-        ordered = self.alloc_streams(hold) | ({hold.stream} if hold.staged else set())
-        return any(stream and self.streams.capture(stream) for stream in ordered)
-
     def capturing(self, queues: Iterable[Queue] = ()) -> int:
         """Return the capture that a current stream of a device of anything held, or of ``queues``, is part of, or 0."""
         indices = {queue.index for queue in (*keys_of(self.nonempty), *queues)}

@@ -7,14 +7,21 @@ complete (S1):
 1. *Waited for.* ``wait()`` ordered the very stream that the memory was allocated on: release at once (S2). Memory that
    was allocated on another stream becomes a use. For uses: the allocation stream waited for an event that the program
    recorded behind the use (``stream_order.py``).
-2. *Complete.* The work, or the event, is complete: release at the next call of safecomm, of any group (S3). While all
-   that is held are works whose handles are kept, and which are younger than ``PATIENCE``, nothing is polled. Events
-   are polled once in ``INTERVAL``, and whenever ``SHARE`` of the bytes has come that rule 3 leaves alone; those of
-   ``record_stream`` at each call where they are more than rule 3 leaves alone.
+2. *Complete.* The event is complete, or the work says that it is: release at the next call of safecomm, of any group
+   (S3). A work is then waited for in the program's place, and rule 1 says what that makes of it: on the current stream
+   if the memory is of that one, else on a stream of safecomm's own. While all that is held are works whose handles are
+   kept, and which are younger than ``PATIENCE``, nothing is polled. Events are polled once in ``INTERVAL``, and
+   whenever ``SHARE`` of the bytes has come that rule 3 leaves alone; those of ``record_stream`` at each call where they
+   are more than rule 3 leaves alone.
 3. *Too far behind.* More than ``LAG`` holds and ``BUDGET`` bytes, estimated from the eight oldest, have piled up behind
-   the host, and the oldest can't be waited for any more: its allocation stream is ordered after it. Inside a graph
-   capture nothing can be polled. There uses that only the ledger still refers to are released by this rule at once, as
-   an edge of the graph (S5); works wait for their wait, or for the end of the capture.
+   the host, and the oldest can't be waited for any more: its allocation stream is ordered after it, once the program
+   uses that stream. Inside a graph capture nothing can be polled. There uses that only the ledger still refers to are
+   released by this rule at once, as an edge of the graph (S5); works wait for their wait, or for the end of the
+   capture.
+
+By rules 2 and 3 a stream of the program's is ordered only while this thread is using it: the current stream of a call,
+or one on which the program records an event. Another thread may take any other stream into a capture between a question
+and the wait, which would end that capture.
 
 A work that fails goes to the quarantine, and leaves it when the device is known to be idle, or when a second wait
 succeeds, if the first one timed out and the work did not fail (S4). Every release is made by ``Holds.release()``
@@ -42,7 +49,7 @@ from safecomm.core.holds import Hold, Holds, Pending, Queue, keys_of, leave_all_
 from safecomm.core.refcounts import QUEUED, getrefcount
 from safecomm.core.stream_order import StreamOrder
 from safecomm.core.streams import HOST, CudaStreams, Streams, capture_of
-from safecomm.core.uses import Uses
+from safecomm.core.uses import Events, Uses
 from safecomm.errors import CaptureBoundaryError
 
 log: logging.Logger = logging.getLogger("safecomm")
@@ -211,14 +218,14 @@ class WorkQueue(Queue):
         """Ask the futures of up to ``most`` works whose handles were dropped; those that have none stay."""
         while most > 0 and (work := self.first()) is not None:
             most -= 1
-            dropped = bool(work.storages) and getrefcount(work) <= QUEUED
-            if dropped:
+            if not work.storages:
+                self.ledger.release(work)  # an exception has come as it was taken out
+            elif getrefcount(work) <= QUEUED:
                 self.ledger.report(work)
-            if not work.storages or (dropped and not capturing and self.ledger.is_over(work)):
-                self.ledger.release(work)  # without storages, an exception has come as it was taken out
-            else:
-                with contextlib.suppress(KeyError):
-                    self.holds.move_to_end(work)
+                if not capturing:
+                    self.ledger.ask_future(work)
+            with contextlib.suppress(KeyError):
+                self.holds.move_to_end(work)
 
     def relaxed(self) -> AbstractContextManager[object]:
         """Return the context for a launch that may ask the device, so that it ends no other thread's capture (S5).
@@ -327,7 +334,7 @@ class Ledger(Holds):
         if queue.ordered and len(holds) > 1:
             # All before it are complete with it, and waiting for them is free.
             while work in holds and (earlier := queue.first()) is not work and earlier is not None:
-                if earlier.staged and self.captured_now(earlier):
+                if self._staging_is_captured(earlier):
                     break
                 if self._wait_here(earlier):
                     self._release_waited(earlier)
@@ -338,13 +345,9 @@ class Ledger(Holds):
         index = work.queue.index
         elsewhere = index >= 0 and work.alloc_stream != (stream := self.current(index))
         if elsewhere and not self.alloc_streams(work) <= {stream}:
-            self._make_use(work)
+            site = work.code, work.instruction, work.since
+            self.uses.add(work.op, work.of_group(), index, work.storages, *site, work.alloc_stream)
         self.release(work)
-
-    def _make_use(self, work: WorkHold) -> None:
-        group = work.of_group()
-        site = work.code, work.instruction, work.since
-        self.uses.add(work.op, group, work.queue.index, work.storages, *site, work.alloc_stream)
 
     def _wait_here(self, work: WorkHold) -> bool:
         """Order the current stream after a work; on failure quarantine it and return False.
@@ -370,6 +373,10 @@ class Ledger(Holds):
         if work.staged and work.storages and index != HOST and self.current(index) != work.stream:
             with self.streams.using(index, work.stream):
                 work.queue.wait_for(work.inner)
+
+    def _staging_is_captured(self, work: WorkHold) -> bool:
+        """Return whether :meth:`guard_staging` can't order the stream of the launch, which is captured elsewhere."""
+        return work.staged and not work.queue.capture and capture_of(self.streams, work.stream) != 0
 
     def fail(self, hold: Hold, error: BaseException) -> None:
         """Quarantine a hold whose work failed: a kernel may still be touching its memory (S4)."""
@@ -398,8 +405,8 @@ class Ledger(Holds):
 
     def completed(self, work: WorkHold) -> None:
         """Release ``work``, which has just been seen to be complete, if that can be relied on."""
-        if work.queue.pollable and not self.capturing([work.queue]) and not self.captured_now(work):
-            self._order_and_release(work)
+        if work.queue.pollable and not self.capturing([work.queue]) and not self._staging_is_captured(work):
+            self._wait_and_release(work)
 
     def sweep(self, *, thorough: bool = False) -> None:
         """Release what rules 2 and 3 allow, without blocking. Every wrapped call begins with it if anything is held.
@@ -453,20 +460,18 @@ class Ledger(Holds):
             return False
         return True
 
-    def is_over(self, work: WorkHold) -> bool:
-        """Return whether the future of ``work``, whose handle was dropped, is done; a use holds the memory then."""
+    def ask_future(self, work: WorkHold) -> None:
+        """Release ``work``, whose handle was dropped and which can't be polled, if its future is done."""
         index, done = work.queue.index, False
-        # What the backend orders as it is asked, or waited for, is a stream that the program does not use.
-        with _NOTHING if index == HOST else self.streams.using(index, self.streams.spare(index)):
-            with contextlib.suppress(Exception):  # it has none
-                if work.is_future_done is None:
-                    work.is_future_done = bool  # which says False
-                    work.is_future_done = work.inner.get_future().done
-                done = work.is_future_done()  # pyright: ignore[reportOptionalCall]
-            # On a device a future can be done as soon as the work is launched. So an event ends the hold.
-            if done and index != HOST and (done := self._wait_here(work)):
-                self._make_use(work)
-        return done
+        # What the backend orders as it is asked is a stream that the program does not use.
+        there = _NOTHING if index == HOST else self.streams.using(index, self.streams.spare(index))
+        with there, contextlib.suppress(Exception):  # it has none
+            if work.is_future_done is None:
+                work.is_future_done = bool  # which says False
+                work.is_future_done = work.inner.get_future().done
+            done = work.is_future_done()  # pyright: ignore[reportOptionalCall]
+        if done:
+            self._wait_and_release(work)
 
     def poll(self, queue: WorkQueue, work: WorkHold, dropped: bool) -> bool:
         """Release ``work`` if rule 2 or 3 allows; return whether they do."""
@@ -477,45 +482,42 @@ class Ledger(Holds):
             self.fail(work, error)
             return True
         # Rule 3 wants that no wait can come, and that the host need not block to order a stream.
-        ahead = (
-            queue.stream_ordered and dropped and queue.too_far_behind(self.lag) and None not in self.alloc_streams(work)
-        )
+        ahead = queue.stream_ordered and dropped and queue.too_far_behind(self.lag) and self._is_of_current_stream(work)
         if not (complete or ahead):
             return False
-        if self.captured_now(work):
+        if self._staging_is_captured(work):
             if complete:
                 work.full = True  # it may have failed
             return False
-        self._order_and_release(work, dropped=dropped)
+        self._wait_and_release(work, dropped=dropped)
         return True
 
-    def _order_and_release(self, work: WorkHold, *, dropped: bool = False) -> None:
-        """Order the streams that the memory of a work can be given out again on after the work, and release it."""
-        if work not in work.queue.holds:
+    def _is_of_current_stream(self, work: WorkHold) -> bool:
+        current = self.current(work.queue.index)
+        return work.alloc_stream == current or self.alloc_streams(work) <= {current}
+
+    def _wait_and_release(self, work: WorkHold, *, dropped: bool = False) -> None:
+        """Wait for ``work`` in the program's place, on a stream that this thread may order; then release it by rule 1.
+
+        Also a work that is complete. With an error NCCL's say that they are, while the kernel may still run
+        (WorkNCCL::isCompleted), and their wait() need not raise; then the order protects the memory. Also c10d's own
+        references must go, what ends on the host (gloo) may still be copying to the device, and a future can be done as
+        soon as the work is launched.
+        """
+        queue = work.queue
+        index = queue.index
+        if work not in queue.holds:
             return  # another thread has released it
         if dropped:
             self.report(work)
-        # Also for a work that is complete. With an error NCCL's say that they are, while the kernel may still run
-        # (WorkNCCL::isCompleted), and their wait() need not raise: then this order protects the memory. Also c10d's own
-        # references must go, and what ends on the host (gloo) may still be copying to the device.
-        if work.queue.index == HOST or self._order(work):
-            self.release(work)
-
-    def _order(self, work: WorkHold) -> bool:
-        """Order each stream that the memory can be given out again on after a work; False if it is quarantined."""
-        index = work.queue.index
-        current = self.current(index)
-        streams = self.alloc_streams(work) or {current}
-        unknown = None in streams
-        for stream in (streams - {None}) | {current} if unknown else streams:
-            # Making another stream the current one takes longer than all the rest.
-            there: AbstractContextManager[object] = _NOTHING if stream == current else self.streams.using(index, stream)  # type: ignore[arg-type]
-            with there:
-                if not self._wait_here(work):
-                    return False
-        if unknown:  # what no stream is known to order is held until the current one has got there
-            self._make_use(work)
-        return True
+        # Of the program's streams none but the current one is ordered, and by no future, which tells too early. Another
+        # thread may take any other stream into a capture just now, which a wait for what runs would end.
+        here = index == HOST or (queue.pollable and self._is_of_current_stream(work))
+        with _NOTHING if here else self.streams.using(index, self.streams.spare(index)):
+            if index == HOST or self._wait_here(work):
+                self._release_waited(work)
+        if not here:
+            self.uses.queue(Events, self.streams.spare(index), index).sweep(0, thorough=False)
 
     def report(self, work: WorkHold) -> None:
         where = (work.code, work.instruction)

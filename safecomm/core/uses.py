@@ -120,8 +120,8 @@ class Events(UseQueue):
         if self.capture:
             if self.capture == capturing:
                 for use in keys_of(self.holds):
-                    if uses.can_be_ordered(use):
-                        uses.order_and_release(use)
+                    if ledger.only_holder(use):
+                        uses.order_and_release(use, self.stream)
             elif streams.capture(self.stream) != self.capture:
                 ledger.release_all(self.holds)  # the capture is over, and its memory is the graph's
             return
@@ -133,32 +133,29 @@ class Events(UseQueue):
                 if use in self.holds:  # else another thread has released it, and may have recorded its event again
                     if use.event is not None and not streams.query_event(use.event):
                         break
-                    uses.order_and_release(use, complete=True)
-        # Ordered streams pause once, behind the last wait. They go on where a collective ends, which is where the next
-        # one begins. A large kernel that they start first would hold that one up, by up to 0.14 ms for a matmul of
-        # 0.25 ms.
-        for stream in self._order_oldest():
-            # Another thread may have begun to capture it since, and each replay would pause.
-            if not capture_of(streams, stream):
-                streams.pause(self.index, stream)
+                    ledger.release(use)
+        self.order_oldest(streams.current(self.index))
 
-    def _order_oldest(self) -> set[int]:
-        """Release what is too far behind, from the oldest on, by rule 3; return the streams that were made to wait."""
-        ledger, ordered = self.ledger, set[int]()
-        for use in keys_of(self.holds):
+    def order_oldest(self, stream: int) -> None:
+        """Release what is too far behind and was allocated on ``stream``, which this thread is using, by rule 3."""
+        ledger, ordered = self.ledger, False
+        self.uses.behind.pop(self, None)
+        for use in self.oldest(SCAN):
             with ledger.lock:
-                if use not in self.holds or use.release_by == "defer" or ledger.captured_now(use):
+                if use not in self.holds or use.release_by == "defer":
                     continue
                 if use.release_by == "auto" and not self.too_far_behind(ledger.lag):
                     break
                 # What the caller still refers to would not come back by ordering anything.
-                if (
-                    use.event is not None
-                    and (use.release_by == "order" or ledger.only_holder(use))
-                    and None not in ledger.alloc_streams(use)
-                ):
-                    ordered |= self.uses.order_and_release(use)
-        return ordered
+                if use.event is not None and (use.release_by == "order" or ledger.only_holder(use)):
+                    if self.uses.order_and_release(use, stream):
+                        ordered = True
+                    else:
+                        self.uses.behind[self] = None
+        # The stream pauses once, behind the last wait. It goes on where a collective ends, which is where the next one
+        # begins. A large kernel that it starts first would hold that one up, by up to 0.14 ms for a matmul of 0.25 ms.
+        if ordered:
+            ledger.streams.pause(self.index, stream)
 
 
 class Waiting(UseQueue):
@@ -260,6 +257,7 @@ class Uses:
         self.count: int = 0  # how often memory was used on another stream than its own
         self.queues: dict[Hashable, Any] = {}
         self.used_on: set[StreamKey] = set()  # the streams that have, or had, queues here
+        self.behind: dict[Events, None] = {}  # what is too far behind there was allocated on other streams
         self.on_use: Callable[[], None] | None = None  # called at each use, such as to see from then on what orders it
         # What record_stream was called for, by stream, device index and capture: each device has a default stream 0.
         self.by_storage: dict[int, dict[tuple[int, int, int], Use]] = {}
@@ -358,28 +356,29 @@ class Uses:
         queue.holds[use] = None
         queue.nonempty[queue] = None
 
-    def can_be_ordered(self, use: Use) -> bool:
-        """Return whether only the ledger keeps what a use in a capture holds, and an edge of the graph can order it."""
-        capture = use.queue.capture
-        streams = self.ledger.alloc_streams(use)
-        in_capture = all(stream is not None and self._streams.capture(stream) == capture for stream in streams)
-        return in_capture and self.ledger.only_holder(use)
+    def order_and_release(self, use: Use, here: int) -> bool:
+        """Order the allocation stream after the event of ``use``, and release it. Returns False if that can't be done.
 
-    def order_and_release(self, use: Use, *, complete: bool = False) -> set[int]:
-        """Order the streams that the memory can be given out again on after the event of ``use``, and release it.
-
-        ``complete``: the event is, so that nothing has to be ordered. Returns the streams that were made to wait.
+        Inside a capture any stream of that capture can be ordered, by an edge of the graph. Outside it is ``here``
+        alone, a stream that this thread is using: another thread may take any other one into a capture just now, which
+        such a wait would end.
         """
-        index = use.queue.index
+        queue = use.queue
+        index, capture = queue.index, queue.capture
         with self.ledger.lock:
-            if use not in use.queue.holds:
-                return set()  # another thread has released it
-            streams = () if complete else self.ledger.alloc_streams(use)
-            ordered = {stream for stream in streams if stream is not None and stream != use.stream}
-            for stream in ordered:
-                self._streams.wait_event(index, stream, use.event)
-            self.ledger.release(use)
-        return ordered
+            if use not in queue.holds:
+                return False  # another thread has released it
+            streams = self.ledger.alloc_streams(use)
+            if capture:
+                can_order = all(stream is not None and self._streams.capture(stream) == capture for stream in streams)
+            else:
+                can_order = streams <= {here}
+            if can_order:
+                for stream in streams:
+                    if stream != use.stream:
+                        self._streams.wait_event(index, stream, use.event)  # type: ignore[arg-type]
+                self.ledger.release(use)
+        return can_order
 
     # --- recorded, and used by others ---------------------------------------------------------------------------
 
@@ -485,10 +484,8 @@ class Uses:
             queue.events.put(use, _now())
             queue.holds.pop(use, None)
             queue.note_empty()
-            at_once = queue.capture or use.release_by == "order"
-            # Memory that came unseen (C++) can be of a stream that is unknown: nothing can be ordered then.
-            if at_once and None not in self.ledger.alloc_streams(use) and not self.ledger.captured_now(use):
-                self.order_and_release(use)
+            if queue.capture or use.release_by == "order":
+                self.order_and_release(use, self._streams.current(queue.index))
             return True
 
     def _alloc_stream(self, use: Use, storage: torch.UntypedStorage) -> int | None:
