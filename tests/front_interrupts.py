@@ -148,9 +148,8 @@ def hands_off_after_the_release() -> None:
         storages, held.storages = list(held.storages), ()
         self.release(held)
         alive, storages = tuple(storages), []
-        held.storages = alive
-        self._make_use(held)
-        held.storages = ()
+        site = held.code, held.instruction, held.since
+        self.uses.add(held.op, held.of_group(), held.queue.index, alive, *site, held.alloc_stream)
 
     ledger.Ledger._release_waited = release_waited  # type: ignore[method-assign]
 

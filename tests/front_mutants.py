@@ -646,9 +646,7 @@ def works_order_other_streams_than_the_current_one() -> None:
 def handoffs_order_other_streams_than_the_current_one() -> None:
     def around(original: Any) -> Any:
         def order_and_release(self, use, here):  # type: ignore[no-untyped-def]
-            stream = use.alloc_stream
-            can_order = not use.queue.capture and stream is not None and not self._streams.capture(stream)
-            return original(self, use, stream if can_order else here)
+            return original(self, use, here if use.queue.capture or use.alloc_stream is None else use.alloc_stream)
 
         return order_and_release
 

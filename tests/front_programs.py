@@ -43,7 +43,8 @@ from turns import Turns
 import safecomm as dist
 
 SIZES = (64, 128, 256)
-HUGE = 100 << 20  # of which safecomm lets few pile up; nobody writes it, so that it costs nothing
+HUGE = 100 << 20  # of which safecomm lets few pile up as works; nobody writes it, so that it costs nothing
+LARGE = 8192  # of which it lets few pile up as handoffs, on a device of a MiB
 CAPACITY = 6 * 512  # of an arena, so that it is often full
 STREAMS = 3
 BACKENDS: dict[str, type[Backend]] = {"nccl": Nccl, "nccl2": Nccl2, "gloo": Gloo}
@@ -479,7 +480,7 @@ class Program:
                 tensor = self.device.allocate(None, HUGE if asynchronous else 64)
             else:
                 alloc_stream = self.rng.choice([self.device._current, self.rng.randrange(STREAMS)])
-                tensor = self.device.allocate(alloc_stream, HUGE if asynchronous else 64)
+                tensor = self.device.allocate(alloc_stream, HUGE if asynchronous else LARGE)
                 self.order_after(tensor)
             dist.all_reduce(tensor, group=group, async_op=asynchronous)
             backend.fate = ""
@@ -611,6 +612,15 @@ class Program:
             if streams and streams <= {None if self.host else self.device._current} and how == "wait" and work.nbytes:
                 raise Violation("memory is held after a wait on the stream that it was allocated on (S2)")
 
+    def wait_well(self, work: Any) -> None:
+        """Wait for a work of a call that is well."""
+        try:
+            work.wait()
+        except dist.CaptureBoundaryError:
+            raise
+        except RuntimeError as error:
+            raise Violation("a wait fails for a work that is well (S8)") from error
+
     def ask(self) -> None:
         if not self.works:
             return
@@ -729,7 +739,7 @@ class Program:
         for _ in range(self.rng.randrange(3)):  # what runs still, beside the works, which are settled
             self.rng.choice([self.request, self.kernel, self.drop])()
         for _ in range(self.rng.choice([0, 0, 6])):  # what the other thread may use meanwhile
-            self.tensors.append(self.device.allocate(self.rng.randrange(STREAMS), 64))
+            self.tensors.append(self.device.allocate(self.rng.randrange(STREAMS), LARGE))
         graph = torch.cuda.CUDAGraph()
         outside = self.some(2)
         self.undisturbed()
@@ -747,7 +757,7 @@ class Program:
                         self.give_turn()
                 if self.rng.random() < 0.9:
                     for work in works:
-                        work.wait()
+                        self.wait_well(work)
                 self.undisturbed()
         except dist.CaptureBoundaryError:
             graph.reset()
@@ -780,14 +790,14 @@ class Program:
             work = dist.all_reduce(tensor, group=group, async_op=True)
             if how == "later":
                 return [work]
-            work.wait()
+            self.wait_well(work)
         elif how == "lists":
             parts = [device.allocate(device._current, 64) for _ in range(1 + group.size())]
             work = dist.all_gather(parts[1:], parts[0], group=group, async_op=True)
             del parts
             if rng.random() < 0.5:
                 return [work]
-            work.wait()
+            self.wait_well(work)
         else:  # to another stream and back
             left, self.turns.left = self.turns.left, 0
             side.wait_stream(origin)
@@ -795,7 +805,7 @@ class Program:
                 if rng.random() < 0.5:
                     dist.all_reduce(tensor, group=group)
                 else:
-                    dist.all_reduce(tensor, group=group, async_op=True).wait()
+                    self.wait_well(dist.all_reduce(tensor, group=group, async_op=True))
             if rng.random() < 0.5:
                 del tensor
                 self.turns.left = left
