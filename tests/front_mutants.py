@@ -425,9 +425,9 @@ def a_work_that_says_that_it_is_complete_is_believed() -> None:
 @mutant()
 def handoffs_too_far_behind_are_released_without_order() -> None:
     def around(original: Any) -> Any:
-        def order_and_release(self, hold, here):  # type: ignore[no-untyped-def]
+        def order_and_release(self, hold, **_):  # type: ignore[no-untyped-def]
             self.ledger.release_all([hold])
-            return True
+            return set()
 
         return order_and_release
 
@@ -437,11 +437,11 @@ def handoffs_too_far_behind_are_released_without_order() -> None:
 @mutant()
 def handoffs_of_a_capture_are_released_without_order() -> None:
     def around(original: Any) -> Any:
-        def order_and_release(self, hold, here):  # type: ignore[no-untyped-def]
+        def order_and_release(self, hold, **how):  # type: ignore[no-untyped-def]
             if not hold.queue.capture:
-                return original(self, hold, here)
+                return original(self, hold, **how)
             self.ledger.release_all([hold])
-            return True
+            return set()
 
         return order_and_release
 
@@ -643,14 +643,14 @@ def works_order_other_streams_than_the_current_one() -> None:
 
 
 @mutant()
-def handoffs_order_other_streams_than_the_current_one() -> None:
+def handoffs_order_streams_that_are_captured_elsewhere() -> None:
     def around(original: Any) -> Any:
-        def order_and_release(self, use, here):  # type: ignore[no-untyped-def]
-            return original(self, use, here if use.queue.capture or use.alloc_stream is None else use.alloc_stream)
+        def can_order(self, use):  # type: ignore[no-untyped-def]
+            return original(self, use) or (not use.queue.capture and None not in self.ledger.alloc_streams(use))
 
-        return order_and_release
+        return can_order
 
-    method(uses.Uses, "order_and_release", around)
+    method(uses.Uses, "can_order", around)
 
 
 @mutant()

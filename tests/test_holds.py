@@ -195,15 +195,16 @@ def test_a_work_of_which_the_backend_does_not_tell_is_waited_for_by_drain_s3(dev
     assert inner.waited
 
 
-def test_of_two_threads_that_release_a_handoff_one_uses_its_event_s1(device, ledger) -> None:
+@pytest.mark.parametrize("complete", [False, True])
+def test_of_two_threads_that_release_a_handoff_one_uses_its_event_s1(device, ledger, complete) -> None:
     """The other one would order a stream after whatever the event was recorded for since."""
     device.switch(1)
     call_sync(ledger, FakeGroup(device, "nccl"), [device.allocate(0, 64)])
     (hold,) = ledger.holds()
     assert isinstance(hold, Use)
     for _ in range(2):
-        ledger.uses.order_and_release(hold, 0)
-    assert device.calls["wait_event"] == 1
+        ledger.uses.order_and_release(hold, complete=complete)
+    assert device.calls["wait_event"] == (not complete)
     assert device.faults == []
     device.finish()
 

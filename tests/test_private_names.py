@@ -470,7 +470,6 @@ def test_without_a_driver_there_are_no_buffers_and_no_captures(monkeypatch):
     assert copy.pointer_attribute is None
     assert copy.capture_id(1) == 0
     assert copy.swap_capture_mode(2) == 2
-    assert copy.new_stream(0) == 0
 
 
 @on(2)

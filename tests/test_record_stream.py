@@ -531,7 +531,6 @@ def test_rule_three_counts_what_is_behind_the_first(device, monkeypatch, first):
                 used_on(device, 1)
             few.sweep(thorough=True)
             waits(device, few, 0, 1)
-        device.switch(2)
         for _ in range(100):
             used_on(device, 1, home=2)
             device.settle()

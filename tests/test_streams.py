@@ -60,7 +60,6 @@ class Cuda:
         monkeypatch.setattr(streams, "_EVENT", Event)
         monkeypatch.setattr(streams._torch, "spin", lambda cycles: self.spun.append((self.current[-1], cycles)))
         monkeypatch.setattr(streams._torch, "swap_capture_mode", self.swap)
-        monkeypatch.setattr(streams._torch, "new_stream", lambda index: 0)  # there is no driver
 
     def new(self, index: int) -> SimpleNamespace:
         """``torch.cuda.Stream``: another one, call after call."""
@@ -126,15 +125,7 @@ def test_a_pause_is_of_the_stream_that_is_asked_for_and_leaves_the_current_one(c
     assert cuda.current == ["the program's"]
 
 
-def test_each_device_has_one_stream_that_is_neither_the_programs_nor_torchs(cuda, monkeypatch) -> None:
-    device, made = CudaStreams(), []
-    monkeypatch.setattr(streams._torch, "new_stream", lambda index: made.append(index) or 70 + index)
-    assert [device.spare(index) for index in (0, 1, 0, 1)] == [70, 71, 70, 71]
-    assert made == [0, 1]
-    assert not cuda.made
-
-
-def test_without_a_driver_that_stream_is_of_torchs_pool(cuda) -> None:
+def test_each_device_has_one_stream_that_the_program_does_not_use(cuda) -> None:
     device = CudaStreams()
     spare = [device.spare(index) for index in (0, 1, 0, 1)]
     assert spare == [1, 2, 1, 2]

@@ -50,7 +50,6 @@ from safecomm._torch.backends import regions_differ as regions_differ
 from safecomm._torch.backends import unwrapped as unwrapped
 from safecomm._torch.backends import waits_only_block_streams as waits_only_block_streams
 from safecomm._torch.driver import kernel_launcher as kernel_launcher
-from safecomm._torch.driver import new_stream as new_stream
 from safecomm._torch.driver import pointer_attribute as pointer_attribute
 from safecomm._torch.driver import swap_capture_mode as swap_capture_mode
 from safecomm._torch.functional import functional_collectives as functional_collectives

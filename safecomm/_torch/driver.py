@@ -68,7 +68,6 @@ capture_info = _driver_function("cuStreamGetCaptureInfo_v2")
 _exchange_capture_mode = _driver_function("cuThreadExchangeStreamCaptureMode")
 _current_context = _driver_function("cuCtxGetCurrent")
 _set_context = _driver_function("cuCtxSetCurrent")
-_create_stream = _driver_function("cuStreamCreate")
 _launch_kernel = _driver_function("cuLaunchKernel", waits=True)
 
 
@@ -84,19 +83,6 @@ def capture_id(stream: int) -> int:
     identity = _arguments.answer
     failed = capture_info(handle, status_reference, ctypes.byref(identity), None, None, None)
     return 0 if failed else int(identity.value)
-
-
-def new_stream(index: int) -> int:
-    """Return a new stream of device ``index``, which does not wait for the default one; 0 if there is none to be had.
-
-    ``torch.cuda.Stream()`` gives out the 32 streams of a pool again and again, and NCCL's are of that pool too.
-    """
-    if _create_stream is None:
-        return 0
-    stream = ctypes.c_void_p()
-    with torch.cuda.device(index):
-        _create_stream(ctypes.byref(stream), 1)  # CU_STREAM_NON_BLOCKING
-    return stream.value or 0
 
 
 def swap_capture_mode(mode: int = _CAPTURE_RELAXED) -> int:

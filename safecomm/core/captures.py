@@ -32,7 +32,7 @@ from safecomm.errors import CaptureBoundaryError, LiveGraphError, StaleGraphErro
 
 log: logging.Logger = logging.getLogger("safecomm")
 
-RECORDING: dict[int, CapturedGraph] = {}
+RECORDING: dict[int, CapturedGraph] = LEDGER.recording
 """The captures that are going on, by their id."""
 
 BEFORE: list[Callable[[int], None]] = []

@@ -4,8 +4,7 @@ There are two kinds of holds. A *work* (``work.py``) holds what a running asynch
 *use* (``uses.py``) holds what was used on another stream than its allocation stream, until the device has passed an
 event that was recorded there behind the last use. Which of them is released when is decided elsewhere: see the rules at
 the head of ``ledger.py``. All of it comes to :class:`Holds` to release, and shares what is the same for every hold: on
-which streams the memory can be given out again, whether one of these is being captured just now, and whether the memory
-would come back at all.
+which streams the memory can be given out again, and whether it would come back at all.
 
 Holds that end in the order in which they were made share a :class:`Queue`.
 """
@@ -234,6 +233,7 @@ class Holds:
         self.interval: float = 0  # seconds in which events are looked at once, while few bytes come
         self.nonempty: dict[Queue, object] = {}  # the queues that have holds: none if all works are waited for
         self.quarantine: dict[Hold, None] = {}  # what has failed
+        self.recording: dict[int, Any] = {}  # the captures that are seen and go on, by their id; see captures.py
         self.observer: Observer | None = None
         self.serials: Iterator[int] = itertools.count()  # of the holds that have events
         # Around whatever polls an event of a hold or looks at uses, which takes several steps: another thread must not

@@ -8,20 +8,15 @@ complete (S1):
    was allocated on another stream becomes a use. For uses: the allocation stream waited for an event that the program
    recorded behind the use (``stream_order.py``).
 2. *Complete.* The event is complete, or the work says that it is: release at the next call of safecomm, of any group
-   (S3). A work is then waited for in the program's place, and rule 1 says what that makes of it: on the current stream
-   if the memory is of that one, else on a stream of safecomm's own. While all that is held are works whose handles are
-   kept, and which are younger than ``PATIENCE``, nothing is polled. Events are polled once in ``INTERVAL``, and
-   whenever ``SHARE`` of the bytes has come that rule 3 leaves alone; those of ``record_stream`` at each call where they
-   are more than rule 3 leaves alone.
+   (S3). A work is then waited for as the program could have, on the current stream, and rule 1 says what follows. While
+   all that is held are works whose handles are kept, and which are younger than ``PATIENCE``, nothing is polled. Events
+   are polled once in ``INTERVAL``, and whenever ``SHARE`` of the bytes has come that rule 3 leaves alone; those of
+   ``record_stream`` at each call where they are more than rule 3 leaves alone.
 3. *Too far behind.* More than ``LAG`` holds and ``BUDGET`` bytes, estimated from the eight oldest, have piled up behind
-   the host, and the oldest can't be waited for any more: its allocation stream is ordered after it, once the program
-   uses that stream. Inside a graph capture nothing can be polled. There uses that only the ledger still refers to are
-   released by this rule at once, as an edge of the graph (S5); works wait for their wait, or for the end of the
-   capture.
-
-By rules 2 and 3 a stream of the program's is ordered only while this thread is using it: the current stream of a call,
-or one on which the program records an event. Another thread may take any other stream into a capture between a question
-and the wait, which would end that capture.
+   the host, and the oldest can't be waited for any more. A work is waited for as by rule 2; the allocation stream of a
+   use is ordered after it, unless another thread captures. Inside a graph capture nothing can be polled. There uses
+   that only the ledger still refers to are released by this rule at once, as an edge of the graph (S5); works wait for
+   their wait, or for the end of the capture.
 
 A work that fails goes to the quarantine, and leaves it when the device is known to be idle, or when a second wait
 succeeds, if the first one timed out and the work did not fail (S4). Every release is made by ``Holds.release()``
@@ -49,7 +44,7 @@ from safecomm.core.holds import Hold, Holds, Pending, Queue, keys_of, leave_all_
 from safecomm.core.refcounts import QUEUED, getrefcount
 from safecomm.core.stream_order import StreamOrder
 from safecomm.core.streams import HOST, CudaStreams, Streams, capture_of
-from safecomm.core.uses import Events, Uses
+from safecomm.core.uses import Uses
 from safecomm.errors import CaptureBoundaryError
 
 log: logging.Logger = logging.getLogger("safecomm")
@@ -417,7 +412,7 @@ class Ledger(Holds):
         if not thorough and self.can_skip_sweep():
             return
         # Not the queues that another thread adds from here on: a current stream of their device may be capturing.
-        queues = keys_of(self.nonempty)
+        queues, uses = keys_of(self.nonempty), self.uses.count
         capturing = self.capturing(queues)
         if thorough:
             queues.sort(key=operator.attrgetter("waits_for_others"))  # which the other queues may be
@@ -431,6 +426,8 @@ class Ledger(Holds):
                     queue.sweep(capturing, thorough=thorough)
                 else:
                     queue.note_empty()  # another thread has released the last hold as it came
+        if thorough and self.uses.count > uses:
+            self.sweep(thorough=True)  # for what works have become
 
     def can_skip_sweep(self) -> bool:
         """Return whether all that a sweep would look at are young works with handles that are kept.
@@ -482,7 +479,9 @@ class Ledger(Holds):
             self.fail(work, error)
             return True
         # Rule 3 wants that no wait can come, and that the host need not block to order a stream.
-        ahead = queue.stream_ordered and dropped and queue.too_far_behind(self.lag) and self._is_of_current_stream(work)
+        ahead = (
+            queue.stream_ordered and dropped and queue.too_far_behind(self.lag) and None not in self.alloc_streams(work)
+        )
         if not (complete or ahead):
             return False
         if self._staging_is_captured(work):
@@ -492,17 +491,12 @@ class Ledger(Holds):
         self._wait_and_release(work, dropped=dropped)
         return True
 
-    def _is_of_current_stream(self, work: WorkHold) -> bool:
-        current = self.current(work.queue.index)
-        return work.alloc_stream == current or self.alloc_streams(work) <= {current}
-
     def _wait_and_release(self, work: WorkHold, *, dropped: bool = False) -> None:
-        """Wait for ``work`` in the program's place, on a stream that this thread may order; then release it by rule 1.
+        """Wait for ``work`` in the program's place, and release it by rule 1.
 
         Also a work that is complete. With an error NCCL's say that they are, while the kernel may still run
-        (WorkNCCL::isCompleted), and their wait() need not raise; then the order protects the memory. Also c10d's own
-        references must go, what ends on the host (gloo) may still be copying to the device, and a future can be done as
-        soon as the work is launched.
+        (WorkNCCL::isCompleted), and their wait() need not raise; then the wait is what protects the memory. Also c10d's
+        own references must go, and what ends on the host (gloo) may still be copying to the device.
         """
         queue = work.queue
         index = queue.index
@@ -510,14 +504,12 @@ class Ledger(Holds):
             return  # another thread has released it
         if dropped:
             self.report(work)
-        # Of the program's streams none but the current one is ordered, and by no future, which tells too early. Another
-        # thread may take any other stream into a capture just now, which a wait for what runs would end.
-        here = index == HOST or (queue.pollable and self._is_of_current_stream(work))
-        with _NOTHING if here else self.streams.using(index, self.streams.spare(index)):
+        # No other stream of the program's is ordered: another thread may take it into a capture just now, which that
+        # would end. Nor is the current one by a future, which can be done as soon as the work is launched.
+        there = _NOTHING if queue.pollable or index == HOST else self.streams.using(index, self.streams.spare(index))
+        with there:
             if index == HOST or self._wait_here(work):
                 self._release_waited(work)
-        if not here:
-            self.uses.queue(Events, self.streams.spare(index), index).sweep(0, thorough=False)
 
     def report(self, work: WorkHold) -> None:
         where = (work.code, work.instruction)

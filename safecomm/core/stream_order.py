@@ -14,7 +14,7 @@ waits longer than the program has asked for, and no memory is given out too earl
 
 from __future__ import annotations
 
-from safecomm.core.holds import Holds, first_of, keys_of
+from safecomm.core.holds import Holds, first_of
 from safecomm.core.streams import capture_of
 from safecomm.core.uses import SCAN, Events, StreamKey, Uses, Waiting
 
@@ -40,15 +40,10 @@ class StreamOrder:
     def recorded(self, index: int, stream: int) -> Note | None:
         """Return the note of an event that is about to be recorded on ``stream``; None if it tells of no use.
 
-        The program uses ``stream`` just now, so what is too far behind and was allocated on it is released by rule 3.
         To be asked before the event is recorded: another thread may use more memory there in between. No need to ask
         while nothing is held.
         """
         here = stream, index
-        if self._uses.behind and not capture_of(self._streams, stream):
-            for queue in keys_of(self._uses.behind):
-                if queue.index == index:
-                    queue.order_oldest(stream)
         used = here in self._uses.used_on
         if not used and here not in self._behind:
             return None

@@ -133,7 +133,7 @@ class CudaStreams(Allocations):
         super().__init__()
         self._streams: dict[tuple[int, int], torch.cuda.Stream] = {}
         self._events: dict[int, list[torch.cuda.Event]] = {}
-        self._spare: dict[int, int] = {}
+        self._spare: dict[int, torch.cuda.Stream] = {}
 
     current = staticmethod(_torch.current_raw_stream)
     capture = staticmethod(_torch.capture_id)
@@ -162,12 +162,9 @@ class CudaStreams(Allocations):
             _torch.spin(PAUSE)
 
     def spare(self, index: int) -> int:
-        spare = self._spare.get(index)
-        if spare is None:
-            # One of torch's pool is still better than the program's.
-            made = _torch.new_stream(index) or torch.cuda.Stream(index).cuda_stream  # type: ignore[no-untyped-call]
-            spare = self._spare.setdefault(index, int(made))
-        return spare
+        if index not in self._spare:
+            self._spare[index] = torch.cuda.Stream(index)  # type: ignore[no-untyped-call]
+        return int(self._spare[index].cuda_stream)
 
     def using(self, index: int, stream: int) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._streams.get((index, stream)) or self._stream(index, stream))

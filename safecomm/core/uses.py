@@ -120,8 +120,8 @@ class Events(UseQueue):
         if self.capture:
             if self.capture == capturing:
                 for use in keys_of(self.holds):
-                    if ledger.only_holder(use):
-                        uses.order_and_release(use, self.stream)
+                    if ledger.only_holder(use) and uses.can_order(use):
+                        uses.order_and_release(use)
             elif streams.capture(self.stream) != self.capture:
                 ledger.release_all(self.holds)  # the capture is over, and its memory is the graph's
             return
@@ -133,29 +133,32 @@ class Events(UseQueue):
                 if use in self.holds:  # else another thread has released it, and may have recorded its event again
                     if use.event is not None and not streams.query_event(use.event):
                         break
-                    ledger.release(use)
-        self.order_oldest(streams.current(self.index))
+                    uses.order_and_release(use, complete=True)
+        # Ordered streams pause once, behind the last wait. They go on where a collective ends, which is where the next
+        # one begins. A large kernel that they start first would hold that one up, by up to 0.14 ms for a matmul of
+        # 0.25 ms.
+        for stream in self._order_oldest():
+            # Another thread may have begun to capture it since, and each replay would pause.
+            if not capture_of(streams, stream):
+                streams.pause(self.index, stream)
 
-    def order_oldest(self, stream: int) -> None:
-        """Release what is too far behind and was allocated on ``stream``, which this thread is using, by rule 3."""
-        ledger, ordered = self.ledger, False
-        self.uses.behind.pop(self, None)
-        for use in self.oldest(SCAN):
+    def _order_oldest(self) -> set[int]:
+        """Release what is too far behind, from the oldest on, by rule 3; return the streams that were made to wait."""
+        ledger, ordered = self.ledger, set[int]()
+        for use in keys_of(self.holds):
             with ledger.lock:
                 if use not in self.holds or use.release_by == "defer":
                     continue
                 if use.release_by == "auto" and not self.too_far_behind(ledger.lag):
                     break
                 # What the caller still refers to would not come back by ordering anything.
-                if use.event is not None and (use.release_by == "order" or ledger.only_holder(use)):
-                    if self.uses.order_and_release(use, stream):
-                        ordered = True
-                    else:
-                        self.uses.behind[self] = None
-        # The stream pauses once, behind the last wait. It goes on where a collective ends, which is where the next one
-        # begins. A large kernel that it starts first would hold that one up, by up to 0.14 ms for a matmul of 0.25 ms.
-        if ordered:
-            ledger.streams.pause(self.index, stream)
+                if (
+                    use.event is not None
+                    and (use.release_by == "order" or ledger.only_holder(use))
+                    and self.uses.can_order(use)
+                ):
+                    ordered |= self.uses.order_and_release(use)
+        return ordered
 
 
 class Waiting(UseQueue):
@@ -257,7 +260,6 @@ class Uses:
         self.count: int = 0  # how often memory was used on another stream than its own
         self.queues: dict[Hashable, Any] = {}
         self.used_on: set[StreamKey] = set()  # the streams that have, or had, queues here
-        self.behind: dict[Events, None] = {}  # what is too far behind there was allocated on other streams
         self.on_use: Callable[[], None] | None = None  # called at each use, such as to see from then on what orders it
         # What record_stream was called for, by stream, device index and capture: each device has a default stream 0.
         self.by_storage: dict[int, dict[tuple[int, int, int], Use]] = {}
@@ -356,29 +358,36 @@ class Uses:
         queue.holds[use] = None
         queue.nonempty[queue] = None
 
-    def order_and_release(self, use: Use, here: int) -> bool:
-        """Order the allocation stream after the event of ``use``, and release it. Returns False if that can't be done.
+    def can_order(self, use: Use) -> bool:
+        """Return whether the streams that the memory of ``use`` was allocated on may be made to wait for its event."""
+        capture, streams = use.queue.capture, self.ledger.alloc_streams(use)
+        if None in streams:
+            return False
+        if capture:
+            return all(self._streams.capture(stream) == capture for stream in streams)  # type: ignore[arg-type]
+        # Another thread that captures may take any other stream in before the wait, which would end its capture.
+        elsewhere = streams - {self._streams.current(use.queue.index)}
+        captures = [(one.stream, capture) for capture, one in list(self.ledger.recording.items())]
+        return not elsewhere or not (
+            any(self._streams.capture(stream) == capture for stream, capture in captures)
+            or any(capture_of(self._streams, stream) for stream in elsewhere)  # type: ignore[arg-type]
+        )
 
-        Inside a capture any stream of that capture can be ordered, by an edge of the graph. Outside it is ``here``
-        alone, a stream that this thread is using: another thread may take any other one into a capture just now, which
-        such a wait would end.
+    def order_and_release(self, use: Use, *, complete: bool = False) -> set[int]:
+        """Order the streams that the memory can be given out again on after the event of ``use``, and release it.
+
+        ``complete``: the event is, so that nothing has to be ordered. Returns the streams that were made to wait.
         """
-        queue = use.queue
-        index, capture = queue.index, queue.capture
+        index = use.queue.index
         with self.ledger.lock:
-            if use not in queue.holds:
-                return False  # another thread has released it
-            streams = self.ledger.alloc_streams(use)
-            if capture:
-                can_order = all(stream is not None and self._streams.capture(stream) == capture for stream in streams)
-            else:
-                can_order = streams <= {here}
-            if can_order:
-                for stream in streams:
-                    if stream != use.stream:
-                        self._streams.wait_event(index, stream, use.event)  # type: ignore[arg-type]
-                self.ledger.release(use)
-        return can_order
+            if use not in use.queue.holds:
+                return set()  # another thread has released it
+            streams = () if complete else self.ledger.alloc_streams(use)
+            ordered = {stream for stream in streams if stream is not None and stream != use.stream}
+            for stream in ordered:
+                self._streams.wait_event(index, stream, use.event)
+            self.ledger.release(use)
+        return ordered
 
     # --- recorded, and used by others ---------------------------------------------------------------------------
 
@@ -484,8 +493,8 @@ class Uses:
             queue.events.put(use, _now())
             queue.holds.pop(use, None)
             queue.note_empty()
-            if queue.capture or use.release_by == "order":
-                self.order_and_release(use, self._streams.current(queue.index))
+            if (queue.capture or use.release_by == "order") and self.can_order(use):
+                self.order_and_release(use)
             return True
 
     def _alloc_stream(self, use: Use, storage: torch.UntypedStorage) -> int | None:

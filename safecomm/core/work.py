@@ -183,16 +183,15 @@ class Work(WorkHold, _Base):
         Raises CaptureBoundaryError for a work that was captured into a CUDA graph, which is not a work that ever runs,
         and inside a capture, which asking would break.
         """
-        ledger = self.queue.ledger
-        if self.queue.index < 0:
-            done = self.inner.is_completed()
-        else:
+        queue = self.queue
+        ledger, on_device = queue.ledger, queue.index >= 0
+        if on_device:
             ledger.refuse_query_in_capture(self)
-            with ledger.streams.relaxed_capture_mode():
-                done = self.inner.is_completed()
-        if done:
-            self.full: bool = True  # it may have failed
-            ledger.completed(self)
+        with ledger.streams.relaxed_capture_mode() if on_device else _NOTHING:
+            done = self.inner.is_completed()
+            if done:
+                self.full: bool = True  # it may have failed
+                ledger.completed(self)
         return done
 
     def get_future(self) -> torch.futures.Future[Any]:
