@@ -403,7 +403,7 @@ class Ledger(Holds):
         if work.queue.pollable and not self.capturing([work.queue]) and not self._staging_is_captured(work):
             self._wait_and_release(work)
 
-    def sweep(self, *, thorough: bool = False) -> None:
+    def sweep(self, *, thorough: bool = False, again: bool = True) -> None:
         """Release what rules 2 and 3 allow, without blocking. Every wrapped call begins with it if anything is held.
 
         It looks at the oldest hold of each queue, and on while they are released. ``thorough``: also at all holds of
@@ -426,8 +426,9 @@ class Ledger(Holds):
                     queue.sweep(capturing, thorough=thorough)
                 else:
                     queue.note_empty()  # another thread has released the last hold as it came
-        if thorough and self.uses.count > uses:
-            self.sweep(thorough=True)  # for what works have become
+        if thorough and again and self.uses.count > uses:
+            # Once, for what works have become: another thread may go on making uses.
+            self.sweep(thorough=True, again=False)
 
     def can_skip_sweep(self) -> bool:
         """Return whether all that a sweep would look at are young works with handles that are kept.
