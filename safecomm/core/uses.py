@@ -367,9 +367,11 @@ class Uses:
             return all(self._streams.capture(stream) == capture for stream in streams)  # type: ignore[arg-type]
         # Another thread that captures may take any other stream in before the wait, which would end its capture.
         elsewhere = streams - {self._streams.current(use.queue.index)}
-        captures = [(one.stream, capture) for capture, one in list(self.ledger.recording.items())]
-        return not elsewhere or not (
-            any(self._streams.capture(stream) == capture for stream, capture in captures)
+        if not elsewhere:
+            return True
+        captures = list(self.ledger.recording.values())
+        return not (
+            any(self._streams.capture(one.stream) == one.capture for one in captures)
             or any(capture_of(self._streams, stream) for stream in elsewhere)  # type: ignore[arg-type]
         )
 
