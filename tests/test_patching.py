@@ -764,22 +764,20 @@ functional.all_reduce(torch.ones(4), "sum", dist.group.WORLD).sum()
 dist.destroy_process_group()
 """
 
+# Without gloo, which before torch 2.5 now and then hangs when such a group of two processes is destroyed.
 SPAWNS = """
 import sys, torch, torch.distributed as dist, torch.multiprocessing as mp
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-def work(rank, path):
-    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+def work(rank):
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
     dist.all_reduce(torch.ones(1))
     dist.destroy_process_group()
 
 if __name__ == "__main__":
-    other = mp.get_context("spawn").Process(target=work, args=(1, sys.argv[1]))
-    other.start()
-    if sys.argv[2] == "one":
-        work(0, sys.argv[1])
-        other.join()
-    else:
-        mp.start_processes(work, (sys.argv[1],), nprocs=1, start_method="spawn")
+    mp.start_processes(work, nprocs=2 - len(sys.argv[1:]), start_method="spawn")
+    if sys.argv[1:]:
+        work(0)
 """
 
 SPAWNED = "is not patched and not counted, unless it calls safecomm.patch()"
@@ -826,11 +824,11 @@ def test_it_says_of_how_many_ranks_it_speaks(tmp_path):
     assert "on rank 0 of 2" in said[0]
     assert len(said) == 2
     (tmp_path / "script.py").write_text(SPAWNS)
-    one = run("script.py", tmp_path / "store", "one", cwd=tmp_path).err
+    one = run("script.py", "one", cwd=tmp_path).err
     assert "1 calls of collectives (all_reduce 1) handled on rank 0 of 2" in one
     assert "at least 1 of 2 ranks ran under this command" in one
     assert SPAWNED in one
-    none = run("script.py", tmp_path / "another", "all", cwd=tmp_path).err
+    none = run("script.py", cwd=tmp_path).err
     assert "this process, which made no group, ran under this command" in none
     assert SPAWNED in none
 
