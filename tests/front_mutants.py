@@ -29,7 +29,7 @@ from safecomm.arena.free_list import FreeList
 from safecomm.arena.layout import Layout
 from safecomm.arena.size_class import ALIGNMENT, NO_STREAMS, SizeClass
 from safecomm.collectives import bucketed, coalesced, general, holding, lists, point_to_point, routes, takers, tensors
-from safecomm.core import captures, ledger, uses
+from safecomm.core import captures, holds, ledger, uses
 from safecomm.core import work as works
 from safecomm.core.stream_order import StreamOrder
 from safecomm.errors import CaptureBoundaryError
@@ -401,15 +401,15 @@ def released_without_order(complete: bool) -> None:
     """Have works of which a sweep finds that they are complete, or too far behind, be released as they are."""
 
     def around(original: Any) -> Any:
-        def wait_and_release(self, work, **how):  # type: ignore[no-untyped-def]
-            if work.queue.pollable and work.inner.is_completed() == complete:
-                self.release(work)
-            else:
-                original(self, work, **how)
+        def release_over(self, work, **how):  # type: ignore[no-untyped-def]
+            if work.inner.is_completed() != complete:
+                return original(self, work, **how)
+            self.release(work)
+            return True
 
-        return wait_and_release
+        return release_over
 
-    method(ledger.Ledger, "_wait_and_release", around)
+    method(ledger.Ledger, "_release_over", around)
 
 
 @mutant()
@@ -425,7 +425,7 @@ def a_work_that_says_that_it_is_complete_is_believed() -> None:
 @mutant()
 def handoffs_too_far_behind_are_released_without_order() -> None:
     def around(original: Any) -> Any:
-        def order_and_release(self, hold, **_):  # type: ignore[no-untyped-def]
+        def order_and_release(self, hold, streams):  # type: ignore[no-untyped-def]
             self.ledger.release_all([hold])
             return set()
 
@@ -437,9 +437,9 @@ def handoffs_too_far_behind_are_released_without_order() -> None:
 @mutant()
 def handoffs_of_a_capture_are_released_without_order() -> None:
     def around(original: Any) -> Any:
-        def order_and_release(self, hold, **how):  # type: ignore[no-untyped-def]
+        def order_and_release(self, hold, streams):  # type: ignore[no-untyped-def]
             if not hold.queue.capture:
-                return original(self, hold, **how)
+                return original(self, hold, streams)
             self.ledger.release_all([hold])
             return set()
 
@@ -625,32 +625,26 @@ def staging_of_a_stream_that_is_captured_elsewhere_is_guarded() -> None:
     method(ledger.Ledger, "_staging_is_captured", lambda original: lambda *_: False)
 
 
-@mutant()
-def works_order_other_streams_than_the_current_one() -> None:
+def orders_streams_that_are_captured_elsewhere(kind: type[holds.Hold]) -> None:
     def around(original: Any) -> Any:
-        def wait_and_release(self, work, **how):  # type: ignore[no-untyped-def]
-            streams = self.alloc_streams(work) if work.queue.index >= 0 else ()
-            for stream in streams:
-                if stream is not None:
-                    with self.streams.using(work.queue.index, stream):
-                        original(self, work, **how)
-            if not streams:
-                original(self, work, **how)
+        def orderable(self, hold):  # type: ignore[no-untyped-def]
+            streams = self.ledger.alloc_streams(hold)
+            believed = isinstance(hold, kind) and not hold.queue.capture and None not in streams
+            return streams if believed else original(self, hold)
 
-        return wait_and_release
+        return orderable
 
-    method(ledger.Ledger, "_wait_and_release", around)
+    method(uses.Uses, "orderable", around)
+
+
+@mutant()
+def works_order_streams_that_are_captured_elsewhere() -> None:
+    orders_streams_that_are_captured_elsewhere(ledger.WorkHold)
 
 
 @mutant()
 def handoffs_order_streams_that_are_captured_elsewhere() -> None:
-    def around(original: Any) -> Any:
-        def can_order(self, use):  # type: ignore[no-untyped-def]
-            return original(self, use) or (not use.queue.capture and None not in self.ledger.alloc_streams(use))
-
-        return can_order
-
-    method(uses.Uses, "can_order", around)
+    orders_streams_that_are_captured_elsewhere(uses.Use)
 
 
 @mutant()

@@ -203,7 +203,7 @@ def test_of_two_threads_that_release_a_handoff_one_uses_its_event_s1(device, led
     (hold,) = ledger.holds()
     assert isinstance(hold, Use)
     for _ in range(2):
-        ledger.uses.order_and_release(hold, complete=complete)
+        ledger.uses.order_and_release(hold, () if complete else {0})
     assert device.calls["wait_event"] == (not complete)
     assert device.faults == []
     device.finish()

@@ -52,11 +52,10 @@ def test_memory_of_an_unknown_stream_is_kept_however_much_has_piled_up_s1(device
     assert ledger.pending() == []
 
 
-@pytest.mark.parametrize("home", [None, 1])
-def test_a_work_on_memory_of_another_stream_is_held_by_an_event_once_it_is_complete_s1(device, group, home) -> None:
+def test_a_complete_work_on_memory_of_an_unknown_stream_is_held_by_an_event_s1(device, group) -> None:
     """A work that is complete may have been waited for on no stream, so the current one waits, and the device tells."""
     ledger = Ledger(device, patience=0)
-    work = call(ledger, group, [device.allocate(home, 64)]).work
+    work = call(ledger, group, [device.allocate(None, 64)]).work
     device.finish()
     kernel = device.launch(device.here(), [])  # which the current stream has to get past
     del work
@@ -67,6 +66,34 @@ def test_a_work_on_memory_of_another_stream_is_held_by_an_event_once_it_is_compl
     device.finish()
     ledger.sweep()
     assert ledger.pending() == []
+    device.settle()
+
+
+@pytest.mark.parametrize("how", ["dropped", "kept", "asked"])
+def test_a_complete_work_on_memory_of_another_stream_waits_for_nothing_else_s3(device, group, how) -> None:
+    """Not for what the current stream has to do, which may be another group's collective that never ends."""
+    ledger = Ledger(device, patience=0)
+    work = call(ledger, group, [device.allocate(1, 64)]).work
+    device.finish()
+    device.launch(device.here(), [])
+    if how == "asked":
+        assert work.is_completed()
+    elif how == "dropped":
+        del work
+    if how != "asked":
+        ledger.sweep()
+    assert ledger.pending() == []
+    device.settle()
+
+
+def test_works_that_pile_up_make_no_stream_wait_but_that_of_their_memory_s3(device, group) -> None:
+    few = Ledger(device, lag=1, budget=64, patience=0)
+    before = device.here().eager
+    for _ in range(8):
+        call(few, group, [device.allocate(1, 64)])
+        few.sweep()
+    assert len(few.pending()) <= 2
+    assert device.here().eager & ~before == 0
     device.settle()
 
 
@@ -81,9 +108,10 @@ def test_a_work_that_has_failed_and_says_that_it_is_complete_is_not_believed_s4(
     for _ in range(2):
         ledger.sweep()
         device.settle()
-    assert [entry.state for entry in ledger.pending()] == ["handed off"] * (home != 0)
+    assert [entry.state for entry in ledger.pending()] == ["handed off"] * (home is None)
     after = {handle: stream.eager for handle, stream in device.streams.items()}
-    assert after == {**before, 0: before[0] | bit}, "the current stream waits, and no other"
+    waits = home or 0
+    assert after == {**before, waits: before[waits] | bit}, "one stream waits, that of the memory if it is known"
     device.finish()
     ledger.sweep()
     assert ledger.pending() == []
@@ -154,7 +182,7 @@ def test_works_that_pile_up_order_no_stream_that_another_thread_captures_s5(devi
     captured_elsewhere(device)
     ledger.sweep()
     assert device.faults == []
-    assert [entry.state for entry in ledger.pending()] == ["handed off"] * 2
+    assert [entry.state for entry in ledger.pending()] == ["in flight"] * 2
     device.end_capture()
     ledger.sweep()
     assert ledger.pending() == []

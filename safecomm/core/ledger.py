@@ -8,15 +8,16 @@ complete (S1):
    was allocated on another stream becomes a use. For uses: the allocation stream waited for an event that the program
    recorded behind the use (``stream_order.py``).
 2. *Complete.* The event is complete, or the work says that it is: release at the next call of safecomm, of any group
-   (S3). A work is then waited for as the program could have, on the current stream, and rule 1 says what follows. While
-   all that is held are works whose handles are kept, and which are younger than ``PATIENCE``, nothing is polled. Events
-   are polled once in ``INTERVAL``, and whenever ``SHARE`` of the bytes has come that rule 3 leaves alone; those of
-   ``record_stream`` at each call where they are more than rule 3 leaves alone.
+   (S3). A work is then waited for as the program could have, on a stream that its memory was allocated on, or on the
+   current one where no such stream may be made to wait, and rule 1 says what follows. While all that is held are works
+   whose handles are kept, and which are younger than ``PATIENCE``, nothing is polled. Events are polled once in
+   ``INTERVAL``, and whenever ``SHARE`` of the bytes has come that rule 3 leaves alone; those of ``record_stream`` at
+   each call where they are more than rule 3 leaves alone.
 3. *Too far behind.* More than ``LAG`` holds and ``BUDGET`` bytes, estimated from the eight oldest, have piled up behind
-   the host, and the oldest can't be waited for any more. A work is waited for as by rule 2; the allocation stream of a
-   use is ordered after it, unless another thread captures. Inside a graph capture nothing can be polled. There uses
-   that only the ledger still refers to are released by this rule at once, as an edge of the graph (S5); works wait for
-   their wait, or for the end of the capture.
+   the host, and the oldest can't be waited for any more. A work is waited for on a stream that its memory was allocated
+   on; the allocation streams of a use are ordered after it. While another thread captures, only the current stream is.
+   Inside a graph capture nothing can be polled. There uses that only the ledger still refers to are released by this
+   rule at once, as an edge of the graph (S5); works wait for their wait, or for the end of the capture.
 
 A work that fails goes to the quarantine, and leaves it when the device is known to be idle, or when a second wait
 succeeds, if the first one timed out and the work did not fail (S4). Every release is made by ``Holds.release()``
@@ -401,7 +402,7 @@ class Ledger(Holds):
     def completed(self, work: WorkHold) -> None:
         """Release ``work``, which has just been seen to be complete, if that can be relied on."""
         if work.queue.pollable and not self.capturing([work.queue]) and not self._staging_is_captured(work):
-            self._wait_and_release(work)
+            self._release_over(work, unless_elsewhere=True)
 
     def sweep(self, *, thorough: bool = False, again: bool = True) -> None:
         """Release what rules 2 and 3 allow, without blocking. Every wrapped call begins with it if anything is held.
@@ -460,16 +461,18 @@ class Ledger(Holds):
 
     def ask_future(self, work: WorkHold) -> None:
         """Release ``work``, whose handle was dropped and which can't be polled, if its future is done."""
-        index, done = work.queue.index, False
-        # What the backend orders as it is asked is a stream that the program does not use.
-        there = _NOTHING if index == HOST else self.streams.using(index, self.streams.spare(index))
-        with there, contextlib.suppress(Exception):  # it has none
-            if work.is_future_done is None:
-                work.is_future_done = bool  # which says False
-                work.is_future_done = work.inner.get_future().done
-            done = work.is_future_done()  # pyright: ignore[reportOptionalCall]
-        if done:
-            self._wait_and_release(work)
+        index = work.queue.index
+        # It can be done as soon as the work is launched, and the backend can order streams as it is asked: no stream of
+        # the program's is to wait for that.
+        with _NOTHING if index == HOST else self.streams.using(index, self.streams.spare(index)):
+            done = False
+            with contextlib.suppress(Exception):  # it has none
+                if work.is_future_done is None:
+                    work.is_future_done = bool  # which says False
+                    work.is_future_done = work.inner.get_future().done
+                done = work.is_future_done()  # pyright: ignore[reportOptionalCall]
+            if done:
+                self._wait_and_release(work)
 
     def poll(self, queue: WorkQueue, work: WorkHold, dropped: bool) -> bool:
         """Release ``work`` if rule 2 or 3 allows; return whether they do."""
@@ -480,37 +483,40 @@ class Ledger(Holds):
             self.fail(work, error)
             return True
         # Rule 3 wants that no wait can come, and that the host need not block to order a stream.
-        ahead = (
-            queue.stream_ordered and dropped and queue.too_far_behind(self.lag) and None not in self.alloc_streams(work)
-        )
-        if not (complete or ahead):
+        if not (complete or (queue.stream_ordered and dropped and queue.too_far_behind(self.lag))):
             return False
         if self._staging_is_captured(work):
             if complete:
                 work.full = True  # it may have failed
             return False
-        self._wait_and_release(work, dropped=dropped)
+        return self._release_over(work, dropped=dropped, unless_elsewhere=not complete)
+
+    def _release_over(self, work: WorkHold, *, dropped: bool = False, unless_elsewhere: bool = False) -> bool:
+        """Release ``work``, which is complete or too far behind, on a stream that its memory was allocated on.
+
+        Returns whether that was done. ``unless_elsewhere``: not on the current stream because no such stream may be
+        made to wait. It would be for a work that still runs, and a wait of the program would not release a use of it.
+        """
+        index = work.queue.index
+        where = self.uses.orderable(work) if index != HOST else set[int]()
+        if where is None and unless_elsewhere:
+            return False
+        if dropped:
+            self.report(work)
+        elsewhere = where and self.current(index) not in where
+        with self.streams.using(index, min(where)) if where and elsewhere else _NOTHING:
+            self._wait_and_release(work)
         return True
 
-    def _wait_and_release(self, work: WorkHold, *, dropped: bool = False) -> None:
-        """Wait for ``work`` in the program's place, and release it by rule 1.
+    def _wait_and_release(self, work: WorkHold) -> None:
+        """Wait for ``work`` on the current stream, as the program could have, and release it by rule 1.
 
-        Also a work that is complete. With an error NCCL's say that they are, while the kernel may still run
+        Also if it is complete. With an error NCCL's say that they are, while the kernel may still run
         (WorkNCCL::isCompleted), and their wait() need not raise; then the wait is what protects the memory. Also c10d's
         own references must go, and what ends on the host (gloo) may still be copying to the device.
         """
-        queue = work.queue
-        index = queue.index
-        if work not in queue.holds:
-            return  # another thread has released it
-        if dropped:
-            self.report(work)
-        # No other stream of the program's is ordered: another thread may take it into a capture just now, which that
-        # would end. Nor is the current one by a future, which can be done as soon as the work is launched.
-        there = _NOTHING if queue.pollable or index == HOST else self.streams.using(index, self.streams.spare(index))
-        with there:
-            if index == HOST or self._wait_here(work):
-                self._release_waited(work)
+        if work in work.queue.holds and (work.queue.index == HOST or self._wait_here(work)):
+            self._release_waited(work)
 
     def report(self, work: WorkHold) -> None:
         where = (work.code, work.instruction)

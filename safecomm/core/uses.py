@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 import types
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, TypeVar
 
 import torch
@@ -120,8 +120,8 @@ class Events(UseQueue):
         if self.capture:
             if self.capture == capturing:
                 for use in keys_of(self.holds):
-                    if ledger.only_holder(use) and uses.can_order(use):
-                        uses.order_and_release(use)
+                    if ledger.only_holder(use) and (known := uses.orderable(use)) is not None:
+                        uses.order_and_release(use, known)
             elif streams.capture(self.stream) != self.capture:
                 ledger.release_all(self.holds)  # the capture is over, and its memory is the graph's
             return
@@ -133,7 +133,7 @@ class Events(UseQueue):
                 if use in self.holds:  # else another thread has released it, and may have recorded its event again
                     if use.event is not None and not streams.query_event(use.event):
                         break
-                    uses.order_and_release(use, complete=True)
+                    uses.order_and_release(use, ())  # its event is complete
         # Ordered streams pause once, behind the last wait. They go on where a collective ends, which is where the next
         # one begins. A large kernel that they start first would hold that one up, by up to 0.14 ms for a matmul of
         # 0.25 ms.
@@ -144,20 +144,22 @@ class Events(UseQueue):
 
     def _order_oldest(self) -> set[int]:
         """Release what is too far behind, from the oldest on, by rule 3; return the streams that were made to wait."""
-        ledger, ordered = self.ledger, set[int]()
+        ledger, ordered, count, behind = self.ledger, set[int](), 0, False
         for use in keys_of(self.holds):
             with ledger.lock:
                 if use not in self.holds or use.release_by == "defer":
                     continue
-                if use.release_by == "auto" and not self.too_far_behind(ledger.lag):
+                if count != len(self.holds):  # it takes longer than the rest
+                    count, behind = len(self.holds), self.too_far_behind(ledger.lag)
+                if use.release_by == "auto" and not behind:
                     break
                 # What the caller still refers to would not come back by ordering anything.
                 if (
                     use.event is not None
                     and (use.release_by == "order" or ledger.only_holder(use))
-                    and self.uses.can_order(use)
+                    and (streams := self.uses.orderable(use)) is not None
                 ):
-                    ordered |= self.uses.order_and_release(use)
+                    ordered |= self.uses.order_and_release(use, streams)
         return ordered
 
 
@@ -358,34 +360,33 @@ class Uses:
         queue.holds[use] = None
         queue.nonempty[queue] = None
 
-    def can_order(self, use: Use) -> bool:
-        """Return whether the streams that the memory of ``use`` was allocated on may be made to wait for its event."""
-        capture, streams = use.queue.capture, self.ledger.alloc_streams(use)
+    def orderable(self, hold: Hold) -> set[int] | None:
+        """Return the streams that the memory of ``hold`` was allocated on; None if they may not be made to wait now."""
+        capture, streams = hold.queue.capture, self.ledger.alloc_streams(hold)
         if None in streams:
-            return False
+            return None
+        known: set[int] = streams  # type: ignore[assignment]
         if capture:
-            return all(self._streams.capture(stream) == capture for stream in streams)  # type: ignore[arg-type]
+            return known if all(self._streams.capture(stream) == capture for stream in known) else None
         # Another thread that captures may take any other stream in before the wait, which would end its capture.
-        elsewhere = streams - {self._streams.current(use.queue.index)}
-        if not elsewhere:
-            return True
-        captures = list(self.ledger.recording.values())
-        return not (
-            any(self._streams.capture(one.stream) == one.capture for one in captures)
-            or any(capture_of(self._streams, stream) for stream in elsewhere)  # type: ignore[arg-type]
-        )
+        elsewhere = known - {self._streams.current(hold.queue.index)}
+        if elsewhere and (
+            any(self._streams.capture(one.stream) == one.capture for one in list(self.ledger.recording.values()))
+            or any(capture_of(self._streams, stream) for stream in elsewhere)
+        ):
+            return None
+        return known
 
-    def order_and_release(self, use: Use, *, complete: bool = False) -> set[int]:
-        """Order the streams that the memory can be given out again on after the event of ``use``, and release it.
+    def order_and_release(self, use: Use, streams: Iterable[int]) -> set[int]:
+        """Order ``streams`` after the event of ``use``, and release it. Returns those that were made to wait.
 
-        ``complete``: the event is, so that nothing has to be ordered. Returns the streams that were made to wait.
+        They are all that the memory can be given out again on; none need be ordered where the event is complete.
         """
         index = use.queue.index
         with self.ledger.lock:
             if use not in use.queue.holds:
                 return set()  # another thread has released it
-            streams = () if complete else self.ledger.alloc_streams(use)
-            ordered = {stream for stream in streams if stream is not None and stream != use.stream}
+            ordered = {stream for stream in streams if stream != use.stream}
             for stream in ordered:
                 self._streams.wait_event(index, stream, use.event)
             self.ledger.release(use)
@@ -495,8 +496,9 @@ class Uses:
             queue.events.put(use, _now())
             queue.holds.pop(use, None)
             queue.note_empty()
-            if (queue.capture or use.release_by == "order") and self.can_order(use):
-                self.order_and_release(use)
+            at_once = queue.capture or use.release_by == "order"
+            if at_once and (streams := self.orderable(use)) is not None:
+                self.order_and_release(use, streams)
             return True
 
     def _alloc_stream(self, use: Use, storage: torch.UntypedStorage) -> int | None:
