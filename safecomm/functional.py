@@ -127,7 +127,7 @@ def __dir__() -> list[str]:
 # --- what is launched ----------------------------------------------------------------------------------------
 #
 # Detached, because gloo's threads record what they make of a tensor that requires a gradient, and the functions below
-# are what autograd is to see.
+# are what autograd has to see.
 
 
 def _launch_all_reduce(tensor: torch.Tensor, op: _Op, group: _Group, asynchronous: bool) -> _Launched:
@@ -195,7 +195,7 @@ def _part(tensor: torch.Tensor, dim: int, group: _Group) -> torch.Tensor:
 # --- autograd --------------------------------------------------------------------------------------------------
 #
 # Contexts get no tensors and no works, so that no graph keeps memory for them. What the caller of an asynchronous call
-# is to wait for leaves the forward through a list.
+# has to wait for leaves the forward through a list.
 
 
 def _result(launched: _Launched, running: _Running | None) -> torch.Tensor:

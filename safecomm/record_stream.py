@@ -1,4 +1,4 @@
-"""avoid_record_streams(): nobody's ``record_stream`` makes memory pile up.
+"""avoid_record_streams(): no ``record_stream``, the program's or torch's own, makes memory pile up.
 
 ``record_stream`` tells the caching allocator that a tensor is used on another stream. When the tensor is freed, the
 allocator keeps its memory back until the host happens to see that the stream has got there: memory piles up behind a
@@ -41,7 +41,7 @@ Release = Literal["auto", "order", "defer"]
 
 
 class _Site:
-    """A call site of ``record_stream``, which is put into words when somebody asks."""
+    """A call site of ``record_stream``, which is put into words when it is asked for."""
 
     __slots__ = ("code", "count", "instruction")
 
@@ -53,7 +53,7 @@ class avoid_record_streams(contextlib.ContextDecorator):  # noqa: N801
     """Inside of it, ``record_stream`` does not make memory pile up: Python's, Megatron's, a C++ extension's.
 
     ``mode="convert"`` guarantees for each call what ``record_stream`` guarantees, that the memory is not given out
-    again before what runs on the stream by then is over, by holding it until nobody else uses it and its
+    again before what runs on the stream by then is over, by holding it until nothing else refers to it and its
     allocation stream is ordered after that. Other modes leave ``record_stream`` as it is and look: ``"raise"``
     raises :class:`RecordStreamError` at each call, ``"warn"`` logs each call site once, ``"count"`` only counts.
 
@@ -61,14 +61,14 @@ class avoid_record_streams(contextlib.ContextDecorator):  # noqa: N801
     one, by ``wait_stream`` or an event, or once the device has passed that point, whatever comes first; that never
     delays a stream, so overlapped compute stays overlapped. Only when more than 1/64 of the device's memory has piled
     up, or in a CUDA graph capture, where nothing can be asked, the allocation stream is ordered. ``"order"`` does that
-    always: memory that is the same in each run, and no overlap past the end of a tensor. ``"defer"`` never does it,
+    always: memory that is the same in each run, and no overlap after the end of a tensor. ``"defer"`` never does it,
     except in a capture. Where references can't be counted, as in a free-threaded Python, nothing is converted, each
     call is torch's own, and one for memory of an arena raises :class:`RecordStreamError`.
 
-    ``untyped_storage().resize_(0)`` frees memory whoever refers to it, so it is made safe before: by ordering the
+    ``untyped_storage().resize_(0)`` frees memory whatever refers to it, so it is made safe before: by ordering the
     allocation stream, or with ``"defer"`` by torch's own ``record_stream``.
 
-    Calls that go straight to the caching allocator, past the dispatcher, can't be converted (torch's own
+    Calls that go straight to the caching allocator, without the dispatcher, can't be converted (torch's own
     point-to-point does that; safecomm's does not let it). On leaving, the bytes that are freed but unusable because
     of them are logged; with ``strict`` they raise :class:`RecordStreamError`, with the place of the allocation if
     ``torch.cuda.memory._record_memory_history`` is on.
@@ -197,7 +197,7 @@ _thread = _Thread()
 
 
 def _let_out(key: object) -> None:
-    """Let whoever is inside under ``key`` be so no more."""
+    """Let the block that was entered under ``key`` end."""
     with _lock:
         _users.pop(key, None)
         if _installed and not _users:
@@ -220,7 +220,7 @@ def policy() -> avoid_record_streams | None:
 
 
 class _Interception:
-    """What stands in torch's place while somebody is inside of ``avoid_record_streams()``."""
+    """What stands in torch's place while a block of ``avoid_record_streams()`` is open."""
 
     def __init__(self, ledger: Ledger, key: str, raw_stream: Callable[[torch.Stream], int] = _torch.raw_stream) -> None:
         self.ledger = ledger
@@ -241,7 +241,7 @@ class _Interception:
             "inductor::resize_storage_bytes_", self._key, self.resize_storage, needs_original=True
         )
         self._replace(torch.UntypedStorage, "resize_", self._around_resize)
-        # Where somebody has replaced the method, theirs is called, and the operator leads here.
+        # Where other code has replaced the method, its own is called, and the operator leads here.
         if COUNTED and "record_stream" not in vars(torch.Tensor):
             self._replace(torch.Tensor, "record_stream", self._around_record_stream)
         if self._resize.original is None:  # before torch 2.9; what C++ resizes there is not seen
@@ -259,7 +259,7 @@ class _Interception:
         """Restore torch, and hand over what is held."""
         for owner, name, own, replacement in self._attributes:
             if vars(owner).get(name) is not replacement:
-                continue  # somebody has put theirs over ours, which goes on to torch's
+                continue  # other code has wrapped ours, which goes on to torch's
             if own is None:
                 delattr(owner, name)
             else:
@@ -278,13 +278,13 @@ class _Interception:
     def _around_record_stream(
         self, original: Callable[[torch.Tensor, torch.Stream], None]
     ) -> Callable[[torch.Tensor, torch.Stream], None]:
-        """Stand in for the method of tensors, past the dispatcher, where nobody would see the operator there."""
+        """Stand in for the method of tensors, without the dispatcher, where nothing would see the operator there."""
 
         @functools.wraps(original)
         def record_stream(tensor: torch.Tensor, s: torch.Stream) -> None:
             context = policy()
             if (
-                context is not None  # else it was left, and somebody has put theirs over this
+                context is not None  # else it was left, and other code has wrapped this
                 and type(tensor) in plain
                 and isinstance(s, stream_type)
                 and is_here(tensor)

@@ -5,7 +5,7 @@ All of torch's Python ways to order streams come down to ``Event.record`` and ``
 on another stream than its allocation stream, and inside of ``avoid_record_streams()``. Each does what torch's does, and
 tells the ledger's ``stream_order`` of it. What the core does with that is said there. ``Stream.wait_stream`` is
 replaced as well, because its new event and its four methods of Python take longer than all that CUDA does for it. What
-orders streams past these (C++, the generic ``torch.Event``) is not seen. Memory then comes back when the host sees that
+orders streams by other means (C++, ``torch.Event``) is not seen. Memory then comes back when the host sees that
 the device has got there.
 """
 
@@ -135,7 +135,7 @@ def _around_wait_stream(original: Callable[..., None], ledger: Ledger) -> Callab
 
     held, order = ledger.nonempty, ledger.stream_order.wait_stream
     events, streams = vars(torch.cuda.Event), vars(torch.cuda.Stream)
-    # What torch's own calls. Where somebody has put theirs in the place of one of these, theirs is to be called.
+    # What torch's own calls. Where other code has replaced one of these, its own has to be called.
     (record, our_record), (wait, our_wait) = _replaced[torch.cuda.Event, "record"], _replaced[torch.cuda.Event, "wait"]
     of_stream = streams["record_event"], streams["wait_event"]
     torchs = all(map(_torch.is_torchs, (original, record, wait, *of_stream)))

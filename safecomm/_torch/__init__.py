@@ -3,15 +3,15 @@
 Nothing else in the package touches a private name. :func:`safecomm._torch.names.look_up` looks each of them up, and
 tries whether the name still is what safecomm takes it for. Where it is not, a slower way stands in, :data:`LACKING`
 says so, and the doctor repeats it. Nothing private can break the import, but for the few names of :data:`REQUIRED`,
-without which nobody can hold the memory of a call of c10d. ``tests/test_private_names.py`` takes away each in turn.
+without which the memory of a call of c10d can't be held. ``tests/test_private_names.py`` takes away each in turn.
 
-The rest of safecomm uses ``_torch.x``. The imports below are the list of what there is, and nobody reaches past the
-list. A test that replaces ``_torch.x`` replaces it for the rest of safecomm, and not for the files here.
+The rest of safecomm uses ``_torch.x``. The imports below are the list of what there is, and nothing else is used of
+the files here. A test that replaces ``_torch.x`` replaces it for the rest of safecomm, and not for the files here.
 """
 
 # The direction of dependency: a file imports only from lines below its own.
 #
-#     launches       how collectives are launched directly, past c10d's own functions
+#     launches       how collectives are launched directly, without c10d's own functions
 #     functional     functional collectives, and the registry of their works
 #     registry       c10d's registry of groups
 #     backends       the classes of backends, their timeouts, how their works wait

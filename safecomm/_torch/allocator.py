@@ -35,7 +35,7 @@ def end_allocation_to_pool(index: int, pool: tuple[int, int]) -> None:
     """Tell the caching allocator that a capture with memory of ``pool`` has ended, whose ``capture_end()`` has failed.
 
     Where CUDA gives a capture up, torch's ``capture_end()`` raises before it tells the allocator (2.13;
-    https://github.com/pytorch/pytorch/pull/180395). For the allocator the capture then goes on for ever:
+    https://github.com/pytorch/pytorch/pull/180395). For the allocator the capture then never ends:
     ``empty_cache()`` and running out of memory free nothing any more, ``record_stream`` keeps memory for good, and the
     end of a ``MemPool`` aborts the process.
     """

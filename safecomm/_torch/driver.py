@@ -41,7 +41,7 @@ That is cheaper than a question for each thread. A signal handler that asks in t
 
 
 def new_question() -> Question:
-    """Return a question that nobody else has."""
+    """Return a new question, which no other caller has."""
     answer = ctypes.c_uint64()
     return ctypes.c_uint64(), answer, ctypes.byref(answer)
 

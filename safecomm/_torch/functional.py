@@ -1,6 +1,6 @@
 """Torch's functional collectives, and the registry of their works.
 
-Torch holds each work, and so its tensors, until somebody waits for the work
+Torch holds each work, and so its tensors, until the program waits for the work
 (https://github.com/pytorch/torchtitan/issues/1769).
 """
 
@@ -35,7 +35,7 @@ The rules are in https://github.com/pytorch/pytorch/pull/137763.
 """
 
 _size_of_registry: Callable[[], int] | None = look_up(
-    f"{C_C10D}._get_work_registry_size", None, "nobody is told of functional collectives that nobody waited for",
+    f"{C_C10D}._get_work_registry_size", None, "functional collectives that were not waited for are not reported",
     answers(int), since="2.6",
 )  # fmt: skip
 
@@ -45,7 +45,7 @@ def unwaited() -> int | None:
     return None if _size_of_registry is None else _size_of_registry()
 
 
-_STAYS = "functional collectives that nobody waited for stay until the process ends, also under patch()"
+_STAYS = "functional collectives that were not waited for stay until the process ends, also under patch()"
 _works_are_told = look_up(f"{C_C10D}.PostHookArgs.work", None, _STAYS, lambda found: True, since="2.14") is not None
 
 

@@ -52,7 +52,7 @@ class Override:
         OVERRIDDEN.pop(self, None)
         library, self._library = self._library, None
         if library is not None and _destroys:
-            # Without this method the library dies by itself, now that nobody refers to it.
+            # Without this method the library dies by itself, because nothing refers to it any more.
             library._destroy()
 
 

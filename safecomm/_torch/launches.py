@@ -1,4 +1,4 @@
-"""How collectives are launched directly, past c10d's own functions, where those are torch's."""
+"""How collectives are launched directly, without c10d's own functions, where those are torch's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LAYERS = (os.path.dirname(torch.__file__) + os.sep, contextlib.__file__, typing
 
 
 def is_torchs(function: object) -> bool:
-    """Return whether ``function`` is torch's own, and not what somebody has put in its place before us.
+    """Return whether ``function`` is torch's own, and not what other code has put in its place before us.
 
     What a function wraps must be torch's, too.
     """

@@ -47,7 +47,7 @@ if look_up("torch.autograd.profiler._is_profiler_enabled", None, NOT_DIRECT, exa
 """``profiler._is_profiler_enabled`` says whether a profiler is on, which shows the dispatcher's calls.
 
 Torch keeps the attribute "for fast python checks": a call of C++ takes a tenth of a microsecond more. A profiler that
-was started past ``torch.profiler`` and ``torch.autograd.profiler`` sees the kernels of a direct call, and neither the
+was started without ``torch.profiler`` or ``torch.autograd.profiler`` sees the kernels of a direct call, and neither the
 name of the call nor any wait.
 """
 
@@ -117,7 +117,7 @@ try:
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 except ImportError:
     TorchDispatchMode = None  # type: ignore[assignment, misc]
-"""The base of what sees every operation; None if this torch has none, and then nobody can watch for leaks."""
+"""The base of what sees every operation; None if this torch has none: then leaks can't be watched for."""
 
 if not look_up("torch.utils._python_dispatch.TorchDispatchMode", None, "leaks.watch() can't watch", is_class):
     TorchDispatchMode = None  # type: ignore[assignment, misc]

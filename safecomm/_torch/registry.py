@@ -12,7 +12,7 @@ import torch.distributed.distributed_c10d as c10d
 from safecomm._torch.names import C10D, LACKING, exactly, look_up
 
 REQUIRED = (f"{C10D}._world", f"{C10D}._world.pg_coalesce_state")
-"""The names without which nothing works: without them nobody can tell that a call is inside of a coalescing region, and
+"""The names without which nothing works: without them it can't be told that a call is in a coalescing region, and
 the call would count as complete before c10d launched it."""
 
 WORLD = "_world"
@@ -126,7 +126,7 @@ def on_each_group(call: Callable[[c10d.ProcessGroup], None]) -> Callable[[], Non
     def end() -> None:
         ended.append(True)
         if getattr(module, "_register_process_group", None) is register:
-            # Otherwise somebody has replaced our function by another one. That one still calls ours, and ours torch's.
+            # Otherwise other code has replaced our function by another. That one still calls ours, and ours torch's.
             module._register_process_group = before
 
     if _register_group is not None:

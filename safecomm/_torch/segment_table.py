@@ -11,7 +11,7 @@ from collections.abc import Callable
 from safecomm._torch.driver import BUFFER_ID, new_question, pointer_attribute, questions
 
 Segment = tuple[int | None, int, int]
-"""What is known of a piece of memory: its stream, the first address, and the one past the last."""
+"""What is known of a piece of memory: its stream, the first address, and the one after the last."""
 
 UNKNOWN: Segment = (None, 0, 0)
 """The segment of memory whose stream is unknown."""

@@ -160,7 +160,7 @@ def _share(
     *args: object,
     **kwargs: object,
 ) -> object:
-    # The storage has this function as an attribute, so a strong reference would keep the storage alive for ever.
+    # The storage has this function as an attribute, so a strong reference would keep the storage alive without end.
     storage = reference()
     call(storage)
     return getattr(type(storage), name)(storage, *args, **kwargs)

@@ -45,7 +45,7 @@ def look_alike(*tensors: torch.Tensor, shaped: bool = False) -> Callable[..., bo
 
     The function is what Dynamo guards its graphs with. It compares the types, dtypes, devices, numbers of dimensions
     (``shaped``: shapes and strides), ``requires_grad`` and dispatch keys. The keys include those that the thread adds,
-    but not those of ``FakeTensorMode`` (torch 2.13). Two arguments that are one tensor are like nothing. Nobody may ask
+    but not those of ``FakeTensorMode`` (torch 2.13). Two arguments that are one tensor are like nothing. None may ask
     about a strided nested tensor, which takes the process down.
     """
     return unlike if _TensorGuards is None else _guards_of(_TensorGuards, tensors, shaped)

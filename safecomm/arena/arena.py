@@ -308,7 +308,7 @@ class Arena:
         size
             The size as the request gave it, by which the next one finds its size class at once.
         shape, dtype
-            What the tensor is to be.
+            What the tensor becomes.
         stream
             The current stream.
         bucket
@@ -405,7 +405,7 @@ class Arena:
         """
         if self.index != HOST:
             raise ArenaError(
-                f"{self!r}: its memory can't be shared with other processes, which nobody asks whether it may be "
+                f"{self!r}: its memory can't be shared with other processes, which are not asked whether it may be "
                 "reused. Send a copy: tensor.clone()"
             )
         with self._layout.lock:

@@ -48,7 +48,7 @@ def may_be_used() -> bool:
 
 
 def asked_in_vain() -> bool:
-    """Return whether the variable asks for an arena, and none was made, because nobody asked for a buffer."""
+    """Return whether the variable asks for an arena, and none was made, because no buffer was asked for."""
     return bool(_wanted) and not OPEN
 
 

@@ -192,7 +192,7 @@ class Buckets:
         if id(op) not in OP_IDS or not all(map(_torch.has_plain_keys, tensors)):
             return None
         first, last = tensors[0], tensors[-1]
-        # What does not fit, c10d is to refuse.
+        # What does not fit is left to c10d, which refuses it.
         if first.dtype is not last.dtype or first.device != last.device or not fits(kind, first, last, self.world):
             return None
         return kind, id(op), first.dtype, first.device
@@ -231,7 +231,7 @@ class Buckets:
             index, stream = self.index, self.stream
         if not batches:
             return
-        collected = _torch.open_regions().pop(self.group, None)  # of torch's own manager, which is to collect none
+        collected = _torch.open_regions().pop(self.group, None)  # of torch's own manager, which may collect none
         there: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         if index >= 0 and _current(index) != stream:
             there = LEDGER.streams.using(index, stream)
@@ -393,7 +393,7 @@ def _buckets(batch: Batch, limit: int) -> Iterator[slice]:
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the first address of ``tensor``, and the one past the last."""
+    """Return the first address of ``tensor``, and the one after the last."""
     start = tensor.data_ptr()
     if tensor.is_contiguous():
         return start, start + tensor.nbytes

@@ -318,7 +318,7 @@ class _Together(NamedTuple):
 
 
 def _together(region: Region, group: object, calls: list[Any], async_ops: bool) -> _Together | None:
-    """Return what it takes to launch all ``calls`` of a region past c10d's manager; None where they are c10d's."""
+    """Return what it takes to launch all ``calls`` of a region without c10d's manager; None where they are c10d's."""
     route = _routes.get(id(group))
     if (
         route is None

@@ -122,7 +122,7 @@ def destroy(
 
 
 def _stay() -> None:
-    """Keep groups and graphs alive past the end of the interpreter, if it ends while torch's function is waiting.
+    """Keep groups and graphs alive after the end of the interpreter, if it ends while torch's function is waiting.
 
     A thread that comes back to an interpreter that is gone takes the process down (Python 3.13 and before), so it is
     not to come back. Groups that die abort their communicators, and that waits for graphs as well.

@@ -169,7 +169,7 @@ def forwarded(row: Row, *, asks: bool = True) -> Any:
         return finish(of_c10d(row, group, tensors), result)
 
     def _binds(args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
-        """Return whether there is none of the arguments too many; c10d is to say so where there is."""
+        """Return whether there is none of the arguments too many; c10d says so where there is."""
         return len(args) < len(after) and after[len(args)].issuperset(kwargs)
 
     def _operation(args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[object, tuple[object, ...]]:
@@ -253,7 +253,7 @@ def prepared_by_root(
             return None
         key = name, root, group_root, id(op), asynchronous
         found: RootOptions | None = route.root_options.get(key)
-        # A rank of all means something only in a group that c10d knows: it may have been destroyed past safecomm.
+        # A rank of all means something only in a group that c10d knows: it may have been destroyed without safecomm.
         if found is not None and (root is None or _torch.group_name(group)):
             return found
         if launch is None or id(op) not in OP_IDS:

@@ -17,7 +17,7 @@ HEAD = '''"""All wrapped collectives but batches and ends of groups.
 
 Made by ``python -m safecomm.collectives.generate`` of ``gate.py.in`` and ``table.py``, which are what to change.
 
-A gate asks, in this order: whether something that is held may be over; whether somebody takes the call before the
+A gate asks, in this order: whether something that is held may be over; whether a taker takes the call before the
 backend does (``takers.py``); whether it is an ordinary call, of plain tensors on a group that has a route. Then it
 launches, and holds. What is not ordinary goes the general way, which is c10d's own function with a hold around it; so
 does a call that leaves its group to c10d where ranks are threads. The gates of lists are in ``lists.py``.

@@ -1,4 +1,4 @@
-"""The direct way of the list forms: plain calls past c10d's Python, and a hold of all that they were given.
+"""The direct way of the list forms: plain calls without c10d's Python, and a hold of all that they were given.
 
 An ordinary call, of plain tensors on a group that has a route, goes to what c10d's own function calls in C++. What is
 not ordinary is c10d's function's, which raises what it raises and does the rest.

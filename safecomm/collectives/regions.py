@@ -29,14 +29,14 @@ class Uses:
         self.staged: bool = False
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return what c10d is to launch in place of ``tensor``: another tensor of the same memory.
+        """Return what c10d launches in place of ``tensor``: another tensor of the same memory.
 
         ProcessGroupNCCL keeps a reference to a coalesced tensor until the group's next collective, because it puts it
         on another work than the one that is waited for (pytorch #187565). The alias is left without memory at the
         release.
         """
         if type(tensor) not in PLAIN or not _torch.has_plain_keys(tensor):
-            return tensor  # what c10d would refuse, it is to refuse
+            return tensor  # what c10d would refuse is left to c10d
         if tensor.is_inference() != torch.is_inference_mode_enabled() or _torch.transform() is not None:
             return tensor
         alias = tensor.detach()
@@ -45,7 +45,7 @@ class Uses:
 
 
 class Region(list[Any]):
-    """A coalescing region of ours that is open: the calls that c10d is to launch at its end, and what that holds."""
+    """A coalescing region of ours that is open: the calls that c10d launches at its end, and what that holds."""
 
     # Of the class and without an __init__: a region of one call, which is what Megatron makes for each bucket, needs
     # nothing of its own, and making it is a good part of what it costs.

@@ -146,7 +146,7 @@ class Routes:
         # stays False, torch 2.13), and a second wait for it hangs. So it is never polled, and waited for once.
         route.pollable = kind.tells and (kind.pollable_p2p or not unordered)
         if not (kind.tells or unordered or capture or results) and (index == HOST or kind.records):
-            # On the host what works on memory refers to it, and elsewhere the allocator keeps it. To hold it past
+            # On the host what works on memory refers to it, and elsewhere the allocator keeps it. To hold it after
             # the end of the handle would keep it for longer than without safecomm.
             route.holds, route.held_by_handles = HeldByHandles(), True  # type: ignore[assignment]
         route.asks_in_wait = kind.asks_in_wait and not capture  # where the current stream is captured, nothing is asked
@@ -189,13 +189,13 @@ class Routes:
             route = self.of(group, index, unordered=unordered)
         work.full = True
         work.aliases = aliases
-        work.staged = staged and route.kind.tells  # where waiting once more orders nothing, the backend is to do it
+        work.staged = staged and route.kind.tells  # where waiting once more orders nothing, the backend does it
         work.stream = self.ledger.current(index) if index >= 0 else 0
         return route.hold(work, op, inner, storages, alloc_stream, frame)
 
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
-        """Let every call take the general way, past whatever has to see all of them."""
+        """Let every call take the general way, so that what has to see all of them does."""
         with self._lock:
             self._wanted_off += 1
             self._move(self.fast, self._kept_back)

@@ -1,7 +1,7 @@
 """The collectives as data: what each is given, who may take its calls first, and how its calls are launched.
 
-A row with a ``launch`` has a *direct* way: a gate launches plain calls past c10d's Python. The gates of single tensors
-are in ``gates.py``, which ``generate.py`` makes of ``gate.py.in``, and those of lists in ``lists.py``. A row
+A row with a ``launch`` has a *direct* way: a gate launches plain calls without c10d's Python. The gates of single
+tensors are in ``gates.py``, which ``generate.py`` makes of ``gate.py.in``, and those of lists in ``lists.py``. A row
 without a launch says why not, and its calls go through c10d's own function; see ``general.py``.
 """
 
@@ -44,7 +44,7 @@ class Row:
     last: tuple[str, ...] = ()
     """The arguments after the flag."""
     kind: str = ""
-    """What it is to buckets and engines: :data:`REDUCE`, :data:`SCATTER`, :data:`GATHER` or :data:`EXCHANGE`, or ``""``
+    """Its kind for buckets and engines: :data:`REDUCE`, :data:`SCATTER`, :data:`GATHER` or :data:`EXCHANGE`, or ``""``
     for nothing."""
     collected: bool = False
     """A coalescing region collects its calls, and :func:`safecomm.bucketed` puts them off."""

@@ -82,7 +82,7 @@ DECLINED = Answer(None)
 """The call is not taken. Also what an engine answers for a call that is the backend's."""
 
 GENERAL = Answer(None)
-"""The call is c10d's function's: it collects it, or is to run after what was deferred."""
+"""The call is c10d's function's: it collects it, or runs after what was deferred."""
 
 DONE = Answer(None)
 """The call was taken, and its caller gets nothing."""
@@ -192,7 +192,7 @@ def splits(outputs: object, inputs: object) -> object:
 
 
 def is_true(flag: object) -> bool:
-    """Return whether c10d takes ``flag`` for true; what it refuses, it is to refuse."""
+    """Return whether c10d takes ``flag`` for true; what it refuses is left to it."""
     try:
         return bool(flag)
     except (RuntimeError, TypeError, ValueError):  # such as an array of several

@@ -93,12 +93,12 @@ def all_on_current_stream(arguments: Iterable[torch.Tensor]) -> bool:
 
 
 def host_alias(argument: Any) -> Any:
-    """Return what an asynchronous call is to be given in place of a CPU tensor, or of a list of them.
+    """Return what an asynchronous call is given in place of a CPU tensor, or of a list of them.
 
     gloo's threads look the memory up in the tensor when they come to it, so ``t.data = ...`` after the launch would
     have them use other memory, and gather then takes the process down (torch 2.13). NCCL gets addresses at the launch.
 
-    The threads copy into most outputs, and autograd is to be told of that: an alias shares the tensor's version
+    The threads copy into most outputs, and autograd has to be told of that: an alias shares the tensor's version
     counter. Not for calls of which any tensor requires a gradient: there what they do is recorded, or raises.
     """
     if isinstance(argument, list):
@@ -119,7 +119,7 @@ def host_alias(argument: Any) -> Any:
 
 
 def as_they_are(tensors: Iterable[torch.Tensor]) -> bool:
-    """Return whether an asynchronous call is to be given ``tensors`` themselves; see :func:`host_alias`."""
+    """Return whether an asynchronous call is given ``tensors`` themselves; see :func:`host_alias`."""
     for tensor in tensors:  # noqa: SIM110 (a generator takes longer than the question)
         if _index_of(tensor) != HOST or tensor.requires_grad:
             return True
@@ -127,7 +127,7 @@ def as_they_are(tensors: Iterable[torch.Tensor]) -> bool:
 
 
 def device_alias(argument: Any) -> Any:
-    """Return what a send or receive is to be given in place of a tensor of a GPU.
+    """Return what a send or receive is given in place of a tensor of a GPU.
 
     ProcessGroupNCCL calls the allocator's ``record_stream`` for each (torch 2.13), which does nothing for memory that
     the tensor does not own. The ledger holds it.

@@ -4,6 +4,22 @@ A graph writes to the addresses that were captured at each replay, whatever they
 lies in the graph's own pool, which torch keeps for it. Arguments from outside do not, so they are *leased*: held from
 the capture on. Captures are seen while they are watched, as ``patch()``, ``avoid_record_streams()``, ``graph()`` and
 ``low_latency()`` do, also those of other code. Of all others it is known where they were made, from torch 2.14 on.
+
+What each end does with what is held:
+
+====================  ==========================================  ===================================================
+end                   arguments from outside                      works and uses of the capture
+====================  ==========================================  ===================================================
+it ends well          leased                                      released
+a work is unjoined    released as by a reset, which is done       an error names them; if tolerant, the capture waits
+                                                                  for them, and ends well
+it fails              released as by a reset                      released
+the graph replays     checked; its stream is noted                none are left
+reset, or death       become a use on each stream of a replay     none are left
+not seen              the program's to keep                       released by the next sweep that finds it over
+====================  ==========================================  ===================================================
+
+A use of a capture that only the ledger still refers to is released before its end, by an edge of the graph (rule 3).
 """
 
 from __future__ import annotations
@@ -400,7 +416,7 @@ def _end_capture(captured: CapturedGraph) -> None:
         if isinstance(error, RuntimeError) and _UNJOINED in str(error):
             raise CaptureBoundaryError(
                 f"CUDA gave up the capture at {captured.site}, because a stream that it had taken in was not joined. "
-                "No work of safecomm's is left, so something else is to be waited for inside the capture: a functional "
+                "No work of safecomm's is left, so wait for something else in the capture: a functional "
                 "collective, in compiled code one after which the graph is broken, or what C++ has launched."
             ) from error
         raise
@@ -453,7 +469,7 @@ def note(op: str, group: object, tensors: list[torch.Tensor], frame: types.Frame
 
 def check_group(op: str, group: object, tensors: list[torch.Tensor]) -> None:
     """Raise CaptureBoundaryError if a collective that is about to be captured would have to make a communicator."""
-    if _tolerant:  # torch is to say so, or to make one all the same
+    if _tolerant:  # torch says so, or makes one all the same
         return
     indices = {_torch.index_of(tensor) for tensor in tensors if isinstance(tensor, torch.Tensor)}
     captured = any(index >= 0 and _here(index) is not None for index in indices)
@@ -496,7 +512,7 @@ def refuse_live(group: object) -> None:
 
 
 def alive() -> list[torch.cuda.CUDAGraph]:
-    """Return the CUDA graphs that are there, of whomever, but for those that ``gc.freeze()`` has hidden."""
+    """Return the CUDA graphs that are there, of any code, but for those that ``gc.freeze()`` has hidden."""
     # The type and not isinstance(), which asks proxies for what they stand for.
     return [one for one in gc.get_objects() if issubclass(type(one), torch.cuda.CUDAGraph)]
 

@@ -65,7 +65,7 @@ NEWEST = 4
 """Works of a queue of which one call sees whether their handles were dropped."""
 
 PATIENCE = 0.1
-"""Seconds for which a work is not polled while its handle is kept, and so a wait is to be expected.
+"""Seconds for which a work is not polled while its handle is kept, and so a wait can be expected.
 
 Polling takes longer than the rest of a call, and a program that overlaps has works in flight at each of them.
 """
@@ -463,7 +463,7 @@ class Ledger(Holds):
         """Release ``work``, whose handle was dropped and which can't be polled, if its future is done."""
         index = work.queue.index
         # It can be done as soon as the work is launched, and the backend can order streams as it is asked: no stream of
-        # the program's is to wait for that.
+        # the program's may wait for that.
         with _NOTHING if index == HOST else self.streams.using(index, self.streams.spare(index)):
             done = False
             with contextlib.suppress(Exception):  # it has none

@@ -6,7 +6,7 @@ of each record and of each wait. To an event it gives a *note*: for each stream,
 be recorded behind the uses there. A stream that waits for the event knows the same from then on, and tells it to the
 events that are recorded on it. These are vector clocks, of the few streams whose uses are still held.
 
-A note is a hint, and no proof: who records the event again past Python, or in another process, is not seen. So a
+A note is a hint, and no proof: who records the event again in C++, or in another process, is not seen. So a
 release does not rest on the note alone. The waiting stream is also ordered after the hold's own event, which lies
 before the program's. If the note is right, that adds nothing to what the device waits for. If it is wrong, the stream
 waits longer than the program has asked for, and no memory is given out too early.

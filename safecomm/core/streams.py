@@ -53,7 +53,7 @@ class Streams(Protocol):
         """Return the allocator's pool, such as that of a graph, that the memory at ``pointer`` is part of."""
 
     def allocated(self, pool: object, /) -> list[tuple[int, int]]:
-        """Return the pieces of memory of ``pool`` that are in use, as pairs of first address and the one past the last.
+        """Return the pieces of memory of ``pool`` that are in use, as pairs of first address and the one behind.
 
         Takes time; not for the hot path.
         """

@@ -514,7 +514,7 @@ class Uses:
 
         Orders the allocation stream after those that ``record_stream`` was called with. Returns those with which that
         can't be done, or with ``order=False`` all of them, as pairs of device index and stream: they are the
-        allocator's to keep in order. Once the memory is gone, :meth:`freed` is to be called.
+        allocator's to keep in order. Once the memory is gone, the caller calls :meth:`freed`.
         """
         left = []
         with self.ledger.lock:

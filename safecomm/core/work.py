@@ -122,7 +122,7 @@ class Work(WorkHold, _Base):
         try:
             self.finish(timeout)
         except Exception as error:
-            # Else another thread is waiting, a signal handler has raised, or drain() is to find out.
+            # Else another thread is waiting, a signal handler has raised, or drain() finds out.
             if self.inner.is_completed() and not self.inner.is_success():
                 self.queue.ledger.fail(self, error)
             raise

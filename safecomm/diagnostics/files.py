@@ -108,7 +108,7 @@ def _ranks_of(path: Path) -> list[Path]:
 def _read(path: Path, named: str, progress: Callable[[str], None]) -> Recording | Snapshot:
     try:
         if not path.is_file():
-            raise ValueError(f"{path} is not an ordinary file")  # a pipe can be read only once, and can wait for ever
+            raise ValueError(f"{path} is not an ordinary file")  # a pipe can be read only once, and can block
         with path.open("rb") as file:
             first = file.read(6)
         if first[:1] == b"\x80":

@@ -56,7 +56,7 @@ def report_snapshot(snapshot: Snapshot) -> Report:
         advice += [Advice(nbytes, f"{where}: {text}" if where else text) for nbytes, text in of_trace]
     if not any(len(trace.times) > 1 for trace in snapshot.traces):
         summary.append(
-            "no history: call torch.cuda.memory._record_memory_history() before what is to be looked at, "
+            "no history: call torch.cuda.memory._record_memory_history() before what you want to look at, "
             "for the lines of the program and the time"
         )
     program = printable(_program(snapshot))

@@ -1,22 +1,22 @@
-"""Functional collectives whose results were dropped: finished at a later call, once nobody can miss the wait (S3).
+"""Functional collectives whose results were dropped: finished at a later call, once no code can miss the wait (S3).
 
 A functional collective gives out a wrapper of the tensor that it writes to. Torch keeps the work, which refers to its
-tensors, in a registry until somebody waits for a tensor of that storage: for the life of the process, if the wrapper
+tensors, in a registry until a wait for a tensor of that storage: for the life of the process, if the wrapper
 was dropped. From torch 2.14 on a hook of the group tells the work of each call that is made here. When the wrapper has
 died, the ledger polls the work as it polls others, and :class:`Result` waits in the program's place, which takes it out
 of the registry. Before 2.14 nothing tells the work, and all of this is torch's.
 
 Two things must hold, and the first alone makes it safe:
 
-1. *The work is complete*, without an error. A wait in the program's place takes the wait from whoever still has the
+1. *The work is complete*, without an error. A wait in the program's place takes the wait from code that still has the
    tensor, and who that is can't be told: a wrapper that the program made, autograd, C++ and weak references have it in
-   ways that no count shows. But nobody needs a wait for a work that is complete. The host has seen that the tensor is
+   ways that no count shows. But no code needs a wait for a work that is complete. The host has seen that the tensor is
    written, so whatever it launches from now on, on any stream, comes after that.
-2. *Nobody else is seen to have the tensor.* The registry may have a later work for the same storage: of a collective
-   that works in place on what somebody took out of the wrapper. Its wait would be taken too, and might block the host.
+2. *No other reference to the tensor is seen.* The registry may have a later work for the same storage: of a collective
+   that works in place on what was taken out of the wrapper. Its wait would be taken too, and might block the host.
    So the program is given another tensor of the storage than the work has, and each tensor and each storage object
    that comes of that is counted. The work's own references can only become fewer. Those that a wait ends are gone
-   where somebody has waited, and then there is nothing to take; the others end with the work.
+   where the program has waited, and then there is nothing to take; the others end with the work.
 
 Torch goes through a group's hooks without a lock: one that is taken off while another thread launches takes the
 process down. So a hook stays on its group once it is there, and what it calls is exchanged (:data:`Tap`).
@@ -52,15 +52,15 @@ NAMES = ("all_gather_single", "all_reduce", "all_to_all_single", "broadcast", "r
 """The functional collectives that launch one collective for one tensor. The older names call these."""
 
 Tap: TypeAlias = Any  # functools.partial, whose __setstate__ the checkers don't know
-"""A hook: calls ``append`` of the list of the call that is being made, or of :data:`_NOBODYS`. No function of Python,
-in which an exception of a signal handler could come: the operator would raise, and nobody would have the work, which
+"""A hook: calls ``append`` of the list of the call that is being made, or of :data:`_HIDDEN`. No function of Python,
+in which an exception of a signal handler could come: the operator would raise, and nothing would have the work, which
 runs. ``__setstate__`` exchanges the list between two calls of the hook, whichever thread makes them."""
 
 _ID = int.from_bytes(b"functio", "big")
 """Of our hooks. A program that registers one under the same number takes its place."""
 
-_NOBODYS: deque[object] = deque(maxlen=0)
-"""For what nobody is to see."""
+_HIDDEN: deque[object] = deque(maxlen=0)
+"""For what no other code sees."""
 
 
 def _into(calls: list[Any] | deque[object]) -> tuple[object, ...]:
@@ -77,7 +77,7 @@ class Result(WorkHold):
     tensor: torch.Tensor | None  # until it is torch's or the program's again
     storage: torch.UntypedStorage
     works: tuple[Work, ...]  # until they are complete
-    counted: tuple[int, int]  # when nobody else had it
+    counted: tuple[int, int]  # when nothing else had it
     kept: bool = False  # by the program, after it was complete
     wrapper: weakref.ref[torch.Tensor]
 
@@ -101,7 +101,7 @@ class Result(WorkHold):
         except Exception:
             worked = False
         if not worked:
-            self.forget()  # whoever waits for it, is to see the error
+            self.forget()  # the program's own wait raises the error
             return True
         self.works = ()
         if not self.only_holder():
@@ -120,13 +120,13 @@ class Result(WorkHold):
         return self.kept  # the device is done with it, and the program might still wait
 
     def forget(self) -> None:
-        """Leave it to torch, or to whoever has waited."""
+        """Leave it to torch, or to the code that has waited."""
         self.owner.unwaited.pop(self.key, None)
         self.tensor = None
         self.works = ()
 
     def only_holder(self) -> bool:
-        """Return whether nobody else has a tensor of the storage, or the storage."""
+        """Return whether nothing else has a tensor of the storage, or the storage."""
         uses, references = self.count()
         return uses <= self.counted[0] and references <= self.counted[1]
 
@@ -137,7 +137,7 @@ class Result(WorkHold):
         """
         storage = self.storage
         uses = _torch.storage_use_count(self.key)
-        # A recorded use waits until nobody else has the memory, which this is one of: each would wait for the other.
+        # A recorded use waits until nothing else has the memory, which this is one of: each would wait for the other.
         references = getrefcount(storage) - len(self.queue.ledger.uses.by_storage.get(self.key, ()))
         return max(uses, _torch.storage_use_count(self.key)), references
 
@@ -233,7 +233,7 @@ class Functional:
             finally:
                 whole = self._open.get(key) is mine
                 if whole:
-                    tap.__setstate__(_into(_NOBODYS))
+                    tap.__setstate__(_into(_HIDDEN))
                     self._open.pop(key, None)
             # The hook was open all the time, so the work of this call is among these; others may be other threads'.
             works = tuple(call.work for call in calls)
@@ -256,7 +256,7 @@ class Functional:
                 self._taps.pop(key, None)
                 self._open.pop(key, None)
 
-        tap: Tap = functools.partial(_NOBODYS.append)
+        tap: Tap = functools.partial(_HIDDEN.append)
         self._taps[key] = weakref.ref(group, gone), tap  # before it is on: what is on, has to be taken off at exit
         group.register_post_hook(_ID, tap)
         return tap
@@ -273,8 +273,8 @@ class Functional:
         if index != HOST and capture_of(LEDGER.streams, LEDGER.current(index)):
             return  # the work is the graph's
         route = ROUTES.of(group, index, results=True)
-        # Nobody knows what the works of others are. gloo's are complete before their copies to a device are, and those
-        # of its reduce-scatter not before somebody has waited.
+        # The works of others are not known. gloo's are complete before their copies to a device are, and those
+        # of its reduce-scatter not before the program has waited.
         if not (route.kind.direct and op != "reduce_scatter_single" if index == HOST else route.kind.stream_ordered):
             return
         result = Result()
@@ -283,7 +283,7 @@ class Functional:
         result.op = op
         result.code, result.instruction = frame.f_code, frame.f_lasti
         result.since = time.perf_counter()
-        result.has_future = True  # that nobody waits for it is no mistake that is to be logged
+        result.has_future = True  # that it is not waited for is no mistake, and is not logged
         result.works = works
         result.tensor = tensor
         result.alloc_stream = None

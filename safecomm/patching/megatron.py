@@ -1,7 +1,7 @@
 """Megatron's global buffers, out of the arena.
 
 ``GlobalMemoryBuffer`` keeps one buffer for each name for the life of the program, as large as the largest request, and
-gives it out again without any ordering. Out of an arena each request has a slot of its own, for as long as somebody
+gives it out again without any ordering. Out of an arena each request has a slot of its own, for as long as anything
 refers to it, and slots are shared by all names. Attention takes the memory of its matrix product there too, under the
 name of the communication buffers; nothing communicates with that, so it stays Megatron's, and a program without other
 buffers makes no arena for it.

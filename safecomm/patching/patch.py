@@ -53,7 +53,7 @@ def patch(*, strict: bool | None = None, avoid_record_streams: bool | None = Non
 
     Guarantees that ``torch.distributed.all_reduce`` and its siblings, also under the names that other modules, classes,
     default arguments, lists, dictionaries, closures and partials keep, run safecomm's, with its promises; and that
-    :func:`unpatch` undoes it completely. What somebody else has replaced by a wrapper stays theirs, and its inner call
+    :func:`unpatch` undoes it completely. What other code has replaced by a wrapper stays its own, and its inner call
     is ours. Call it at the top of a program, or late; before or after groups exist; from any thread, but not while
     another one is in the middle of a call.
 
@@ -210,7 +210,7 @@ def converted() -> int:
 
 
 def wanted(strict: bool | None, avoid_record_streams: bool | None) -> tuple[bool, bool]:
-    """Return what :func:`patch` is to do, by its arguments or else by the variables; ValueError if these are wrong."""
+    """Return what :func:`patch` has to do, by its arguments or else by the variables; ValueError if these are wrong."""
     arguments.check("patch", _MAYBE, strict=strict, avoid_record_streams=avoid_record_streams)
     return (
         replacing.flag(STRICT, os.environ.get(STRICT, "0")) if strict is None else strict,

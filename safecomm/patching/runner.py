@@ -134,7 +134,7 @@ def _run_script(path: str) -> None:
 
 
 def _show_without_us(error: BaseException) -> None:
-    """Let the traceback of ``error`` begin where the program begins, whoever prints it."""
+    """Let the traceback of ``error`` begin where the program begins, whatever prints it."""
     traceback = error.__traceback__
     while traceback is not None and traceback.tb_frame.f_code.co_filename == __file__:
         traceback = traceback.tb_next

@@ -66,7 +66,7 @@ _AROUND = ("torch.", "contextlib.", "typing_extensions.", "safecomm.patching.")
 
 
 class _Hooks:
-    """Sees each collective of each group, those that are made later too, whoever calls it."""
+    """Sees each collective of each group, those that are made later too, whatever calls it."""
 
     def __init__(self, count: _Count) -> None:
         self._count = count
@@ -127,7 +127,7 @@ class _Methods:
             setattr(ProcessGroup, name, replacement)
 
     def remove(self) -> None:
-        """Put the group's own methods back. What somebody has put over ours since stays, and goes on to them."""
+        """Put the group's own methods back. What other code has put over ours since stays, and goes on to them."""
         for name, original in self._originals.items():
             if vars(ProcessGroup).get(name) is self._replacements[name]:
                 setattr(ProcessGroup, name, original)

@@ -55,7 +55,7 @@ ORIGINALS: dict[str, types.FunctionType] = {
     for name in NAMES
     if (ours := _ours(name)) is not None and hasattr(ours, "__wrapped__") and _torch.is_torchs(ours.__wrapped__)
 }
-"""torch's functions. What somebody had replaced when safecomm was imported is left out, and stays theirs."""
+"""torch's functions. What other code had replaced when safecomm was imported is left out, and stays its own."""
 
 REPLACEMENTS: dict[str, types.FunctionType] = {
     name: _clone(_ours(name), original) for name, original in ORIGINALS.items()

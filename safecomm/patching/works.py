@@ -38,7 +38,7 @@ def for_cpp(value: Any) -> Any:
         value._keep_results()
         value.has_future = True  # what C++ has stands for the handle from now on
         return value.inner
-    # Before, C++ kept no reference to a work of Python, and waits for ever for one that is gone (pytorch #146376).
+    # Before, C++ kept no reference to a work of Python, and waits without end for one that is gone (pytorch #146376).
     return _StandIn(value) if issubclass(type(value), Work) and versions.HERE >= "2.7" else value
 
 

@@ -41,7 +41,7 @@ LIST_LARGEST = 4 << 20
 """Bytes of the largest output of that kernel: more was not measured."""
 
 SWEEP = 1 << 11
-"""The largest grid of a kernel that waits for nobody, of which not all programs need to fit at once."""
+"""The largest grid of a kernel that waits for no peer, of which not all programs need to fit at once."""
 
 WARPS = THREADS // 32
 """Of 32 threads. With 8, and a slot of 16 bytes for each thread, small tensors were the fastest on two H200."""
@@ -52,7 +52,7 @@ KINDS = 4096
 _REDUCTIONS = tuple(getattr(c10d.ReduceOp, name) for name in ("SUM", "AVG", "MAX", "MIN"))  # in the kernels' order
 _UNKNOWN = -1
 _NUMBERS = {id(op): _REDUCTIONS.index(op) if op in _REDUCTIONS else _UNKNOWN for op in OPS} | {id(None): _UNKNOWN}
-"""What the kernels know reduce operations by, for those that are members of the enum, which live for ever."""
+"""What the kernels know reduce operations by, for those that are members of the enum, which never die."""
 
 _HERE = contextlib.nullcontext()
 
@@ -95,7 +95,7 @@ class Engine:
         self.group = group
         self.index = index
         self.taken: int = 0  # calls
-        self.everywhere = False  # nobody has asked for it for this group alone
+        self.everywhere = False  # it was not asked for for this group alone
         self.functional = False  # torch's functional collectives stay torch's
         self.launched_events = False  # some of those have been launched, on a device
         self.limits = limits
@@ -175,7 +175,7 @@ class Engine:
             stream = LEDGER.current(index)
             capture = LEDGER.streams.capture(stream) if stream else 0
             if capture and capture not in captures.RECORDING:
-                plan = ()  # nobody sees its replays, which must be put in order
+                plan = ()  # its replays are not seen, which must be put in order
         if self._check:
             how = f"{'by a kernel' if plan else 'by the backend'}{', captured' if capture else ''}"
             self.compare(f"{name} of {data.numel()} elements of {data.dtype}, operation {op}, {how}")
@@ -288,7 +288,7 @@ class Engine:
             with torch.cuda.stream(self._side):
                 yield
         except BaseException:
-            current.wait_stream(self._side)  # nobody gets a handle to wait for
+            current.wait_stream(self._side)  # the caller gets no handle to wait for
             raise
 
     def _combine(self, out: torch.Tensor, own: torch.Tensor, others: torch.Tensor, number: int) -> None:
@@ -486,7 +486,7 @@ class Engine:
             ) from error
         found = [store.get(key).decode() for key in keys]
         if number:
-            store.delete_key(f"call/{number - 1}/{self._rank}")  # whoever has got here has read it
+            store.delete_key(f"call/{number - 1}/{self._rank}")  # a rank that has got here has read it
         if len(set(found)) > 1:
             shown = "; ".join(f"rank {rank}: {call}" for rank, call in enumerate(found))
             raise LowLatencyError(

@@ -255,7 +255,7 @@ def _clear(slots, WORLD: tl.constexpr, ME: tl.constexpr):
 def _tell_begun(base, BEGUN: tl.constexpr):
     """Tell the peers that a call has begun here, and so that all before it are over, with what they have cleared.
 
-    A program of its own does this beside the others, and waits for nobody. It counts in this rank's own staging, where
+    A program of its own does this beside the others, and waits for no peer. It counts in this rank's own staging, where
     the peers look: a kernel is over when its stores are there, and a release to a peer's memory takes 0.1 us longer.
     """
     offsets = tl.arange(0, THREADS)
@@ -338,7 +338,7 @@ def _averaged(total, op, WORLD: tl.constexpr):
 
 @triton.jit
 def _rounded(total, op, timed_out, DTYPE: tl.constexpr, BITS: tl.constexpr, WORLD: tl.constexpr):
-    """Return the bits of the result: NaN if a peer has timed out, so that nobody can take it for one."""
+    """Return the bits of the result: NaN if a peer has timed out, so that it can't be taken for one."""
     total = tl.where(timed_out != 0, float("nan"), _averaged(total, op, WORLD))
     return total.to(DTYPE).to(BITS, bitcast=True)
 
@@ -367,7 +367,7 @@ def _piece(rank: tl.constexpr, p0, p1, p2, p3, p4, p5, p6, p7):
 def _wait_budget(table, padded):
     """Return how long to wait for a peer, how many elements to send, and 1 if an earlier call has given up.
 
-    A call after one that has given up waits for nobody. It sends nothing either, because a peer that is only slow may
+    A call after one that has given up waits for no peer. It sends nothing either, because a peer that is only slow may
     still be in the earlier one; and it takes nothing for a result, because what such a peer sends late lies there.
     """
     well = tl.load(table + FAILED) == 0
@@ -408,7 +408,7 @@ def one_shot(
     target = _pointer(out, BITS, ALIGNED)
     source = _pointer(data, BITS, ALIGNED)
     count = _multiple(size, ALIGNED)
-    padded = (count + 15) // 16 * 16  # staging is used in pieces of 16 bytes; what is past the tensor's end is zero
+    padded = (count + 15) // 16 * 16  # staging is used in pieces of 16 bytes; what is after the tensor's end is zero
     within = tl.arange(0, BLOCK)
     width: tl.constexpr = BITS.primitive_bitwidth // 8
     base = _piece(ME, b0, b1, b2, b3, b4, b5, b6, b7)
@@ -482,7 +482,7 @@ def two_shot(
     target = _pointer(out, BITS, ALIGNED)
     source = _pointer(data, BITS, ALIGNED)
     count = _multiple(size, ALIGNED)
-    padded = (count + 15) // 16 * 16  # staging is used in pieces of 16 bytes; what is past the tensor's end is zero
+    padded = (count + 15) // 16 * 16  # staging is used in pieces of 16 bytes; what is after the tensor's end is zero
     within = tl.arange(0, BLOCK)
     width: tl.constexpr = BITS.primitive_bitwidth // 8
     base = _piece(ME, b0, b1, b2, b3, b4, b5, b6, b7)
@@ -701,7 +701,7 @@ def combine(
 ):  # fmt: skip
     """Reduce ``own``, and at ``others`` what each of the other ranks has sent, ``size`` elements each.
 
-    In the order of the ranks, in fp32, as the other kernels do. It waits for nobody.
+    In the order of the ranks, in fp32, as the other kernels do. It waits for no peer.
     """
     target = _pointer(out, BITS, ALIGNED)
     mine = _pointer(own, BITS, ALIGNED)

@@ -83,6 +83,6 @@ class LaunchedKernel(c10d.Work):
         else:
             side = torch.cuda.Stream(index)  # type: ignore[no-untyped-call]
             side.wait_event(self._event)
-            with torch.cuda.stream(side):  # the future orders whoever waits for it after the stream it was filled on
+            with torch.cuda.stream(side):  # the future orders what waits for it after the stream it was filled on
                 future.set_result(self._outputs)
         return future

@@ -16,7 +16,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """Others go to NCCL: of integers, every bit pattern is data, and complex numbers are rare."""
 
 COPIED = frozenset((*DTYPES, torch.float64, torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool))
-"""What is only copied may have any type that NCCL sums up. What c10d says of others, it is to say."""
+"""What is only copied may have any type that NCCL sums up. Others go on to c10d, which says what is wrong."""
 
 ONE_SHOT, TWO_SHOT, EXACT, RING = "one_shot", "two_shot", "exact", "ring"
 
@@ -126,13 +126,13 @@ DEFAULTS = {
 }  # fmt: skip
 """By the largest number of ranks, for Hopper GPUs with NVLink.
 
-Those for 8 follow from a model of what has been measured on fewer. Nobody has measured them, nor the ring on more than
-4.
+Those for 8 follow from a model of what has been measured on fewer. They were not measured, nor was the ring on
+more than 4.
 """
 
 
 def defaults(world: int) -> LowLatencyLimits | None:
-    """Return the limits for ``world`` ranks where nobody has measured any; None for too many ranks."""
+    """Return the limits for ``world`` ranks where none were measured; None for too many ranks."""
     fitting = [ranks for ranks in DEFAULTS if world <= ranks]
     return DEFAULTS[min(fitting)] if fitting else None
 

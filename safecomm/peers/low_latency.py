@@ -353,7 +353,7 @@ def _why_not(group: c10d.ProcessGroup, backend: str, limits: LowLatencyLimits | 
 def _not_here(index: int, devices: Sequence[str], layout: StagingLayout, *, default: bool) -> str:
     """Return why this rank's device can't, or is not to; ``""`` if there is no reason.
 
-    ``default``: nobody has given limits, and those for NVLink are not for what is slower.
+    ``default``: no limits were given, and those for NVLink are not for what is slower.
     """
     if index == HOST:
         return ""
@@ -363,7 +363,7 @@ def _not_here(index: int, devices: Sequence[str], layout: StagingLayout, *, defa
     if sum(others) + part(index, programs(layout), layout.world) > 1:
         return (
             f"its programs would not all fit on the GPU beside those of the groups ({len(others)}) that have it on, so "
-            "that they could wait for each other for ever"
+            "that they could wait for each other without end"
         )
     return ""
 
@@ -489,7 +489,7 @@ class _Everywhere:
         elif group.size() > 1:
             try:
                 low_latency(group, limits=self._limits).enable()
-            except SafecommError as error:  # on all ranks the same, and nobody has written it into the program
+            except SafecommError as error:  # on all ranks the same, and the program does not say it
                 log.warning("%s; the calls of group %s stay NCCL's", error, _torch.group_name(group))
             if isinstance(ENGINES[group], Engine):
                 ENGINES[group].everywhere = True

@@ -50,7 +50,7 @@ _current = LEDGER.streams.current
 
 
 class _Launch:
-    """A kernel of an engine that has written to a storage, and for which nobody has waited."""
+    """A kernel of an engine that has written to a storage, and that was not waited for."""
 
     __slots__ = ("capture", "engine", "event", "stream")
 
@@ -97,7 +97,7 @@ class _Launch:
                     "launched in. Nothing was done, and the capture is unharmed."
                 )
             streams.wait_event(index, stream, self.event)  # which takes this stream into the capture
-        # Else the graph is complete, and whoever replays it orders what it has written.
+        # Else the graph is complete, and a replay orders what it has written.
 
 
 def _mark(engine: Engine, tensor: torch.Tensor) -> None:
@@ -319,7 +319,7 @@ def _override(name: str, key: str, ours: Callable[..., object]) -> _torch.Overri
 
 
 def remove(user: object, key: str, group: Any = None, *, complete: bool = True) -> None:
-    """Undo an :func:`install`: torch's kernels are back when nobody wants ours any more.
+    """Undo an :func:`install`: torch's kernels are back when all have undone theirs.
 
     Not ``complete``: what an engine has launched may be running, so that waiting for it stays ours.
     """

@@ -46,7 +46,7 @@ class Order:
     def follow_captured(self, stream: int, capture: int) -> bool:
         """Let what ``stream`` is given next begin after the last call of ``capture``; return whether it is the first.
 
-        The replays of a capture are to be put in order by :meth:`follow`.
+        :meth:`follow` puts the replays of a capture in order.
         """
         last = self._captured.get(capture)
         self._captured[capture] = stream

@@ -230,7 +230,7 @@ def _poisoned(timed_out, bits, BITS: tl.constexpr):
 
 @triton.jit
 def _arrived(address, within, mask, BITS: tl.constexpr):
-    """Return what a peer has stored, past the cache that does not see it."""
+    """Return what a peer has stored, without the cache, which does not see it."""
     return tl.load(_pointer(address, BITS, True) + within, mask=mask, other=0, cache_modifier=".cg")
 
 

@@ -1,7 +1,7 @@
 """Room on a device: programs that wait for their peers must all fit at once, those of all groups together.
 
 A program that has no room begins when another ends. If that one waits for a peer whose own program has no room, because
-programs of another group are in its way there, all wait for ever. So each group's largest kernel is counted when
+programs of another group are in its way there, all wait without end. So each group's largest kernel is counted when
 low_latency() is switched on. What other kernels take does not matter where they end by themselves. NCCL's wait for
 peers too and are not counted: what those and ours keep each other from ends by the timeout.
 """

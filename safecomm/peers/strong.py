@@ -50,7 +50,7 @@ if INTERPRETED:
         return [packet.to(tl.int32) for packet in packets] + [(packet >> 32).to(tl.int32) for packet in packets]
 
     def release(addresses: Any, wanted: Any) -> None:
-        """Add 1 at each address, where nobody else stores."""
+        """Add 1 at each address, where no other program stores."""
         tl.store(_at(addresses, 0, tl.int32), acquire(addresses, wanted) + 1, mask=wanted)
 
     def acquire(addresses: Any, wanted: Any) -> Any:
@@ -244,7 +244,7 @@ else:
 
     @triton.jit
     def acquire(addresses, wanted):
-        """Load the 4 bytes at each address, and know with them what whoever has released them knew."""
+        """Load the 4 bytes at each address, and know with them what the program that has released them knew."""
         return tl.inline_asm_elementwise(
             _ACQUIRE, "=r,l,r,~{memory}", [addresses, wanted.to(tl.int32)], tl.int32, False, 1
         )

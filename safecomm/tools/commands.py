@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def _say(line: str) -> None:
     try:
         print(printable(line), file=sys.stderr, flush=True)
-    except BrokenPipeError:  # nobody reads it any more; what was asked for is still to be done
+    except BrokenPipeError:  # its reader is gone; what was asked for still has to be done
         _silence(sys.stderr)
 
 
@@ -161,7 +161,7 @@ def _tune(options: argparse.Namespace) -> Callable[[], int] | int:
                         tune_low_latency.tune(device, options.out, options.rounds, progress)
                 else:
                     tune.tune(sizes, options.out, options.png, options.rounds, progress)
-        except KeyboardInterrupt:  # whoever has started the ranks says so
+        except KeyboardInterrupt:  # the launcher of the ranks says so
             return INTERRUPTED
         except RuntimeError as error:
             if not options.low_latency:

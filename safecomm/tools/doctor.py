@@ -390,7 +390,7 @@ def _blocking_wait(value: str, machine: Machine, environ: Mapping[str, str]) -> 
         return True, "is off, as by default."
     return False, (
         "wait() blocks the host, so nothing overlaps, and torch watches no work: one that hangs is only seen where "
-        "somebody waits for it. Remove it outside of debugging."
+        "the program waits for it. Remove it outside of debugging."
     )
 
 

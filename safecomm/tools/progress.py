@@ -1,4 +1,4 @@
-"""How far a command is: one line of a terminal that is written over, and nothing where nobody looks."""
+"""How far a command is: one line of a terminal that is written over, and nothing where the output is no terminal."""
 
 from __future__ import annotations
 
@@ -42,5 +42,5 @@ class Progress:
             encoding = self._stream.encoding or "utf-8"
             self._stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
             self._stream.flush()
-        except OSError:  # nobody reads it any more; what was asked for is still to be done
+        except OSError:  # its reader is gone; what was asked for still has to be done
             self._shown = False

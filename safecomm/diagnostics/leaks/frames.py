@@ -32,6 +32,6 @@ def locals_of(frame: types.FrameType) -> dict[str, object]:
     values = dict(found)
     if sys.version_info < (3, 13) and frame.f_code.co_flags & CO_OPTIMIZED and getrefcount(found) <= HELD_ONCE:
         # The frame keeps this dictionary, which is only a copy, and with it the values as they were: a leak of our own.
-        # Unless somebody else has it, from locals().
+        # Unless other code has it, from locals().
         found.clear()
     return values

@@ -56,7 +56,7 @@ class Outcome:
         less = round(100 * (1 - ours.peak / stock.peak))
         return (
             f"With record_stream this program takes {stock.peak // MIB} MiB, of which up to "
-            f"{stock.most_waiting // MIB} MiB are freed and nobody can use them; with safecomm it takes "
+            f"{stock.most_waiting // MIB} MiB are freed and can't be used; with safecomm it takes "
             f"{ours.peak // MIB} MiB, " + (f"{less} % less." if less > 0 else "which is not less.")
         )
 
