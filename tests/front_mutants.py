@@ -401,11 +401,11 @@ def released_without_order(complete: bool) -> None:
     """Have works of which a sweep finds that they are complete, or too far behind, be released as they are."""
 
     def around(original: Any) -> Any:
-        def release_over(self, work, **how):  # type: ignore[no-untyped-def]
-            if work.inner.is_completed() != complete:
-                return original(self, work, **how)
-            self.release(work)
-            return True
+        def release_over(self, work):  # type: ignore[no-untyped-def]
+            if work.inner.is_completed() == complete:
+                self.release(work)
+            else:
+                original(self, work)
 
         return release_over
 

@@ -97,6 +97,31 @@ def test_works_that_pile_up_make_no_stream_wait_but_that_of_their_memory_s3(devi
     device.settle()
 
 
+def test_a_complete_work_on_memory_of_two_streams_waits_for_nothing_else_s3(device, group) -> None:
+    ledger = Ledger(device, patience=0)
+    work = call(ledger, group, [device.allocate(1, 64), device.allocate(2, 64)])
+    device.finish()
+    for stream in (1, 2):
+        device.launch(device.streams[stream], [])
+    del work
+    ledger.sweep()
+    assert ledger.pending() == []
+    device.settle()
+
+
+def test_memory_that_may_not_be_ordered_keeps_nothing_else_s3(device, group) -> None:
+    """A work on it is the oldest of its queue, and others are behind."""
+    few = Ledger(device, lag=1, budget=64, patience=0)
+    captured_elsewhere(device)
+    call(few, group, [device.allocate(1, 64)])
+    for _ in range(8):
+        call(few, group, [device.allocate(0, 64)])
+        few.sweep()
+    assert len(few.pending()) <= 3
+    assert device.faults == []
+    device.settle()
+
+
 @pytest.mark.parametrize("home", [None, 0, 1])
 def test_a_work_that_has_failed_and_says_that_it_is_complete_is_not_believed_s4(device, group, home) -> None:
     """NCCL's says so, and its wait() need not raise, while its kernel may still run."""
@@ -182,7 +207,7 @@ def test_works_that_pile_up_order_no_stream_that_another_thread_captures_s5(devi
     captured_elsewhere(device)
     ledger.sweep()
     assert device.faults == []
-    assert [entry.state for entry in ledger.pending()] == ["in flight"] * 2
+    assert [entry.state for entry in ledger.pending()] == ["handed off"] * 2
     device.end_capture()
     ledger.sweep()
     assert ledger.pending() == []

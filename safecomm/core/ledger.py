@@ -8,16 +8,16 @@ complete (S1):
    was allocated on another stream becomes a use. For uses: the allocation stream waited for an event that the program
    recorded behind the use (``stream_order.py``).
 2. *Complete.* The event is complete, or the work says that it is: release at the next call of safecomm, of any group
-   (S3). A work is then waited for as the program could have, on a stream that its memory was allocated on, or on the
-   current one where no such stream may be made to wait, and rule 1 says what follows. While all that is held are works
+   (S3). A work is then waited for as the program could have, on the streams that its memory was allocated on, or on the
+   current one where these may not be made to wait, and rule 1 says what follows. While all that is held are works
    whose handles are kept, and which are younger than ``PATIENCE``, nothing is polled. Events are polled once in
    ``INTERVAL``, and whenever ``SHARE`` of the bytes has come that rule 3 leaves alone; those of ``record_stream`` at
    each call where they are more than rule 3 leaves alone.
 3. *Too far behind.* More than ``LAG`` holds and ``BUDGET`` bytes, estimated from the eight oldest, have piled up behind
-   the host, and the oldest can't be waited for any more. A work is waited for on a stream that its memory was allocated
-   on; the allocation streams of a use are ordered after it. While another thread captures, only the current stream is.
-   Inside a graph capture nothing can be polled. There uses that only the ledger still refers to are released by this
-   rule at once, as an edge of the graph (S5); works wait for their wait, or for the end of the capture.
+   the host, and the oldest can't be waited for any more. A work is waited for as by rule 2; the allocation streams of a
+   use are ordered after it, or while another thread captures none but the current one. Inside a graph capture nothing
+   can be polled. There uses that only the ledger still refers to are released by this rule at once, as an edge of the
+   graph (S5); works wait for their wait, or for the end of the capture.
 
 A work that fails goes to the quarantine, and leaves it when the device is known to be idle, or when a second wait
 succeeds, if the first one timed out and the work did not fail (S4). Every release is made by ``Holds.release()``
@@ -401,8 +401,15 @@ class Ledger(Holds):
 
     def completed(self, work: WorkHold) -> None:
         """Release ``work``, which has just been seen to be complete, if that can be relied on."""
-        if work.queue.pollable and not self.capturing([work.queue]) and not self._staging_is_captured(work):
-            self._release_over(work, unless_elsewhere=True)
+        queue = work.queue
+        if (
+            queue.pollable
+            and not self.capturing([queue])
+            and not self._staging_is_captured(work)
+            # Not what would become a use: a wait of the program, which may come, releases a work and not a use.
+            and (queue.index == HOST or self.uses.orderable(work) is not None)
+        ):
+            self._release_over(work)
 
     def sweep(self, *, thorough: bool = False, again: bool = True) -> None:
         """Release what rules 2 and 3 allow, without blocking. Every wrapped call begins with it if anything is held.
@@ -483,30 +490,36 @@ class Ledger(Holds):
             self.fail(work, error)
             return True
         # Rule 3 wants that no wait can come, and that the host need not block to order a stream.
-        if not (complete or (queue.stream_ordered and dropped and queue.too_far_behind(self.lag))):
+        ahead = (
+            queue.stream_ordered and dropped and queue.too_far_behind(self.lag) and None not in self.alloc_streams(work)
+        )
+        if not (complete or ahead):
             return False
         if self._staging_is_captured(work):
             if complete:
                 work.full = True  # it may have failed
             return False
-        return self._release_over(work, dropped=dropped, unless_elsewhere=not complete)
-
-    def _release_over(self, work: WorkHold, *, dropped: bool = False, unless_elsewhere: bool = False) -> bool:
-        """Release ``work``, which is complete or too far behind, on a stream that its memory was allocated on.
-
-        Returns whether that was done. ``unless_elsewhere``: not on the current stream because no such stream may be
-        made to wait. It would be for a work that still runs, and a wait of the program would not release a use of it.
-        """
-        index = work.queue.index
-        where = self.uses.orderable(work) if index != HOST else set[int]()
-        if where is None and unless_elsewhere:
-            return False
         if dropped:
             self.report(work)
-        elsewhere = where and self.current(index) not in where
-        with self.streams.using(index, min(where)) if where and elsewhere else _NOTHING:
-            self._wait_and_release(work)
+        self._release_over(work)
         return True
+
+    def _release_over(self, work: WorkHold) -> None:
+        """Order the streams that the memory of ``work`` was allocated on after it, and release it.
+
+        Where they may not be made to wait, the current stream is, and rule 1 says what follows.
+        """
+        queue = work.queue
+        here = queue.index == HOST or work.alloc_stream == self.current(queue.index)
+        streams = None if here else self.uses.orderable(work)
+        for stream in streams or ():
+            with self.streams.using(queue.index, stream):
+                if work not in queue.holds or not self._wait_here(work):
+                    return
+        if streams:
+            self.release(work)
+        else:
+            self._wait_and_release(work)
 
     def _wait_and_release(self, work: WorkHold) -> None:
         """Wait for ``work`` on the current stream, as the program could have, and release it by rule 1.

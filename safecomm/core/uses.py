@@ -144,13 +144,11 @@ class Events(UseQueue):
 
     def _order_oldest(self) -> set[int]:
         """Release what is too far behind, from the oldest on, by rule 3; return the streams that were made to wait."""
-        ledger, ordered, count, behind = self.ledger, set[int](), 0, False
+        ledger, ordered, behind = self.ledger, set[int](), self.too_far_behind(self.ledger.lag)
         for use in keys_of(self.holds):
             with ledger.lock:
                 if use not in self.holds or use.release_by == "defer":
                     continue
-                if count != len(self.holds):  # it takes longer than the rest
-                    count, behind = len(self.holds), self.too_far_behind(ledger.lag)
                 if use.release_by == "auto" and not behind:
                     break
                 # What the caller still refers to would not come back by ordering anything.
@@ -160,6 +158,7 @@ class Events(UseQueue):
                     and (streams := self.uses.orderable(use)) is not None
                 ):
                     ordered |= self.uses.order_and_release(use, streams)
+                    behind = self.too_far_behind(ledger.lag)  # asked here alone, because it takes longer than the rest
         return ordered
 
 
@@ -365,17 +364,16 @@ class Uses:
         capture, streams = hold.queue.capture, self.ledger.alloc_streams(hold)
         if None in streams:
             return None
-        known: set[int] = streams  # type: ignore[assignment]
+        known = {stream for stream in streams if stream is not None}
         if capture:
             return known if all(self._streams.capture(stream) == capture for stream in known) else None
         # Another thread that captures may take any other stream in before the wait, which would end its capture.
         elsewhere = known - {self._streams.current(hold.queue.index)}
-        if elsewhere and (
+        captured = elsewhere and (
             any(self._streams.capture(one.stream) == one.capture for one in list(self.ledger.recording.values()))
             or any(capture_of(self._streams, stream) for stream in elsewhere)
-        ):
-            return None
-        return known
+        )
+        return None if captured else known
 
     def order_and_release(self, use: Use, streams: Iterable[int]) -> set[int]:
         """Order ``streams`` after the event of ``use``, and release it. Returns those that were made to wait.
