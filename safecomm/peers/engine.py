@@ -95,7 +95,7 @@ class Engine:
         self.group = group
         self.index = index
         self.taken: int = 0  # calls
-        self.everywhere = False  # it was not asked for for this group alone
+        self.everywhere = False  # this group alone has not asked for it
         self.functional = False  # torch's functional collectives stay torch's
         self.launched_events = False  # some of those have been launched, on a device
         self.limits = limits
