@@ -22,9 +22,14 @@ SKIPS = json.loads((Path(__file__).parent / "compat_skips.json").read_text())
 LONGEST = ("test_front_programs.py", "test_low_latency.py", "test_frameworks.py", "test_workloads.py")
 """The files that begin first: at the end one process of the tests would wait for another that has one of them."""
 
+SEARCHING = ("test_patching.py", "test_leaks_ways.py", "test_leaks.py", "test_threaded_ranks.py", "test_ending.py")
+"""The files that come next: their tests look through all objects of the process, and other files leave many there."""
+
+FIRST = [*LONGEST, *SEARCHING]
+
 
 def pytest_collection_modifyitems(config, items):
-    items.sort(key=lambda item: item.path.name not in LONGEST)
+    items.sort(key=lambda item: FIRST.index(item.path.name) if item.path.name in FIRST else len(FIRST))
     if not amount.ALL:
         patterns = [pattern for entry in amount.LATER for pattern in entry["tests"]]
         later = [item for item in items if any(fnmatch.fnmatchcase(item.nodeid, f"*{one}") for one in patterns)]

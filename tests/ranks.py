@@ -11,6 +11,7 @@ import atexit
 import dataclasses
 import faulthandler
 import functools
+import gc
 import importlib
 import inspect
 import multiprocessing
@@ -122,6 +123,7 @@ def _serve(rank: int, world: int, port: int, connection: Connection, stacks: str
         os.sched_yield = functools.partial(time.sleep, 0.003)
         speed_up_the_interpreter()
     torch.set_num_threads(1)
+    gc.freeze()  # or tests that collect garbage would look for it among all objects of torch
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "Guards may run slower on Python 3.13.0", RuntimeWarning)  # as in pyproject.toml
     with Path(stacks).open("w") as file:
@@ -408,9 +410,9 @@ def _run(_: int, program: str) -> None:
     exec(program, {"__name__": "program"})
 
 
-def run_python(*arguments: str, cwd: str, **environment: str) -> Ended:
+def run_python(*arguments: str, cwd: str, limit: float = LIMIT, **environment: str) -> Ended:
     """Run ``python arguments``, a script or ``-m`` and a module, in such an interpreter."""
-    return launch(0, _run_python, arguments, cwd, environment)[0]
+    return launch(0, _run_python, arguments, cwd, environment, limit=limit)[0]
 
 
 def start_ranks(world: int, *arguments: str, cwd: str, limit: float, **environment: str) -> Launch:
@@ -443,6 +445,7 @@ def _run_python(rank: int, arguments: tuple[str, ...], cwd: str, environment: di
 def _become(connection: Connection) -> bytes | None:
     """Fork for each task that comes, and return the task in the fork; None when the tests are over."""
     running: dict[int, int] = {}  # the processes, by the end of a pipe that says when the other end is closed
+    gc.freeze()  # or each of them would at its end look for garbage among all objects of torch
     while True:
         for ready in wait([connection, *running]):
             if ready is not connection:

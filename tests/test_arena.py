@@ -924,7 +924,8 @@ def _read_twice(queue, answers, go_on):
 @pytest.mark.parametrize("strategy", ["file_descriptor", "file_system"])
 def test_what_another_process_reads_is_not_handed_out_again_s1(arena, strategy, monkeypatch):
     monkeypatch.setattr(torch.multiprocessing, "_sharing_strategy", strategy)
-    context = torch.multiprocessing.get_context("spawn")
+    context = torch.multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed"])  # as the pools of ranks have it
     queue, answers, go_on = context.SimpleQueue(), context.SimpleQueue(), context.Event()
     process = context.Process(target=_read_twice, args=(queue, answers, go_on))
     process.start()

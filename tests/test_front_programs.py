@@ -6,16 +6,13 @@ The programs run in processes of their own, in which the GPU is the simulated de
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from amount import ALL, SEED, share
 from interpreters import PYTHONS
-from ranks import launch
+from ranks import launch, run_python
 
 TESTS = Path(__file__).parent
 MUTANTS = re.findall(r"^@mutant\(.*\)\ndef (\w+)", (TESTS / "front_mutants.py").read_text(), re.MULTILINE)
@@ -26,11 +23,10 @@ QUICK = 20
 
 def run(script, *arguments):
     """Run a script of the tests, and return its status and the lines that it printed."""
-    command = [sys.executable, TESTS / script, *map(str, arguments)]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(command, cwd=TESTS.parent, env=environment, capture_output=True, text=True, timeout=900)
-    assert ended.stdout, ended.stderr
-    return ended.returncode, ended.stdout.splitlines()
+    command = [str(TESTS / script), *map(str, arguments)]
+    ended = run_python(*command, cwd=str(TESTS.parent), limit=900, CUDA_VISIBLE_DEVICES="")
+    assert ended.out, ended.err
+    return ended.status, ended.out.splitlines()
 
 
 @pytest.mark.parametrize("backend", ["nccl", "nccl2", "gloo"])
