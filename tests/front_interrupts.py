@@ -148,8 +148,7 @@ def hands_off_after_the_release() -> None:
         storages, held.storages = list(held.storages), ()
         self.release(held)
         alive, storages = tuple(storages), []
-        site = held.code, held.instruction, held.since
-        self.uses.add(held.op, held.of_group(), held.queue.index, alive, *site, held.alloc_stream)
+        self.uses.use(held.op, held.of_group(), held.queue.index, alive, held, held.alloc_stream)
 
     ledger.Ledger._release_waited = release_waited  # type: ignore[method-assign]
 

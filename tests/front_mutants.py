@@ -485,8 +485,8 @@ def memory_that_frees_itself_goes_at_once() -> None:
 @mutant()
 def a_later_use_is_behind_an_event() -> None:
     def around(original: Any) -> Any:
-        def recorded(self, index, stream):  # type: ignore[no-untyped-def]
-            note = original(self, index, stream)
+        def recorded(self, index, stream, over=()):  # type: ignore[no-untyped-def]
+            note = original(self, index, stream, over)
             return note and (note[0], dict.fromkeys(note[1], sys.maxsize))
 
         return recorded
@@ -500,7 +500,7 @@ def a_wait_is_for_what_is_recorded_later() -> None:
         def waited(self, index, stream, note):  # type: ignore[no-untyped-def]
             original(self, index, stream, note)
             now = self._streams.capture(stream)
-            known = self._known((stream, index), now)
+            _, known = self._behind.get((stream, index), (now, {}))
             self._behind[stream, index] = now, {**known, **dict.fromkeys(note[1], sys.maxsize)}
 
         return waited
@@ -529,7 +529,7 @@ def the_note_of_an_event_is_believed() -> None:
 @mutant()
 def any_stream_that_waits_releases() -> None:
     def around(original: Any) -> Any:
-        def release(self, queue, serial, waiting):  # type: ignore[no-untyped-def]
+        def release(self, queue, serial, index, stream):  # type: ignore[no-untyped-def]
             for hold in list(queue.holds):
                 if hold.event is not None and hold.serial < serial:
                     self._ledger.release(hold)
@@ -545,8 +545,8 @@ def an_event_is_where_it_was_recorded_first_as_well() -> None:
     everything: dict[Any, int] = {}
 
     def around(original: Any) -> Any:
-        def recorded(self, index, stream):  # type: ignore[no-untyped-def]
-            capture, known = original(self, index, stream) or (self._streams.capture(stream), {})
+        def recorded(self, index, stream, over=()):  # type: ignore[no-untyped-def]
+            capture, known = original(self, index, stream, over) or (self._streams.capture(stream), {})
             everything.update(known)
             return (capture, dict(everything)) if everything else None
 
@@ -557,23 +557,38 @@ def an_event_is_where_it_was_recorded_first_as_well() -> None:
 
 @mutant()
 def what_is_captured_is_behind_what_runs() -> None:
-    method(
-        StreamOrder,
-        "_events",
-        lambda original: lambda self, used_on, capture: original(self, used_on, capture) or original(self, used_on, 0),
-    )
+    def around(original: Any) -> Any:
+        def recorded(self, index, stream, over=()):  # type: ignore[no-untyped-def]
+            capture, known = original(self, index, stream, over) or (self._streams.capture(stream), {})
+            if (events := self._uses.queues.get((uses.Events, stream, index, 0))) is not None:
+                known[events] = next(self._ledger.serials)
+            return (capture, known) if known else None
+
+        return recorded
+
+    method(StreamOrder, "recorded", around)
 
 
 @mutant()
 def wait_stream_orders_nothing() -> None:
-    def around(_: Any) -> Any:
-        def wait_stream(self, index, stream, other):  # type: ignore[no-untyped-def]
-            if (note := self.recorded(index, other)) is not None:
-                self.waited(index, stream, note)
+    waits_for_nothing("wait_stream")
 
-        return wait_stream
 
-    method(StreamOrder, "wait_stream", around)
+@mutant()
+def wait_stream_releases_what_is_of_other_streams() -> None:
+    method(uses.Events, "allocated_on", lambda original: lambda self, _: list(self.eventless))
+
+
+@mutant()
+def events_are_recorded_on_the_current_stream() -> None:
+    def around(original: Any) -> Any:
+        def record_events(self):  # type: ignore[no-untyped-def]
+            with mock.patch.object(self, "stream", self.ledger.streams.current(self.index)):
+                original(self)
+
+        return record_events
+
+    method(uses.Events, "record_events", around)
 
 
 @mutant()

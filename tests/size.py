@@ -15,9 +15,9 @@ import ast
 import io
 import sys
 import tokenize
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -34,7 +34,7 @@ STATEMENTS, FILE, PATH, CIRCLES, INTO_CORE, ANY = (
 LIMITS = {STATEMENTS: 900, FILE: 450, PATH: 9, CIRCLES: 0, INTO_CORE: 0, ANY: 300}
 """What each figure may be at the most."""
 
-NOW = {STATEMENTS: 1517}
+NOW = {STATEMENTS: 1513}
 """What figures that are beyond their limits are."""
 
 CORE = "safecomm/core"
@@ -229,7 +229,8 @@ def ranked(counts: dict[str, int]) -> list[tuple[str, int]]:
     return sorted(counts.items(), key=lambda item: (-item[1], item[0]))
 
 
-def of_tree(core: Iterable[str] = (CORE,), root: Path = ROOT) -> Package:
+@cache  # the tests ask for the same again
+def of_tree(core: tuple[str, ...] = (CORE,), root: Path = ROOT) -> Package:
     """Return the package of this tree. ``core``: folders and files, of which those that are there count."""
     paths = [root / one for one in core]
     files = [file for path in paths for file in (sorted(path.rglob("*.py")) if path.is_dir() else [path])]
@@ -254,7 +255,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--core", nargs="+", default=[CORE], metavar="PATH", help="a folder, or files")
     parser.add_argument("--check", action="store_true", help="exit with 1 where a figure is beyond its limit")
     options = parser.parse_args(arguments)
-    package = of_tree(options.core)
+    package = of_tree((*options.core,))
     figures, reasons = package.figures(), package.reasons()
     print(f"{'':42}{'now':>6}{'limit':>8}")
     for name, figure in figures.items():

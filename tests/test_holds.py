@@ -12,17 +12,19 @@ from unittest import mock
 
 import pytest
 import torch
+from device import Event
 from simulated import INDEX, FakeGroup, SimulatedDevice, call, call_sync, routes_of
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from safecomm import _torch
-from safecomm.core import holds
+from safecomm._torch import tensors
+from safecomm.core import uses
 from safecomm.core.captures import CapturedGraph
 from safecomm.core.drain import drain_ledger
-from safecomm.core.holds import Hold, Queue, first_of, leave_all_empty, leave_empty
+from safecomm.core.holds import Hold, Queue, first_of
 from safecomm.core.ledger import Ledger
 from safecomm.core.streams import HOST
-from safecomm.core.uses import Dead, Events, Use, Waiting
+from safecomm.core.uses import Events, Use
 from safecomm.core.work import Work
 from safecomm.errors import PendingWorkError
 
@@ -113,10 +115,6 @@ def test_the_queue_of_a_capture_is_forgotten_with_its_last_hold(device, ledger) 
     assert len(table) == before - 1
 
 
-def test_scanning_recorded_uses_ends_where_there_are_none(ledger) -> None:
-    assert ledger.uses.queue(Waiting, 1, INDEX).next() is None
-
-
 # --- release ----------------------------------------------------------------------------------------------------------
 
 
@@ -200,6 +198,7 @@ def test_of_two_threads_that_release_a_handoff_one_uses_its_event_s1(device, led
     """The other one would order a stream after whatever the event was recorded for since."""
     device.switch(1)
     call_sync(ledger, FakeGroup(device, "nccl"), [device.allocate(0, 64)])
+    assert ledger.stream_order.recorded(INDEX, 1) is not None  # behind an event of the use
     (hold,) = ledger.holds()
     assert isinstance(hold, Use)
     for _ in range(2):
@@ -215,6 +214,7 @@ def test_a_handoff_that_another_thread_releases_is_not_polled_s5(device, ledger)
     for _ in range(2):
         call_sync(ledger, FakeGroup(device, "nccl"), [device.allocate(0, 64)])
     first, second = ledger.holds()
+    assert ledger.stream_order.recorded(INDEX, 1) is not None  # both have events
 
     class Late:
         """A lock that another thread has had in between."""
@@ -290,9 +290,12 @@ def test_a_recorded_use_that_is_not_the_latest_of_its_storage_leaves_that_one_s1
     """A use that is over is a handoff, while the next one of the same memory begins."""
     tensor = device.allocate(0, 64)
     storage = tensor.untyped_storage()
+    device.launch(device.streams[1], device.blocks_of([tensor]))
     assert ledger.uses.record(storage, INDEX, 1, sys._getframe())
     (first,) = ledger.holds()
-    first.event = device.record_event(INDEX, 1)
+    with mock.patch.object(uses, "only_holder"), mock.patch.object(ledger.uses, "only_recorded"):
+        ledger.sweep(thorough=True)
+    assert first.event is not None
     assert ledger.uses.record(storage, INDEX, 1, sys._getframe())
     (second,) = (hold for hold in ledger.holds() if hold is not first)
     ledger.release_all([first])
@@ -306,7 +309,7 @@ def test_what_a_graph_leaves_while_another_is_taken_over_is_not_forgotten_s6(dev
     tensors = [device.allocate(0, 64), device.allocate(0, 64)]
     blocks = device.blocks_of(tensors)
     code = sys._getframe().f_code
-    dead = Dead(ledger.uses, 0, INDEX)
+    dead = ledger.uses.queue(Events, 1, INDEX)
 
     def leave() -> None:
         ledger.uses.add_of_graph(INDEX, (1,), (tensors.pop().untyped_storage(),), code, 0)
@@ -319,19 +322,22 @@ def test_what_a_graph_leaves_while_another_is_taken_over_is_not_forgotten_s6(dev
 
     ledger.nonempty = dead.nonempty = Dies()
     leave()
+    device.finish()
     ledger.sweep()
+    assert not tensors
     assert dead in ledger.nonempty
     ledger.sweep()
     assert not dead.holds
     assert dead not in ledger.nonempty
-    device.finish()
-    ledger.sweep()
     assert ledger.pending() == []
     assert all(device.is_free(block) for block in blocks)
 
 
 @pytest.mark.parametrize("then", ["goes on", "is freed"])
-def test_an_exception_as_a_use_gets_its_event_loses_nothing_s1(device, ledger, then) -> None:
+@pytest.mark.parametrize(
+    "interrupted", [(Events, "record_events"), (SimulatedDevice, "record_event"), (Queue, "note_empty")]
+)
+def test_an_exception_as_a_use_gets_its_event_loses_nothing_s1(device, ledger, interrupted, then) -> None:
     tensor = device.allocate(0, 64)
     blocks = device.blocks_of([tensor])
     storage = tensor.untyped_storage()
@@ -340,10 +346,9 @@ def test_an_exception_as_a_use_gets_its_event_loses_nothing_s1(device, ledger, t
     (use,) = ledger.holds()
     del tensor
     del storage
-    with mock.patch.object(Events, "put", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+    with mock.patch.object(*interrupted, side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
         ledger.sweep(thorough=True)
-    assert use.event is not None
-    assert ledger.holds() == [use]
+    assert set(ledger.holds()) == {use}
     device.settle()
     assert not any(map(device.is_free, blocks))
     if then == "is freed":
@@ -366,16 +371,16 @@ def test_a_signal_handler_that_sweeps_as_a_use_gets_its_event_recycles_that_once
     device.launch(device.streams[1], [block])
     assert ledger.uses.record(tensor.untyped_storage(), INDEX, 1, sys._getframe())
     del tensor
-    put, handled = Events.put, []
+    record, handled = device.record_event, []
 
-    def interrupted(queue: Events, use: Use, since: float) -> None:
+    def interrupted(index: int, stream: int) -> Event:
         if not handled:
-            handled.append(use)
+            handled.append(stream)
             device.finish()
             ledger.sweep(thorough=True)
-        put(queue, use, since)
+        return record(index, stream)
 
-    monkeypatch.setattr(Events, "put", interrupted)
+    monkeypatch.setattr(device, "record_event", interrupted)
     ledger.sweep(thorough=True)
     ledger.sweep(thorough=True)
     assert handled
@@ -387,7 +392,10 @@ def test_a_signal_handler_that_sweeps_as_a_use_gets_its_event_recycles_that_once
 
 def test_a_queue_of_a_capture_that_others_still_have_leaves_its_successor_in_the_table_s5(device, ledger) -> None:
     device.begin_capture(1)
-    first, second = (Events(ledger.uses, 1, INDEX, device.capturing) for _ in range(2))
+    first = ledger.uses.queue(Events, 1, INDEX, device.capturing)
+    ledger.uses.queues.clear()
+    second = ledger.uses.queue(Events, 1, INDEX, device.capturing)
+    assert first is not second
     first.note_empty()
     assert ledger.uses.queue(Events, 1, INDEX, device.capturing) is second
     second.note_empty()
@@ -420,27 +428,27 @@ def test_memory_that_was_used_where_it_was_allocated_is_not_held_s2(device, ledg
 
 def test_a_mode_of_the_program_leaves_nothing_of_its_own_for_later_calls(monkeypatch) -> None:
     """What takes the memory from an alias is kept, and would be a fake tensor for good."""
-    monkeypatch.setattr(holds, "_EMPTY", {})
+    monkeypatch.setattr(tensors, "_EMPTY", {})
     with FakeTensorMode():
         alias = torch.empty(4)
-        leave_empty(alias)
+        tensors.leave_empty(alias)
         assert alias.numel() == 0
-    assert holds._EMPTY == {}
+    assert tensors._EMPTY == {}
     real = torch.empty(4)
-    leave_empty(real)
+    tensors.leave_empty(real)
     assert type(real) is torch.Tensor
     assert real.untyped_storage().nbytes() == 0
-    (kept,) = holds._EMPTY.values()
+    (kept,) = tensors._EMPTY.values()
     assert not isinstance(kept, FakeTensor)
     later = torch.ones(4)
-    leave_empty(later)
-    assert len(holds._EMPTY) == 1
-    assert holds._EMPTY[torch.float32, torch.device("cpu")] is kept
+    tensors.leave_empty(later)
+    assert len(tensors._EMPTY) == 1
+    assert tensors._EMPTY[torch.float32, torch.device("cpu")] is kept
 
 
 def test_memory_is_taken_from_aliases_of_all_types() -> None:
     aliases = [torch.ones(4), torch.ones(2), torch.ones(4, dtype=torch.int64), torch.ones(3)]
-    leave_all_empty(aliases)
+    _torch.leave_all_empty(aliases)
     assert [alias.untyped_storage().nbytes() for alias in aliases] == [0] * 4
     assert [alias.dtype for alias in aliases] == [torch.float32, torch.float32, torch.int64, torch.float32]
 

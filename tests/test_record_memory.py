@@ -17,7 +17,7 @@ import torch
 from ranks import launch, on, run_program, run_python, signal_to_peers, until, wait_for_signal
 
 import safecomm
-from safecomm.core.uses import Dead
+from safecomm.core.uses import Events
 from safecomm.core.work import Work
 from safecomm.diagnostics import record
 from safecomm.diagnostics.recording import read_recording
@@ -197,7 +197,7 @@ def test_the_number_of_lines_of_the_program_is_bounded(tmp_path, monkeypatch):
     for number in range(10):
         entry = Work()
         entry.op, entry.code, entry.instruction, entry.since = f"op{number}", (lambda: 0).__code__, 0, 0.0
-        entry.queue = Dead(record.LEDGER.uses, 0, 0)
+        entry.queue = Events(record.LEDGER.uses, 0, 0)
         entry.storages = (torch.empty(100, dtype=torch.uint8).untyped_storage(),)
         counters.held(entry)
         assert counters.nbytes == 100 * (number + 1)

@@ -634,6 +634,7 @@ def test_a_wait_for_another_devices_default_stream_orders_nothing_here_s1(device
 
 def test_what_another_thread_does_during_the_wait_is_not_ordered_by_it_s1(device, ledger):
     with avoid_record_streams():
+        used_on(device, 1)
         tensor = used_on(device, 1)
         note = ledger.stream_order.recorded(INDEX, 1)
         device.wait(device.streams[0], device.streams[1].past, 0)

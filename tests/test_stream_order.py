@@ -17,8 +17,9 @@ from simulated import INDEX, FakeEvent, FakeGroup, FakeStream, SimulatedDevice, 
 import safecomm
 from safecomm import _torch, stream_methods
 from safecomm.core.drain import drain_ledger
+from safecomm.core.holds import Queue
 from safecomm.core.ledger import LEDGER, Ledger
-from safecomm.core.uses import SCAN
+from safecomm.core.uses import SCAN, Events
 from safecomm.diagnostics.replaced import replaced
 
 
@@ -145,16 +146,14 @@ def test_the_event_of_wait_stream_in_a_capture_is_not_used_again_s5(device, repl
     FakeStream(device, 0).wait_stream(FakeStream(device, 3))
 
 
-def test_a_queue_that_another_thread_empties_meanwhile_breaks_no_record_s1(device, ledger):
+def test_what_was_released_otherwise_is_not_passed_on(device, ledger):
     use(device, ledger, 1)
     streams = [FakeStream(device, number) for number in range(3)]
     streams[2].wait_stream(streams[1])
-    order = ledger.stream_order
-    queue = order._events((1, INDEX), 0)
-    with mock.patch.object(order, "_events", return_value=queue):
-        device.finish()
-        drain_ledger(ledger)
-        assert order.recorded(INDEX, 2) is None
+    assert ledger.stream_order.recorded(INDEX, 2) is not None
+    device.finish()
+    drain_ledger(ledger)
+    assert ledger.stream_order.recorded(INDEX, 2) is None
 
 
 def test_a_chain_through_other_streams_is_followed_s2(device, ledger):
@@ -241,11 +240,11 @@ def test_a_stream_that_does_not_tell_its_handle_is_torchs_matter_s1(device, ledg
 
 
 def test_a_stream_that_got_the_handle_of_another_one_frees_nothing_too_early_s1(device, ledger):
-    """A stream that was destroyed with work on it; as with the stream of each thread, one handle is two streams."""
-    use(device, ledger, 1)
-    device.streams[1] = Stream(1)
-    use(device, ledger, 1)
-    FakeStream(device, 0).wait_stream(FakeStream(device, 1))
+    """A stream of other code was destroyed with work on it; as with the stream of each thread, one handle is two."""
+    use(device, ledger, 3)
+    device.streams[3] = Stream(3)
+    use(device, ledger, 3)
+    FakeStream(device, 0).wait_stream(FakeStream(device, 3))
     device.settle()  # which finds what is free and still in use
     assert held(ledger) == 0
 
@@ -409,3 +408,77 @@ def test_what_stands_in_is_torchs_to_whoever_looks(process):
     for ours, own in zip(methods(), METHODS, strict=True):
         assert ours.__wrapped__ is own
         assert (ours.__name__, ours.__doc__) == (own.__name__, own.__doc__)
+
+
+# --- events that are recorded late ------------------------------------------------------------------------------------
+
+
+def test_wait_stream_needs_no_event_of_a_use_s2_s10(device, ledger):
+    use(device, ledger, 1)
+    FakeStream(device, 0).wait_stream(FakeStream(device, 1))
+    assert held(ledger) == 0
+    assert not ledger.uses.queues[Events, 1, INDEX, 0].eventless
+    assert device.calls["record_event"] == 1, "that of the wait"
+    device.settle()
+
+
+def test_a_use_has_its_event_before_the_next_one_of_the_program_s1(device, ledger):
+    use(device, ledger, 1)
+    event = FakeStream(device, 1).record_event()
+    assert device.calls["record_event"] == 1
+    device.launch(device.streams[1], [])  # which nobody has to wait for
+    FakeStream(device, 0).wait_event(event)
+    assert held(ledger) == 0
+    device.settle()
+
+
+def test_a_use_has_its_event_as_the_next_call_begins_s3(device, ledger):
+    use(device, ledger, 1)
+    (one,) = ledger.holds()
+    assert one.event is None
+    ledger.sweep()
+    assert one.event is not None
+    device.finish()
+    ledger.sweep()
+    assert held(ledger) == 0
+
+
+def test_of_a_stream_that_may_be_destroyed_an_event_is_recorded_at_once_s1(device, ledger):
+    use(device, ledger, 3)
+    (one,) = ledger.holds()
+    assert one.event is not None
+    device.finish()
+    ledger.sweep()
+
+
+def test_what_is_of_a_third_stream_stays_held_s1(device, ledger):
+    use(device, ledger, 1, home=2)
+    FakeStream(device, 0).wait_stream(FakeStream(device, 1))
+    assert held(ledger) == 1
+    device.settle()
+    FakeStream(device, 2).wait_stream(FakeStream(device, 0))
+    assert held(ledger) == 0
+    device.settle()
+
+
+def test_memory_of_the_stream_itself_is_not_held_where_the_caller_does_not_know_it_s2(device, ledger):
+    device.switch(1)
+    own, other = device.allocate(1, 64), device.allocate(0, 64)
+    ledger.hand_off("all_reduce", None, INDEX, (own.untyped_storage(),), sys._getframe())
+    assert held(ledger) == 0
+    both = own.untyped_storage(), other.untyped_storage()
+    ledger.hand_off("all_gather", None, INDEX, both, sys._getframe())
+    (one,) = ledger.holds()
+    assert one.storages == (both[1],)
+    ledger.release(one)
+
+
+def test_the_queue_of_a_stream_is_there_when_it_is_complete_s1(device, ledger):
+    """An exception comes as it is made, or another thread."""
+    device.switch(1)
+    with mock.patch.object(Queue, "__init__", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        ledger.uses.queue(Events, 1, INDEX)
+    use(device, ledger, 1)
+    assert held(ledger) == 1
+    FakeStream(device, 0).wait_stream(FakeStream(device, 1))
+    assert held(ledger) == 0

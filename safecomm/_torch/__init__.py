@@ -140,6 +140,7 @@ from safecomm._torch.tensors import ELSEWHERE as ELSEWHERE
 from safecomm._torch.tensors import HOST as HOST
 from safecomm._torch.tensors import has_plain_keys as has_plain_keys
 from safecomm._torch.tensors import index_of as index_of
+from safecomm._torch.tensors import leave_all_empty as leave_all_empty
 from safecomm._torch.tensors import look_alike as look_alike
 from safecomm._torch.tensors import unlike as unlike
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
-from safecomm._torch.modes import probing
+from safecomm._torch.modes import inference_mode, probing
 from safecomm._torch.names import NOT_DIRECT, look_up
 
 
@@ -118,3 +118,29 @@ _plain_numbers: set[int | None] = set()
 _TensorGuards: Any = look_up(
     "torch._C._dynamo.guards.TensorGuards", None, "every call looks at its tensors one by one, 0.5 us more", _tell_apart
 )
+
+
+_EMPTY: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+
+
+def leave_empty(alias: torch.Tensor) -> None:
+    """Take its memory from ``alias``, which c10d may keep until the group's next collective."""
+    key = alias.dtype, alias.device
+    empty = _EMPTY.get(key)
+    if empty is None:
+        with inference_mode(False):
+            empty = torch.empty(0, dtype=alias.dtype, device=alias.device)
+        if type(empty) is torch.Tensor and has_plain_keys(empty):  # and not a mode's
+            _EMPTY[key] = empty
+    alias.data = empty
+
+
+def leave_all_empty(aliases: Iterable[torch.Tensor]) -> None:
+    """Take their memory from ``aliases``, of which most are of one type and device."""
+    like: torch.Tensor | None = None
+    for alias in aliases:
+        if like is None or alias.dtype is not like.dtype or alias.get_device() != like.get_device():
+            leave_empty(alias)
+            like = alias
+        else:
+            alias.data = like

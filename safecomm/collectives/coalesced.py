@@ -34,7 +34,6 @@ from safecomm.collectives.routes import ROUTES, Route
 from safecomm.collectives.table import COLLECTIVE_OF, GATHER, REGION
 from safecomm.collectives.takers import BUCKETS, at_once, default_group
 from safecomm.core import captures
-from safecomm.core.holds import leave_all_empty
 from safecomm.core.ledger import LEDGER
 from safecomm.guards import PLAIN
 
@@ -312,7 +311,7 @@ class _Together(NamedTuple):
         if inner is None and (
             index < 0 or _all_allocated_on(_current(index), sorted([tensor.data_ptr() for tensor in tensors]))
         ):
-            leave_all_empty(aliases)
+            _torch.leave_all_empty(aliases)
             return None
         return finish(Call(REGION, group, tensors, index, frame, aliases=aliases, ordered=ordered), inner)
 

@@ -23,7 +23,6 @@ from safecomm.collectives.routes import ROUTES, Route
 from safecomm.collectives.table import Row
 from safecomm.collectives.tensors import common_alloc_stream, storages_of
 from safecomm.core.call_site import outside, program
-from safecomm.core.holds import leave_all_empty
 from safecomm.core.ledger import LEDGER
 from safecomm.core.streams import HOST
 from safecomm.core.work import StagedWork, Work, member, waited_for_once
@@ -208,7 +207,7 @@ def finish(call: Call, answer: object) -> object:
             held.has_future = True
             return answer
     elif answer is None:  # threads of gloo may still come to what has failed
-        leave_all_empty(call.aliases)
+        _torch.leave_all_empty(call.aliases)
     if index != HOST and (future is not None or alloc_stream != _current(index)):
         # On the device a future is done when the call is launched, and waiting for it orders the current stream: one
         # that the program does not use, so that its streams are not delayed.

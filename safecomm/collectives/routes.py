@@ -19,11 +19,19 @@ from torch.distributed import ProcessGroup
 
 from safecomm import _torch, backends
 from safecomm.core import captures
-from safecomm.core.holds import HeldByHandles, keys_of
+from safecomm.core.holds import Hold, keys_of
 from safecomm.core.ledger import LEDGER, Ledger, W, WorkQueue
 from safecomm.core.refcounts import COUNTED
 from safecomm.core.streams import HOST, capture_of
 from safecomm.guards import Guards
+
+
+class HeldByHandles(weakref.WeakKeyDictionary[Hold, None]):
+    """Holds that only their handles keep: what a dropped one used is kept by the backend, as without safecomm."""
+
+    def __iter__(self) -> Iterator[Hold]:
+        # Python's own raises where another thread changes it meanwhile.
+        return iter([hold for reference in self.keyrefs() if (hold := reference()) is not None])
 
 
 class Key(NamedTuple):

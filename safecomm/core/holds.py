@@ -12,12 +12,13 @@ Holds that end in the order in which they were made share a :class:`Queue`.
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 import time
 import types
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -75,7 +76,7 @@ class Hold:
     code: types.CodeType  # with instruction, the call site: cheap to take, and a line number when it is asked for
     instruction: int
     alloc_stream: int | None = None  # the one stream that all of the memory was allocated on, if that is known
-    serial: int = 0  # of two events on one stream, the later one's hold has the higher
+    serial: int = sys.maxsize  # of two events on one stream, the later one's hold has the higher
     event: object = None  # of a use: behind the last one; None while others may still use the memory
     stream: int = 0  # of the use; of a staged or captured work: the stream of its launch
     group: weakref.ref[object] | None = None  # of a use; a work's is its queue's
@@ -129,14 +130,6 @@ class Hold:
         )
 
 
-class HeldByHandles(weakref.WeakKeyDictionary[Hold, None]):
-    """Holds that only their handles keep: what a dropped one used is kept by the backend, as without safecomm."""
-
-    def __iter__(self) -> Iterator[Hold]:
-        # Python's own raises where another thread changes it meanwhile.
-        return iter([hold for reference in self.keyrefs() if (hold := reference()) is not None])
-
-
 class Observer(Protocol):
     """Who is told of each hold, such as a recording. Mostly None."""
 
@@ -151,11 +144,12 @@ class Queue:
     """Holds of one origin, in the order in which they were made: a group's works, or the uses on a stream."""
 
     __slots__ = (
-        "budget", "capture", "defer_polling", "group", "holds", "index", "key", "ledger", "next_look", "nonempty",
-        "stream", "table", "unseen_bytes",
+        "budget", "capture", "defer_polling", "group", "holds", "index", "key", "ledger", "look_beyond", "next_look",
+        "nonempty", "stream", "table",
     )  # fmt: skip
 
     waits_for_others: bool = False  # its holds end when other holds of the same memory have
+    eventless: Collection[Hold] = ()  # of uses: those without an event as yet
 
     def __init__(
         self, ledger: Any, table: dict[K, Any], key: K, index: int, stream: int = 0, capture: int = 0, budget: int = 0
@@ -168,8 +162,8 @@ class Queue:
         # part of, 0 for none; the bytes that rule 3 leaves alone.
         self.index, self.stream, self.capture, self.budget = index, stream, capture, budget
         self.defer_polling: bool = False  # handles are out: a sweep may skip this queue while its works are young
-        # Of uses: when they are looked at again, if few bytes have come until then.
-        self.next_look, self.unseen_bytes = 0.0, 0
+        # Until when the holds are left alone, if there are not more than so many before.
+        self.next_look, self.look_beyond = 0.0, 0
         # Weak, because a group that is still referred to when the interpreter ends can take the process down (gloo,
         # torch 2.13). None for uses.
         self.group: weakref.ref[object] | None = None
@@ -178,6 +172,14 @@ class Queue:
 
     def sweep(self, capturing: int, *, thorough: bool) -> None:
         """Release what rules 2 and 3 allow; ``capturing``: a current stream is part of this capture."""
+        raise NotImplementedError
+
+    def look_later(self, now: float) -> None:
+        """Leave the holds alone for the ledger's ``interval``, while at most ``lag`` of them come."""
+        self.next_look, self.look_beyond = now + self.ledger.interval, len(self.holds) + self.ledger.lag
+
+    def record_events(self) -> None:
+        """Record events behind those that are :attr:`eventless`."""
         raise NotImplementedError
 
     def oldest(self, count: int) -> tuple[Any, ...]:
@@ -190,12 +192,7 @@ class Queue:
 
     def first(self) -> Any:
         """Return the oldest hold, also while other threads take holds out; None if there is none."""
-        while self.holds:
-            try:
-                return next(iter(self.holds))
-            except (RuntimeError, StopIteration):
-                continue
-        return None
+        return next(iter(self.oldest(1)), None)
 
     def note_empty(self) -> None:
         """See whether a hold that was taken out was the last."""
@@ -230,7 +227,7 @@ class Holds:
     def __init__(self, streams: Streams, lag: int) -> None:
         self.streams = streams
         self.lag = lag
-        self.interval: float = 0  # seconds in which events are looked at once, while few bytes come
+        self.interval: float = 0  # seconds in which a queue is looked at once, while few holds come
         self.nonempty: dict[Queue, object] = {}  # the queues that have holds: none if all works are waited for
         self.quarantine: dict[Hold, None] = {}  # what has failed
         self.recording: dict[int, Any] = {}  # the captures that are seen and go on, by their id; see captures.py
@@ -301,32 +298,6 @@ def first_of(
             return tuple(itertools.islice(order(holds), count))
         except RuntimeError:
             continue
-
-
-_EMPTY: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
-
-
-def leave_empty(alias: torch.Tensor) -> None:
-    """Take its memory from ``alias``, which c10d may keep until the group's next collective."""
-    key = alias.dtype, alias.device
-    empty = _EMPTY.get(key)
-    if empty is None:
-        with _torch.inference_mode(False):
-            empty = torch.empty(0, dtype=alias.dtype, device=alias.device)
-        if type(empty) is torch.Tensor and _torch.has_plain_keys(empty):  # and not a mode's
-            _EMPTY[key] = empty
-    alias.data = empty
-
-
-def leave_all_empty(aliases: Iterable[torch.Tensor]) -> None:
-    """Take their memory from ``aliases``, of which most are of one type and device."""
-    like: torch.Tensor | None = None
-    for alias in aliases:
-        if like is None or alias.dtype is not like.dtype or alias.get_device() != like.get_device():
-            leave_empty(alias)
-            like = alias
-        else:
-            alias.data = like
 
 
 def keys_of(table: Mapping[K, object]) -> list[K]:

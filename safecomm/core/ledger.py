@@ -11,8 +11,9 @@ complete (S1):
    (S3). A work is then waited for as the program could have, on the streams that its memory was allocated on, or on the
    current one where these may not be made to wait, and rule 1 says what follows. While all that is held are works
    whose handles are kept, and which are younger than ``PATIENCE``, nothing is polled. Events are polled once in
-   ``INTERVAL``, and whenever ``SHARE`` of the bytes has come that rule 3 leaves alone; those of ``record_stream`` at
-   each call where they are more than rule 3 leaves alone.
+   ``INTERVAL``, and whenever more than ``LAG`` have come, or one of ``SHARE`` of the bytes that rule 3 leaves alone;
+   those of ``record_stream`` at each call where they are more than rule 3 leaves alone. After a future, which stands
+   for the handle, the works of a group are left alone once for ``INTERVAL``, or until more than ``LAG`` have come.
 3. *Too far behind.* More than ``LAG`` holds and ``BUDGET`` bytes, estimated from the eight oldest, have piled up behind
    the host, and the oldest can't be waited for any more. A work is waited for as by rule 2; the allocation streams of a
    use are ordered after it, or while another thread captures none but the current one. Inside a graph capture nothing
@@ -40,8 +41,9 @@ from datetime import timedelta
 from itertools import islice
 from typing import Any, TypeVar
 
+from safecomm import _torch
 from safecomm.core.call_site import called_from
-from safecomm.core.holds import Hold, Holds, Pending, Queue, keys_of, leave_all_empty
+from safecomm.core.holds import Hold, Holds, Pending, Queue, keys_of
 from safecomm.core.refcounts import QUEUED, getrefcount
 from safecomm.core.stream_order import StreamOrder
 from safecomm.core.streams import HOST, CudaStreams, Streams, capture_of
@@ -71,13 +73,10 @@ Polling takes longer than the rest of a call, and a program that overlaps has wo
 """
 
 INTERVAL = 0.01
-"""Seconds in which uses are looked at once, while few bytes of them come.
+"""Seconds in which uses, and works with futures, are looked at once, while at most ``LAG`` of them come.
 
 A look takes longer than the rest of a call, and a program orders its streams by itself, which gives the memory back.
 """
-
-SHARE = 8
-"""The share of a queue's budget, one part in this many, that may come between two looks at its events."""
 
 BUDGET = 256 << 20
 """Bytes of a group's dropped works that rule 3 leaves alone however many they are."""
@@ -99,7 +98,7 @@ class WorkHold(Hold):
     def on_release(self) -> None:
         if self.aliases:
             self.aliases_emptied = True
-            leave_all_empty(self.aliases)
+            _torch.leave_all_empty(self.aliases)
             self.aliases: tuple[Any, ...] = ()
 
     @property
@@ -209,6 +208,7 @@ class WorkQueue(Queue):
                     if not self.ordered:
                         with contextlib.suppress(KeyError):
                             self.holds.move_to_end(work)
+            self.next_look = 0.0
 
     def _sweep_unpollable(self, capturing: int, most: int) -> None:
         """Ask the futures of up to ``most`` works whose handles were dropped; those that have none stay."""
@@ -341,8 +341,7 @@ class Ledger(Holds):
         index = work.queue.index
         elsewhere = index >= 0 and work.alloc_stream != (stream := self.current(index))
         if elsewhere and not self.alloc_streams(work) <= {stream}:
-            site = work.code, work.instruction, work.since
-            self.uses.add(work.op, work.of_group(), index, work.storages, *site, work.alloc_stream)
+            self.uses.use(work.op, work.of_group(), index, work.storages, work, work.alloc_stream)
         self.release(work)
 
     def _wait_here(self, work: WorkHold) -> bool:
@@ -450,7 +449,11 @@ class Ledger(Holds):
         young = now - self._patience
         try:
             for queue in self.nonempty:
-                if queue.next_look > now and SHARE * queue.unseen_bytes <= queue.budget:
+                # On the default stream only where nothing is captured, since it may wait for a stream that is.
+                if queue.eventless and queue.stream:
+                    queue.record_events()
+                    now = _now()
+                if queue.next_look > now and len(queue.holds) <= queue.look_beyond:
                     continue
                 holds = queue.holds
                 if not queue.defer_polling or len(holds) > CROWD:

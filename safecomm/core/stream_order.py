@@ -14,12 +14,14 @@ waits longer than the program has asked for, and no memory is given out too earl
 
 from __future__ import annotations
 
-from safecomm.core.holds import Holds, first_of
-from safecomm.core.streams import capture_of
-from safecomm.core.uses import SCAN, Events, StreamKey, Uses, Waiting
+from collections.abc import Sequence
 
-Note = tuple[int, dict[StreamKey, int]]
-"""A capture, 0 for none, and by stream of uses: all uses there in that capture with a lower serial lie before."""
+from safecomm.core.holds import Holds
+from safecomm.core.streams import capture_of
+from safecomm.core.uses import SCAN, Events, StreamKey, Use, Uses, Waiting
+
+Note = tuple[int, dict[Events, int]]
+"""A capture, 0 for none, and by queue of uses in that capture: all uses there with a lower serial lie before."""
 
 
 class StreamOrder:
@@ -37,64 +39,82 @@ class StreamOrder:
         # of two that wait at once may get lost, which only keeps memory until the device is there.
         self._behind: dict[StreamKey, Note] = {}
 
-    def recorded(self, index: int, stream: int) -> Note | None:
+    def recorded(self, index: int, stream: int, over: Sequence[Use] = ()) -> Note | None:
         """Return the note of an event that is about to be recorded on ``stream``; None if it tells of no use.
 
         To be asked before the event is recorded: another thread may use more memory there in between. No need to ask
-        while nothing is held.
+        while nothing is held. ``over``: uses that need no event of their own.
         """
         here = stream, index
-        used = here in self._uses.used_on
-        if not used and here not in self._behind:
+        used, behind = here in self._uses.used_on, self._behind.get(here)
+        if not used and behind is None:
             return None
         capture = capture_of(self._streams, stream)
-        waiting: Waiting | None = self._uses.queues.get((Waiting, *here, capture)) if used else None
-        if waiting is not None and waiting.holds:
-            waiting.look(at_newest=True)
-        known = self._known(here, capture) if here in self._behind else {}
+        known: dict[Events, int] = {}
+        if behind is not None:
+            if behind[0] == capture:
+                known = {queue: serial for queue, serial in behind[1].items() if queue.has_before(serial)}
+            if not known and (behind[0] or not capture):  # else the stream is captured now, and later runs again
+                self._behind.pop(here, None)
         if used:
-            known[here] = next(self._ledger.serials)
+            queues = self._uses.queues
+            waiting: Waiting | None = queues.get((Waiting, stream, index, capture))
+            if waiting is not None and waiting.holds:
+                waiting.look(at_newest=True)
+            events: Events | None = queues.get((Events, stream, index, capture))
+            if events is not None and len(events.holds) > len(over):
+                if events.eventless:
+                    events.record_events()
+                known[events] = next(self._ledger.serials)
         return (capture, known) if known else None
 
     def waited(self, index: int, stream: int, note: Note) -> None:
         """Release what ``note`` tells of and was allocated on ``stream``, which waits for the event of ``note``."""
-        here = stream, index
         capture, known = note
         if capture != capture_of(self._streams, stream):
             return  # an external event, which is where the graph was replayed last
-        left: dict[StreamKey, int] = {}
-        for used_on, serial in known.items():
-            if used_on != here:
-                queue = self._events(used_on, capture)
-                if queue is not None and self._release(queue, serial, here):
-                    left[used_on] = serial
+        left = {
+            queue: serial
+            for queue, serial in known.items()
+            if (queue.stream != stream or queue.index != index)
+            and queue.has_before(serial)
+            and self._release(queue, serial, index, stream)
+        }
         if left:
-            behind_in, behind = self._behind.get(here, (capture, {}))
-            for used_on, serial in behind.items() if behind_in == capture else ():
-                left[used_on] = max(serial, left.get(used_on, 0))
+            here = stream, index
+            behind_in, behind = self._behind.get(here, (capture, left))
+            for queue, serial in behind.items() if behind_in == capture else ():
+                left[queue] = max(serial, left.get(queue, 0))
             self._behind[here] = capture, left
 
     def wait_stream(self, index: int, stream: int, other: int) -> None:
         """Order ``stream`` after what ``other`` has to do now, and release what that makes safe.
 
-        The same as to record an event on the one, and to let the other wait for it, with an event of the pool.
+        The same as to record an event on the one, and to let the other wait for it, with an event of the pool. No
+        other code can record that again, so an eventless use that lies before it needs no event of its own.
         """
-        note = self.recorded(index, other)
-        event = self._streams.record_event(index, other)
-        self._streams.wait_event(index, stream, event)
-        if not capture_of(self._streams, other):  # an event of a capture stays the graph's
-            self._streams.recycle_event(index, event)
+        streams, ledger = self._streams, self._ledger
+        events: Events | None = self._uses.queues.get((Events, other, index, 0))
+        over = events.allocated_on(stream) if events is not None and events.eventless else ()
+        note = self.recorded(index, other, over)
+        event = streams.record_event(index, other)
+        streams.wait_event(index, stream, event)
+        if not capture_of(streams, other):  # an event of a capture stays the graph's
+            streams.recycle_event(index, event)
+            if events is not None and over:
+                ledger.release_all(over)
+                for use in over:
+                    events.eventless.pop(use, None)
         if note is not None:
             self.waited(index, stream, note)
 
-    def _release(self, queue: Events, serial: int, waiting: StreamKey) -> bool:
-        """Release those holds of ``queue`` below ``serial`` that were allocated on the stream that waits for them.
+    def _release(self, queue: Events, serial: int, index: int, stream: int) -> bool:
+        """Release those of ``queue`` below ``serial`` that were allocated on ``stream``, which waits for them.
 
         Returns whether others may be left.
         """
-        stream, index = waiting
         with self._ledger.lock:
-            holds = first_of(queue.holds, SCAN)
+            holds = queue.oldest(SCAN)
             left = len(holds) == SCAN
             for hold in holds:
                 if hold.serial >= serial:
@@ -107,25 +127,3 @@ class StreamOrder:
                 else:
                     left = True
         return left
-
-    def _known(self, here: StreamKey, capture: int) -> dict[StreamKey, int]:
-        """Return, as a new dictionary, what the stream is behind of all that is still held in ``capture``."""
-        behind_in, behind = self._behind.get(here, (capture, {}))
-        if behind_in == capture:
-            known = {
-                used_on: serial
-                for used_on, serial in behind.items()
-                if (queue := self._events(used_on, capture)) is not None
-                and any(hold.serial < serial for hold in first_of(queue.holds, 1))
-            }
-            if known:
-                return known
-        elif not behind_in:
-            return {}  # the stream is captured now, and runs later again
-        self._behind.pop(here, None)
-        return {}
-
-    def _events(self, used_on: StreamKey, capture: int) -> Events | None:
-        """Return the uses on that stream, in that capture, that have an event; None if there are none."""
-        queue: Events | None = self._uses.queues.get((Events, *used_on, capture))
-        return queue if queue is not None and queue.holds else None

@@ -64,6 +64,9 @@ class Streams(Protocol):
     def is_capturing(self, index: int, stream: int, /) -> bool:
         """Return whether ``stream``, the current one of device ``index``, is capturing."""
 
+    def is_lasting(self, index: int, stream: int, /) -> bool:
+        """Return whether ``stream``, the current one of device ``index``, is of torch's pool, and never destroyed."""
+
     def record_event(self, index: int, stream: int, /) -> object:
         """Return an event recorded on ``stream``."""
 
@@ -141,6 +144,11 @@ class CudaStreams(Allocations):
 
     def _stream(self, index: int, stream: int) -> torch.cuda.Stream:
         return self._streams.setdefault((index, stream), stream_object(index, stream))
+
+    def is_lasting(self, index: int, stream: int) -> bool:
+        # The id of a stream that other code has made is its handle. The default one lasts too, but a record on it ends
+        # the captures of streams that wait for it.
+        return stream != 0 and torch.cuda.current_stream(index).stream_id != stream
 
     def record_event(self, index: int, stream: int) -> torch.cuda.Event:
         pool = self._events.get(index)

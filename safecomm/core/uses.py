@@ -1,11 +1,11 @@
 """Uses: memory that was used on another stream than its allocation stream.
 
 A use holds such memory until the device has passed an *event* behind the last use, or until the allocation stream was
-ordered after that event. Of a collective, or of a wait, the event is recorded at once: what the program itself runs
-there later is the program's to order, as with any tensor. Of ``record_stream``, and of a CUDA graph, it is recorded
-once the last use is over: when no other reference is left, or when the graph is reset or dead. Until then they
-wait in queues of their own (:class:`Waiting`, :class:`Dead`). All that have an event are in a queue for each stream, in
-the order of their events (:class:`Events`). The rules are at the head of ``ledger.py``.
+ordered after that event. Of a collective, or of a wait, the event is recorded at the next call of safecomm at the
+latest: what the program itself runs there later is the program's to order, as with any tensor. So is that of a CUDA
+graph, once the graph is reset or dead. They are in a queue for each stream, in the order of their events
+(:class:`Events`). Of ``record_stream``, the event is recorded once the last use is over, when no other reference is
+left. Until then they wait in queues of their own (:class:`Waiting`). The rules are at the head of ``ledger.py``.
 """
 
 from __future__ import annotations
@@ -30,6 +30,12 @@ BUDGET_SHARE = 64
 More than for works: a use is what overlapped compute leaves, and ordering the allocation stream after it can delay that
 compute.
 """
+
+SHARE = 8
+"""The share of a queue's budget, one part in this many, beyond which the next call looks at what is added."""
+
+LOOKS = 50
+"""Looks of ``drain()`` at an event that it has just recorded, which takes microseconds on a stream that is idle."""
 
 SCAN = 64
 """Uses of a queue that one call looks at at the most."""
@@ -59,7 +65,6 @@ class Use(Hold):
     pointer: int = 0  # of the memory for which record_stream was called last, which alloc_stream is of
     release_by: str = "auto"  # or the one way to give it back: "order" or "defer"
     unordered: bool = False  # the allocation stream does not matter: it is deferred
-    replayed: tuple[int, ...] = ()  # of a graph: the streams that it was replayed on
 
     def on_release(self) -> None:
         if self.storages:
@@ -75,13 +80,9 @@ class Use(Hold):
                 if not recorded:
                     del by_storage[cdata]
 
-    def surely_used(self) -> bool:
-        """Return whether others still use the memory, where the count of C++ alone tells that, without the lock."""
-        storages = self.storages  # with a reference of ours, because another thread may release it just now
-        return self.event is None and bool(storages) and not only_holder(storages[0])
-
     def in_use(self) -> bool:
-        return self.queue.uses.in_use(self)
+        with self.queue.ledger.lock:
+            return self.event is None and self.in_a_table and not self.queue.uses.only_recorded(self)
 
     @property
     def state(self) -> str:
@@ -91,49 +92,91 @@ class Use(Hold):
 class UseQueue(Queue):
     """Uses of one stream, in one capture or in none."""
 
-    __slots__ = ("uses",)
+    __slots__ = ("eventless", "lasting", "uses")
 
     def __init__(self, uses: Uses, stream: int, index: int, capture: int = 0, budget: int = 0) -> None:
         key = type(self), stream, index, capture
         super().__init__(uses.ledger, uses.queues, key, index, stream, capture, budget)
         self.uses: Uses = uses
-        uses.queues[key] = self
-
-    def put(self, use: Use, since: float) -> None:
-        """Put ``use`` at the end, at the time ``since``."""
-        if not (self.holds or self.capture):
-            self.next_look, self.unseen_bytes = since + self.ledger.interval, 0
-        self.holds[use] = None
-        self.nonempty[self] = None
-        for storage in use.storages:
-            if type(storage) is torch.UntypedStorage:
-                self.unseen_bytes += storage.nbytes()
+        self.eventless: dict[Use, None] = {}  # without an event as yet, of those that are over
+        self.lasting: bool | None = None  # asked at the first use, when the stream is the current one
 
 
 class Events(UseQueue):
-    """The uses of a stream that have an event, in the order of their events."""
+    """The uses of a stream that are over, in the order of their events.
+
+    The newest may be *eventless* as yet. Mostly the program lets the allocation stream wait behind a use at once. What
+    it waits for is behind the use as well, and an event of ours would only take time (``StreamOrder.wait_stream``).
+    Else ours is recorded before the next event of the program there, or as the next call of safecomm begins. A stream
+    that can be destroyed before that is not :attr:`lasting`, and its uses have events at once, as those of captures do.
+    """
 
     __slots__ = ()
+
+    def has_before(self, serial: int) -> bool:
+        """Return whether the event of the oldest is below ``serial``."""
+        oldest = self.first()
+        return oldest is not None and oldest.serial < serial
+
+    def allocated_on(self, stream: int) -> list[Use]:
+        """Return the eventless whose memory comes back once ``stream`` waits for this one; none in captures."""
+        # Nothing is known of a stream that may have been destroyed since.
+        if not self.lasting or capture_of(self.ledger.streams, stream) or capture_of(self.ledger.streams, self.stream):
+            return []
+        both, alloc_streams = {stream, self.stream}, self.ledger.alloc_streams
+        return [
+            use
+            for use in keys_of(self.eventless)
+            if use.alloc_stream == stream or (alloc_streams(use) <= both and not use.unordered)
+        ]
+
+    def record_events(self) -> None:
+        """Record an event behind each of the eventless, unless the stream is captured elsewhere."""
+        ledger, streams, index, stream = self.ledger, self.ledger.streams, self.index, self.stream
+        if capture_of(streams, stream) != self.capture:
+            return
+        with ledger.lock:
+            eventless: list[Use] = keys_of(self.eventless)
+            if len(self.holds) <= len(eventless) and not self.capture:
+                self.look_later(_now())
+            for use in eventless:
+                if (event := use.event) is None and use in self.holds:  # else it was released, or an exception has come
+                    event = streams.record_event(index, stream)
+                    if capture_of(streams, stream) != self.capture:
+                        return  # another thread has begun a capture in between, and the event may be of it
+                    use.event, use.serial = event, next(ledger.serials)
+                    if use.nbytes * SHARE > self.budget:
+                        self.next_look = 0.0
+                self.eventless.pop(use, None)
 
     def sweep(self, capturing: int, *, thorough: bool) -> None:
         ledger, uses, streams = self.ledger, self.uses, self.ledger.streams
         if self.capture:
             if self.capture == capturing:
                 for use in keys_of(self.holds):
-                    if ledger.only_holder(use) and (known := uses.orderable(use)) is not None:
+                    if use.event and ledger.only_holder(use) and (known := uses.orderable(use)) is not None:
                         uses.order_and_release(use, known)
             elif streams.capture(self.stream) != self.capture:
                 ledger.release_all(self.holds)  # the capture is over, and its memory is the graph's
             return
         if capturing:
             return  # polling an event inside a capture would break the capture
-        self.next_look, self.unseen_bytes = _now() + ledger.interval, 0
+        looks = LOOKS if thorough and self.eventless else 1
+        if self.eventless:
+            self.record_events()
         while (use := self.first()) is not None:
             with ledger.lock:
                 if use in self.holds:  # else another thread has released it, and may have recorded its event again
-                    if use.event is not None and not streams.query_event(use.event):
+                    if use.event is None and use.storages:
+                        self.eventless[use] = None  # an exception may have come before
                         break
+                    if use.event is not None and not streams.query_event(use.event):
+                        looks -= 1
+                        if not looks:
+                            break
+                        continue
                     uses.order_and_release(use, ())  # its event is complete
+        self.look_later(_now())
         # Ordered streams pause once, behind the last wait. They go on where a collective ends, which is where the next
         # one begins. A large kernel that they start first would hold that one up, by up to 0.14 ms for a matmul of
         # 0.25 ms.
@@ -176,16 +219,6 @@ class Waiting(UseQueue):
         # How many came since the newest were last looked at, and since others were.
         self.fresh, self.unseen = 0, 0
 
-    def next(self) -> Use | None:
-        """Return one use, call after call all that there are; it may have left since."""
-        while self.holds:
-            try:
-                return self.scan.pop()
-            except IndexError:
-                self.scan = list(self.holds)
-        self.scan = []
-        return None
-
     def look(self, *, at_newest: bool = False) -> None:
         """Record events for those that are unused by now, as far as a few looks find them.
 
@@ -200,9 +233,12 @@ class Waiting(UseQueue):
         in_vain, enough = 0, FEW + 2 * self.unseen
         self.unseen = 0
         for _ in range(min(max(SCAN, enough), len(self.holds) + len(self.scan))):
-            if in_vain >= enough or (found := self.next()) is None:
+            if in_vain >= enough:
                 return
-            in_vain += not see(self, found)
+            with self.ledger.lock:  # another thread may take the last one
+                self.scan = self.scan or keys_of(self.holds)
+                found = self.scan.pop() if self.scan else None
+            in_vain += found is not None and not see(self, found)
 
     def sweep(self, capturing: int, *, thorough: bool) -> None:
         capture = capture_of(self.ledger.streams, self.stream)
@@ -213,37 +249,14 @@ class Waiting(UseQueue):
         elif capture == self.capture == capturing:
             # All of it can fall unused in a moment, without a sign. Where that would be too much, each call looks.
             much = self.too_far_behind(self.ledger.lag)
-            self.unseen_bytes = 0
-            self.next_look = 0.0 if much or capture else _now() + self.ledger.interval
             if thorough:
                 for use in keys_of(self.holds):
                     self.uses.see(self, use)
             else:
                 self.look()
+            self.look_later(0.0 if much or capture else _now())
             if self.events.holds:
                 self.events.sweep(capturing, thorough=thorough)
-
-
-class Dead(UseQueue):
-    """What CUDA graphs of a device that were reset, or have died, have used: on which streams, is known of each."""
-
-    __slots__ = ()
-
-    def sweep(self, capturing: int, *, thorough: bool) -> None:
-        """Record events behind the last replays, as far as the streams of these are not being captured."""
-        if capturing:
-            return
-        streams = self.ledger.streams
-        for use in keys_of(self.holds):
-            # A graph is replayed through its object, which notes the stream. For a graph that was not, the stream that
-            # is current now is the best guess.
-            replayed = use.replayed or (streams.current(self.index),)
-            if not any(capture_of(streams, stream) for stream in replayed):
-                for stream in replayed:
-                    with streams.using(self.index, stream):
-                        self.uses.add(use.op, None, self.index, use.storages, use.code, use.instruction, _now())
-                    self.uses.queue(Events, stream, self.index).sweep(capturing, thorough=thorough)
-                self.ledger.release(use)
 
 
 class Uses:
@@ -275,7 +288,9 @@ class Uses:
             if budget is None:
                 budget = self._streams.capacity(index) // BUDGET_SHARE
             self.used_on.add((stream, index))
-            queue = kind(self, stream, index, capture, budget)
+            made = kind(self, stream, index, capture, budget)
+            # Once it is complete, because other threads find it there, which may also have made one.
+            queue = self.queues.setdefault(made.key, made)
         return queue
 
     # --- used, and over -----------------------------------------------------------------------------------------
@@ -286,58 +301,53 @@ class Uses:
         group: object,
         index: int,
         storages: tuple[object, ...],
-        frame: types.FrameType,
+        call: types.FrameType | Hold,
         alloc_stream: int | None = None,
     ) -> None:
         """Hold those of ``storages``, used on the current stream of ``index``, that were allocated on another (S1).
 
         Parameters
         ----------
-        op, group, frame
-            The call, its group, None if there is none, and where it was made.
+        op, group
+            The call, and its group, None if there is none.
         index
             Of the device on whose current stream the storages were used.
         storages
             What the call has used.
+        call
+            Where it was made: its frame, or a hold of it.
         alloc_stream
             The one stream that all of it was allocated on, if the caller knows: asking the driver takes a while.
         """
-        if alloc_stream is None or alloc_stream != self._streams.current(index):
-            self.add(op, group, index, storages, *called_from(frame), _now(), alloc_stream)
-
-    def add(
-        self,
-        op: str,
-        group: object,
-        index: int,
-        storages: tuple[object, ...],
-        code: types.CodeType,
-        instruction: int,
-        since: float,
-        alloc_stream: int | None = None,
-    ) -> None:
-        """Do what :meth:`use` does, for a call that was made at ``since`` by that instruction of the code."""
         streams = self._streams
         stream = streams.current(index)
+        if alloc_stream == stream:
+            return
         if alloc_stream is None:
+            # What was allocated on this stream needs no hold.
             found = [(storage, alloc_stream_of(streams, storage, stream)) for storage in storages]
             storages = tuple([storage for storage, allocated_on in found if allocated_on != stream])
             known = {allocated_on for _, allocated_on in found} - {stream}
             alloc_stream = known.pop() if len(known) == 1 else None
-        if not storages:
-            return
+            if not storages:
+                return
         # To ask about the current stream takes torch less than the driver.
         capture = streams.capture(stream) if stream and streams.is_capturing(index, stream) else 0
         queue = self.queues.get((Events, stream, index, capture)) or self.queue(Events, stream, index, capture)
-        self.count += 1
+        if (lasting := queue.lasting) is None:
+            lasting = queue.lasting = not capture and streams.is_lasting(index, stream)
         use = Use()
-        use.op, use.code, use.instruction, use.since = op, code, instruction, since
-        use.group = None if group is None else weakref.ref(group)
+        if isinstance(call, Hold):
+            use.code, use.instruction, use.since = call.code, call.instruction, call.since
+        else:
+            (use.code, use.instruction), use.since = called_from(call), _now()
+        use.op, use.group = op, None if group is None else weakref.ref(group)
         use.queue, use.stream, use.storages, use.alloc_stream = queue, stream, storages, alloc_stream
-        # Threads may use one stream. The order of the queue is that of the events, and of the serials.
-        with self.ledger.lock:
-            use.event, use.serial = streams.record_event(index, stream), next(self.ledger.serials)
-            queue.put(use, since)
+        self.count += 1
+        # In this order, which needs no lock: what is held and has no event yet, a sweep takes for eventless.
+        queue.holds[use] = queue.nonempty[queue] = queue.eventless[use] = None
+        if not lasting:
+            queue.record_events()
         if (observer := self.ledger.observer) is not None:
             observer.held(use)
         if (on_use := self.on_use) is not None:  # read once, because another thread's use may take it away
@@ -352,12 +362,13 @@ class Uses:
         instruction: int,
     ) -> None:
         """Take over ``storages``, which only a graph has used, on ``replayed``. May be called from a destructor."""
-        queue = self.queues.get((Dead, 0, index, 0)) or Dead(self, 0, index)
-        use = Use()
-        use.op, use.code, use.instruction, use.since = "a CUDA graph", code, instruction, _now()
-        use.queue, use.storages, use.replayed = queue, storages, replayed
-        queue.holds[use] = None
-        queue.nonempty[queue] = None
+        # A graph is replayed through its object, which notes the stream. For a graph that was not, the stream that is
+        # current now is the best guess.
+        for stream in replayed or (self._streams.current(index),):
+            use, queue = Use(), self.queue(Events, stream, index)
+            use.op, use.code, use.instruction, use.since = "a CUDA graph", code, instruction, _now()
+            use.queue, use.stream, use.storages = queue, stream, storages
+            queue.holds[use] = queue.nonempty[queue] = queue.eventless[use] = None
 
     def orderable(self, hold: Hold) -> set[int] | None:
         """Return the streams that the memory of ``hold`` was allocated on; None if they may not be made to wait now."""
@@ -427,11 +438,11 @@ class Uses:
         capture = capture_of(self._streams, stream)
         cdata, key = cdata_of(storage), (stream, index, capture)
         with self.ledger.lock:
+            queue = self.queue(Waiting, *key)
             use = self.by_storage.get(cdata, {}).get(key)
-            if use is not None and use.event is None:
+            if use is not None and use.queue is queue:
                 use.pointer, use.alloc_stream = pointer, allocated_on
                 return True
-            queue = self.queue(Waiting, *key)
             use = Use()
             use.op, use.in_a_table = "record_stream", True
             use.code, use.instruction, use.since = frame.f_code, frame.f_lasti, _now()
@@ -439,7 +450,11 @@ class Uses:
             use.release_by, use.unordered = "defer" if unordered else release_by, unordered
             use.queue, use.storages = queue, (storage,)
             recorded = self.by_storage.get(cdata, {})
-            queue.put(use, use.since)
+            queue.holds[use] = queue.nonempty[queue] = None
+            if len(queue.holds) == 1 and not capture:
+                queue.look_later(use.since)
+            if storage.nbytes() * SHARE > queue.budget:
+                queue.next_look = 0.0
             recorded[key] = use
             self.by_storage[cdata] = recorded
             queue.fresh += 1
@@ -447,11 +462,6 @@ class Uses:
             if (observer := self.ledger.observer) is not None:
                 observer.held(use)
         return True
-
-    def in_use(self, use: Use) -> bool:
-        """Return whether others still use the memory of ``use``."""
-        with self.ledger.lock:
-            return use.event is None and use.in_a_table and not self.only_recorded(use)
 
     def only_recorded(self, use: Use) -> bool:
         """Return whether recorded uses alone refer to the storage of ``use``, neither in C++ nor in Python."""
@@ -467,7 +477,9 @@ class Uses:
 
         It is released at once in a capture, and where that is the one way to give its memory back.
         """
-        if use.surely_used():
+        storages, events = use.storages, queue.events  # with a reference, as another thread may release it just now
+        # Where the count of C++ alone tells that others use the memory, the lock is not needed.
+        if use.queue is queue and storages and not only_holder(storages[0]):
             return False
         with self.ledger.lock:
             if use not in queue.holds:
@@ -475,26 +487,21 @@ class Uses:
             if not use.storages:
                 # Another thread is about to, or an exception has come as the use left this queue.
                 self.ledger.release(use)
-                queue.holds.pop(use, None)
-                queue.note_empty()
-                return True
-            if use.event is None:
-                if not self.only_recorded(use):
-                    return False
-                stream = self._alloc_stream(use, use.storages[0])
-                if capture_of(self._streams, stream or 0) != queue.capture:
-                    return False  # allocated outside of this capture, or inside of one that is going on elsewhere
-                event = self._streams.record_event(queue.index, queue.stream)
-                if capture_of(self._streams, queue.stream) != queue.capture:
-                    return False  # another thread has begun a capture in between, and the event may be of it
-                serial, alloc_stream = next(self.ledger.serials), None if use.unordered else stream
-                use.event, use.serial, use.alloc_stream = event, serial, alloc_stream
-            # First into the one, then out of the other: an exception in between leaves it in both.
-            use.queue = queue.events
-            queue.events.put(use, _now())
+            else:
+                if use.queue is queue:
+                    if not self.only_recorded(use):
+                        return False
+                    stream = self._alloc_stream(use, use.storages[0])
+                    if capture_of(self._streams, stream or 0) != queue.capture:
+                        return False  # allocated outside of this capture, or inside of one that goes on elsewhere
+                    use.alloc_stream = None if use.unordered else stream
+                # First into the one, then out of the other: an exception in between leaves it in both.
+                use.queue = events
+                events.holds[use] = events.nonempty[events] = events.eventless[use] = None
             queue.holds.pop(use, None)
             queue.note_empty()
-            at_once = queue.capture or use.release_by == "order"
+            events.record_events()
+            at_once = use.event is not None and (queue.capture or use.release_by == "order")
             if at_once and (streams := self.orderable(use)) is not None:
                 self.order_and_release(use, streams)
             return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -205,6 +206,8 @@ class Work(WorkHold, _Base):
             queue.ledger.check_boundary(self)
         self._keep_results()
         self.has_future = True  # the future stands for the handle from now on
+        if not queue.next_look:
+            queue.look_later(time.perf_counter())
         return self.inner.get_future()
 
     def _asking(self) -> AbstractContextManager[object]:
