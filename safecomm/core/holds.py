@@ -192,7 +192,12 @@ class Queue:
 
     def first(self) -> Any:
         """Return the oldest hold, also while other threads take holds out; None if there is none."""
-        return next(iter(self.oldest(1)), None)
+        while self.holds:
+            try:
+                return next(iter(self.holds))
+            except (RuntimeError, StopIteration):
+                continue
+        return None
 
     def note_empty(self) -> None:
         """See whether a hold that was taken out was the last."""

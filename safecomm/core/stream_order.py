@@ -101,10 +101,10 @@ class StreamOrder:
         streams.wait_event(index, stream, event)
         if not capture_of(streams, other):  # an event of a capture stays the graph's
             streams.recycle_event(index, event)
-            if events is not None and over:
-                ledger.release_all(over)
-                for use in over:
-                    events.eventless.pop(use, None)
+            for use in over:
+                with ledger.lock:
+                    ledger.release(use)
+                use.queue.eventless.pop(use, None)
         if note is not None:
             self.waited(index, stream, note)
 

@@ -132,21 +132,22 @@ class Events(UseQueue):
 
     def record_events(self) -> None:
         """Record an event behind each of the eventless, unless the stream is captured elsewhere."""
-        ledger, streams, index, stream = self.ledger, self.ledger.streams, self.index, self.stream
-        if capture_of(streams, stream) != self.capture:
+        ledger, stream, capture = self.ledger, self.stream, self.capture
+        capture_now: Callable[[int], int] = ledger.streams.capture if stream else int  # as capture_of(), and sooner
+        if capture_now(stream) != capture:
             return
         with ledger.lock:
-            eventless: list[Use] = keys_of(self.eventless)
-            if len(self.holds) <= len(eventless) and not self.capture:
+            if not capture and len(self.holds) <= len(self.eventless):
                 self.look_later(_now())
-            for use in eventless:
+            for use in list(self.eventless):
                 if (event := use.event) is None and use in self.holds:  # else it was released, or an exception has come
-                    event = streams.record_event(index, stream)
-                    if capture_of(streams, stream) != self.capture:
+                    event = ledger.streams.record_event(self.index, stream)
+                    if capture_now(stream) != capture:
                         return  # another thread has begun a capture in between, and the event may be of it
                     use.event, use.serial = event, next(ledger.serials)
-                    if use.nbytes * SHARE > self.budget:
-                        self.next_look = 0.0
+                    for storage in use.storages:
+                        if type(storage) is torch.UntypedStorage and storage.nbytes() * SHARE > self.budget:
+                            self.next_look = 0.0
                 self.eventless.pop(use, None)
 
     def sweep(self, capturing: int, *, thorough: bool) -> None:
@@ -171,10 +172,9 @@ class Events(UseQueue):
                         self.eventless[use] = None  # an exception may have come before
                         break
                     if use.event is not None and not streams.query_event(use.event):
-                        looks -= 1
-                        if not looks:
-                            break
-                        continue
+                        if looks := looks - 1:
+                            continue
+                        break
                     uses.order_and_release(use, ())  # its event is complete
         self.look_later(_now())
         # Ordered streams pause once, behind the last wait. They go on where a collective ends, which is where the next
