@@ -86,7 +86,6 @@ class Device(ArenaDevice):
 
     def __init__(self) -> None:
         self.host = False  # memory that no stream orders is the host's
-        self.room = 1 << 20
         self.idle = 0  # how often in succession the host has slept although nothing runs
         self.waits: dict[int, list[tuple[Peer, int]]] = {}  # by the bit of a kernel: what of its peers it waits for
         self.upcoming = 0
@@ -94,9 +93,6 @@ class Device(ArenaDevice):
         super().__init__()
         self.recorded: dict[Block, set[int]] = {}  # the streams that the allocator was told of
         self.deferred: list[tuple[int, Block]] = []  # until when memory that has died is not given out
-
-    def capacity(self, index: int) -> int:
-        return self.room
 
     def met(self, op: Operation) -> bool:
         """Return whether all peers have come to the call of ``op``."""
@@ -625,6 +621,11 @@ def record_stream(tensor: torch.Tensor, stream: Any) -> None:
         _record_stream._installed[0].record_stream(tensor, stream)
     else:
         Answers.device.record_stream(tensor, stream.stream_id)
+
+
+def leave_alone(nbytes: int) -> None:
+    """Let ``nbytes`` of each queue be what is not too far behind the host."""
+    _record_stream.LEDGER.budget = nbytes
 
 
 def stream_of_torch(number: int) -> torch.Stream:

@@ -81,7 +81,7 @@ class Program:
         self.turns = Answers.turns = Turns(self.switch) if rng.random() < 0.5 and self.threads else Alone()
         self.gloo = backend == "gloo"
         self.host = self.device.host = self.gloo and rng.random() < 0.7
-        self.device.room = rng.choice([1 << 20, 1 << 20, 4096, 0])
+        front.leave_alone(rng.choice([1 << 14, 1 << 14, 64, 0]))
         self.pace = rng.choice([0, 0.02, 1])  # seconds from step to step
         Clock.now = 0
         shelved = rng.random() < 0.7

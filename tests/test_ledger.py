@@ -24,7 +24,7 @@ from simulated import INDEX, FakeGroup, SimulatedDevice, call, call_sync, routes
 
 from safecomm import _torch
 from safecomm.core.drain import await_before_capture, drain_ledger
-from safecomm.core.ledger import CROWD, Ledger
+from safecomm.core.ledger import Ledger
 from safecomm.core.streams import HOST
 from safecomm.errors import CaptureBoundaryError
 
@@ -221,16 +221,6 @@ def test_what_is_dropped_does_not_pile_up_behind_kept_handles_s3(device, group, 
     assert len(handles) == kept
 
 
-def test_a_crowd_is_asked_whoever_has_the_handles_s3(device, group) -> None:
-    """S3: works that are over do not pile up because their handles are kept for a while."""
-    ledger = Ledger(device, patience=math.inf)
-    handles = []
-    for _ in range(300):
-        device.finish()
-        handles.append(call(ledger, group, [device.allocate(0, 64)]))
-        assert len(ledger.pending()) <= CROWD + 2
-
-
 @pytest.mark.parametrize("patience", [0, math.inf])
 def test_a_dropped_handle_is_told_from_a_kept_one_when_the_interpreter_is_warm_s3(device, patience) -> None:
     """S3: the ledger counts references, and the interpreter counts them differently in code that has run often."""
@@ -323,7 +313,7 @@ def test_a_work_alone_in_its_lane_is_not_released_by_a_wait_elsewhere_s1(device,
 
 def test_a_stream_that_waits_because_too_much_is_behind_lets_the_next_collective_go_first(device) -> None:
     """Else the kernels that it starts, where one collective ends, are in the way of the next one each time."""
-    ledger, group = Ledger(device, use_budget=1600), FakeGroup(device, "nccl")
+    ledger, group = Ledger(device, budget=1600), FakeGroup(device, "nccl")
     for number in range(60):
         tensor = device.allocate(0, 100)
         device.switch(1)
@@ -341,7 +331,7 @@ def test_a_stream_that_waits_because_too_much_is_behind_lets_the_next_collective
 
 def used_on_another_stream(device, streams: int) -> Ledger:
     """Return a ledger that holds 60 tensors, used on stream 3, and allocated on the first ``streams`` in turn."""
-    ledger, group = Ledger(device, use_budget=1600), FakeGroup(device, "nccl")
+    ledger, group = Ledger(device, budget=1600), FakeGroup(device, "nccl")
     tensors = [device.allocate(1 + number % streams, 100) for number in range(60)]
     device.switch(3)
     for tensor in tensors:

@@ -11,9 +11,9 @@ complete (S1):
    (S3). A work is then waited for as the program could have, on the streams that its memory was allocated on, or on the
    current one where these may not be made to wait, and rule 1 says what follows. While all that is held are works
    whose handles are kept, and which are younger than ``PATIENCE``, nothing is polled. Events are polled once in
-   ``INTERVAL``, and whenever more than ``LAG`` have come, or one of ``SHARE`` of the bytes that rule 3 leaves alone;
-   those of ``record_stream`` at each call where they are more than rule 3 leaves alone. After a future, which stands
-   for the handle, the works of a group are left alone once for ``INTERVAL``, or until more than ``LAG`` have come.
+   ``INTERVAL``, and whenever more than ``LAG`` have come; those of ``record_stream`` at each call where they are more
+   than rule 3 leaves alone. After a future, which stands for the handle, the works of a group are left alone once for
+   ``INTERVAL``, or until more than ``LAG`` have come.
 3. *Too far behind.* More than ``LAG`` holds and ``BUDGET`` bytes, estimated from the eight oldest, have piled up behind
    the host, and the oldest can't be waited for any more. A work is waited for as by rule 2; the allocation streams of a
    use are ordered after it, or while another thread captures none but the current one. Inside a graph capture nothing
@@ -38,7 +38,6 @@ import types
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from itertools import islice
 from typing import Any, TypeVar
 
 from safecomm import _torch
@@ -57,14 +56,8 @@ _NOTHING = contextlib.nullcontext()
 LAG = 4
 """Holds of one queue that rule 3 leaves alone however large, to keep communication and compute overlapped."""
 
-UNORDERED = 8
-"""Running works of a queue that one call looks at, where it can't stop at the first."""
-
-CROWD = 64
-"""Works of a queue beyond which each call polls them, though their handles are kept."""
-
-NEWEST = 4
-"""Works of a queue of which one call sees whether their handles were dropped."""
+UNORDERED = 2
+"""Works that run, of a queue whose works end in no order, at which a call looks: one may never end."""
 
 PATIENCE = 0.1
 """Seconds for which a work is not polled while its handle is kept, and so a wait can be expected.
@@ -78,8 +71,11 @@ INTERVAL = 0.01
 A look takes longer than the rest of a call, and a program orders its streams by itself, which gives the memory back.
 """
 
-BUDGET = 256 << 20
-"""Bytes of a group's dropped works that rule 3 leaves alone however many they are."""
+BUDGET = 512 << 20
+"""Bytes of a queue that rule 3 leaves alone however many holds they are of: what overlapped compute leaves.
+
+To order a stream after the oldest can delay that compute.
+"""
 
 
 class WorkHold(Hold):
@@ -139,7 +135,7 @@ class WorkQueue(Queue):
     def __init__(
         self, ledger: Ledger, table: dict[Any, Any], key: Hashable, index: int, stream: int, capture: int
     ) -> None:
-        super().__init__(ledger, table, key, index, stream, capture, ledger.budget)
+        super().__init__(ledger, table, key, index, stream, capture)
         self.current: Callable[[int], int] = ledger.streams.current
         # Set by who makes the queue (``collectives/routes.py``), and never after its first hold.
         # Waiting for a work orders a stream; with other backends than NCCL it blocks the host.
@@ -194,34 +190,19 @@ class WorkQueue(Queue):
             if self.capture != capturing and self.ledger.streams.capture(self.stream) != self.capture:
                 # The capture is over. Its works can't be waited for any more, and its memory is the graph's.
                 self.ledger.release_all(self.holds)
-        elif not self.pollable:
-            if not self.held_by_handles:
-                self._sweep_unpollable(capturing, len(self.holds) if thorough else UNORDERED)
-        elif not capturing:  # polling a work inside a capture would break the capture
+        elif not (capturing or self.held_by_handles):  # polling a work inside a capture would break the capture
+            poll = self.ledger.poll if self.pollable else self.ledger.ask_future
             # In order the first that runs is the end. Else one that never ends must not keep the others: a running one
             # goes to the back, and the next call looks on.
             running, most = 0, 1 if self.ordered else len(self.holds) if thorough else UNORDERED
             while running < min(most, len(self.holds)) and (work := self.first()) is not None:
                 dropped = getrefcount(work) <= QUEUED
-                if not self.ledger.poll(self, work, dropped):
+                if not poll(work, dropped):
                     running += 1
                     if not self.ordered:
                         with contextlib.suppress(KeyError):
                             self.holds.move_to_end(work)
             self.next_look = 0.0
-
-    def _sweep_unpollable(self, capturing: int, most: int) -> None:
-        """Ask the futures of up to ``most`` works whose handles were dropped; those that have none stay."""
-        while most > 0 and (work := self.first()) is not None:
-            most -= 1
-            if not work.storages:
-                self.ledger.release(work)  # an exception has come as it was taken out
-            elif getrefcount(work) <= QUEUED:
-                self.ledger.report(work)
-                if not capturing:
-                    self.ledger.ask_future(work)
-            with contextlib.suppress(KeyError):
-                self.holds.move_to_end(work)
 
     def relaxed(self) -> AbstractContextManager[object]:
         """Return the context for a launch that may ask the device, so that it ends no other thread's capture (S5).
@@ -257,8 +238,8 @@ class Ledger(Holds):
     ----------
     streams
         Answers for the device.
-    lag, budget, use_budget
-        Rule 3's: holds of a queue, bytes of a group's works, and bytes of a stream's uses that are left alone.
+    lag, budget
+        Rule 3's: holds and bytes of a queue that are left alone.
     patience
         Rule 2's, in seconds: see :data:`PATIENCE`.
     """
@@ -269,13 +250,11 @@ class Ledger(Holds):
         *,
         lag: int = LAG,
         budget: int = BUDGET,
-        use_budget: int | None = None,
         patience: float = PATIENCE,
     ) -> None:
-        super().__init__(streams, lag)
+        super().__init__(streams, lag, budget)
         self.current: Callable[[int], int] = streams.current
-        self.budget = budget
-        self.uses: Uses = Uses(self, use_budget)
+        self.uses: Uses = Uses(self)
         self.hand_off = self.uses.use
         self.stream_order: StreamOrder = StreamOrder(self, self.uses)
         # What bucketed() defers, by group: neither held nor launched by the ledger, which only tells of it.
@@ -406,7 +385,7 @@ class Ledger(Holds):
             and not self.capturing([queue])
             and not self._staging_is_captured(work)
             # Not what would become a use: a wait of the program, which may come, releases a work and not a use.
-            and (queue.index == HOST or self.uses.orderable(work) is not None)
+            and self.uses.orderable(work) is not None
         ):
             self._release_over(work)
 
@@ -440,7 +419,7 @@ class Ledger(Holds):
     def can_skip_sweep(self) -> bool:
         """Return whether all that a sweep would look at are young works with handles that are kept.
 
-        The oldest of each queue is looked at, and the :data:`NEWEST` ones: a handle that is dropped at once is theirs.
+        The oldest of each queue is looked at, and the newest, as most handles that are dropped are dropped at once.
         Every call asks while anything is in flight, and most go on without a sweep.
         """
         if self.quarantine:
@@ -455,22 +434,26 @@ class Ledger(Holds):
                     now = _now()
                 if queue.next_look > now and len(queue.holds) <= queue.look_beyond:
                     continue
-                holds = queue.holds
-                if not queue.defer_polling or len(holds) > CROWD:
+                if not queue.defer_polling:
                     return False
-                hold = next(iter(holds))
+                hold = next(iter(queue.holds))
                 if hold.since <= young or getrefcount(hold) <= QUEUED:
                     return False
-                if len(holds) > 1:
-                    for hold in islice(reversed(holds), NEWEST):
-                        if getrefcount(hold) <= QUEUED:
-                            return False
+                hold = next(reversed(queue.holds))
+                if getrefcount(hold) <= QUEUED:
+                    return False
         except (RuntimeError, StopIteration):  # another thread, or a finalizer, has changed one in between
             return False
         return True
 
-    def ask_future(self, work: WorkHold) -> None:
-        """Release ``work``, whose handle was dropped and which can't be polled, if its future is done."""
+    def ask_future(self, work: WorkHold, dropped: bool) -> bool:
+        """Release ``work``, which can't be polled, if its handle was dropped and its future is done; return whether."""
+        if not work.storages:
+            self.release(work)  # an exception has come as it was taken out
+            return True
+        if not dropped:
+            return False
+        self.report(work)
         index = work.queue.index
         # It can be done as soon as the work is launched, and the backend can order streams as it is asked: no stream of
         # the program's may wait for that.
@@ -483,19 +466,18 @@ class Ledger(Holds):
                 done = work.is_future_done()  # pyright: ignore[reportOptionalCall]
             if done:
                 self._wait_and_release(work)
+        return done
 
-    def poll(self, queue: WorkQueue, work: WorkHold, dropped: bool) -> bool:
+    def poll(self, work: WorkHold, dropped: bool) -> bool:
         """Release ``work`` if rule 2 or 3 allows; return whether they do."""
-        dropped = dropped and not work.has_future
+        queue, dropped = work.queue, dropped and not work.has_future
         try:
             complete = work.inner.is_completed()
         except Exception as error:  # not the caller's, which may call for another group
             self.fail(work, error)
             return True
         # Rule 3 wants that no wait can come, and that the host need not block to order a stream.
-        ahead = (
-            queue.stream_ordered and dropped and queue.too_far_behind(self.lag) and None not in self.alloc_streams(work)
-        )
+        ahead = queue.stream_ordered and dropped and queue.too_far_behind() and None not in self.alloc_streams(work)
         if not (complete or ahead):
             return False
         if self._staging_is_captured(work):
@@ -512,17 +494,15 @@ class Ledger(Holds):
 
         Where they may not be made to wait, the current stream is, and rule 1 says what follows.
         """
-        queue = work.queue
-        here = queue.index == HOST or work.alloc_stream == self.current(queue.index)
-        streams = None if here else self.uses.orderable(work)
-        for stream in streams or ():
+        queue, streams = work.queue, self.uses.orderable(work)
+        if not streams or streams == {self.current(queue.index)}:
+            self._wait_and_release(work)
+            return
+        for stream in streams:
             with self.streams.using(queue.index, stream):
                 if work not in queue.holds or not self._wait_here(work):
                     return
-        if streams:
-            self.release(work)
-        else:
-            self._wait_and_release(work)
+        self.release(work)
 
     def _wait_and_release(self, work: WorkHold) -> None:
         """Wait for ``work`` on the current stream, as the program could have, and release it by rule 1.

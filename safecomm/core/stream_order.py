@@ -16,9 +16,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from safecomm.core.holds import Holds
+from safecomm.core.holds import Holds, keys_of
 from safecomm.core.streams import capture_of
-from safecomm.core.uses import SCAN, Events, StreamKey, Use, Uses, Waiting
+from safecomm.core.uses import Events, StreamKey, Use, Uses, Waiting
 
 Note = tuple[int, dict[Events, int]]
 """A capture, 0 for none, and by queue of uses in that capture: all uses there with a lower serial lie before."""
@@ -113,10 +113,9 @@ class StreamOrder:
 
         Returns whether others may be left.
         """
+        left = False
         with self._ledger.lock:
-            holds = queue.oldest(SCAN)
-            left = len(holds) == SCAN
-            for hold in holds:
+            for hold in keys_of(queue.holds):
                 if hold.serial >= serial:
                     break
                 if hold.event is not None and hold.alloc_stream == stream and queue.index == index:

@@ -24,31 +24,6 @@ from safecomm.core.holds import Hold, Holds, Queue, keys_of
 from safecomm.core.refcounts import COUNTED, HELD_ONCE, getrefcount
 from safecomm.core.streams import alloc_stream_of, capture_of
 
-BUDGET_SHARE = 64
-"""The share of the device's memory, one part in this many, that rule 3 leaves alone in the uses of a stream.
-
-More than for works: a use is what overlapped compute leaves, and ordering the allocation stream after it can delay that
-compute.
-"""
-
-SHARE = 8
-"""The share of a queue's budget, one part in this many, beyond which the next call looks at what is added."""
-
-LOOKS = 50
-"""Looks of ``drain()`` at an event that it has just recorded, which takes microseconds on a stream that is idle."""
-
-SCAN = 64
-"""Uses of a queue that one call looks at at the most."""
-
-FEW = 4
-"""A look is at all uses without an event that have come since the last one, at the ``FEW`` newest in any case, and then
-at the rest in turn, until too many were still used.
-
-What was recorded last is mostly freed first, because backward frees in the opposite order. A program that records
-every activation has hundreds, at which no call can look. Too many are ``FEW``, and twice as many as have come since the
-last look: unused ones must not become more than are found.
-"""
-
 _now = time.perf_counter
 
 StreamKey = tuple[int, int]
@@ -94,9 +69,9 @@ class UseQueue(Queue):
 
     __slots__ = ("eventless", "lasting", "uses")
 
-    def __init__(self, uses: Uses, stream: int, index: int, capture: int = 0, budget: int = 0) -> None:
+    def __init__(self, uses: Uses, stream: int, index: int, capture: int = 0) -> None:
         key = type(self), stream, index, capture
-        super().__init__(uses.ledger, uses.queues, key, index, stream, capture, budget)
+        super().__init__(uses.ledger, uses.queues, key, index, stream, capture)
         self.uses: Uses = uses
         self.eventless: dict[Use, None] = {}  # without an event as yet, of those that are over
         self.lasting: bool | None = None  # asked at the first use, when the stream is the current one
@@ -145,9 +120,6 @@ class Events(UseQueue):
                     if capture_now(stream) != capture:
                         return  # another thread has begun a capture in between, and the event may be of it
                     use.event, use.serial = event, next(ledger.serials)
-                    for storage in use.storages:
-                        if type(storage) is torch.UntypedStorage and storage.nbytes() * SHARE > self.budget:
-                            self.next_look = 0.0
                 self.eventless.pop(use, None)
 
     def sweep(self, capturing: int, *, thorough: bool) -> None:
@@ -162,7 +134,6 @@ class Events(UseQueue):
             return
         if capturing:
             return  # polling an event inside a capture would break the capture
-        looks = LOOKS if thorough and self.eventless else 1
         if self.eventless:
             self.record_events()
         while (use := self.first()) is not None:
@@ -172,8 +143,6 @@ class Events(UseQueue):
                         self.eventless[use] = None  # an exception may have come before
                         break
                     if use.event is not None and not streams.query_event(use.event):
-                        if looks := looks - 1:
-                            continue
                         break
                     uses.order_and_release(use, ())  # its event is complete
         self.look_later(_now())
@@ -187,7 +156,7 @@ class Events(UseQueue):
 
     def _order_oldest(self) -> set[int]:
         """Release what is too far behind, from the oldest on, by rule 3; return the streams that were made to wait."""
-        ledger, ordered, behind = self.ledger, set[int](), self.too_far_behind(self.ledger.lag)
+        ledger, ordered, behind = self.ledger, set[int](), self.too_far_behind()
         for use in keys_of(self.holds):
             with ledger.lock:
                 if use not in self.holds or use.release_by == "defer":
@@ -201,7 +170,7 @@ class Events(UseQueue):
                     and (streams := self.uses.orderable(use)) is not None
                 ):
                     ordered |= self.uses.order_and_release(use, streams)
-                    behind = self.too_far_behind(ledger.lag)  # asked here alone, because it takes longer than the rest
+                    behind = self.too_far_behind()  # asked here alone, because it takes longer than the rest
         return ordered
 
 
@@ -222,17 +191,22 @@ class Waiting(UseQueue):
     def look(self, *, at_newest: bool = False) -> None:
         """Record events for those that are unused by now, as far as a few looks find them.
 
+        What was recorded last is mostly freed first, because backward frees in the opposite order. A program that
+        records every activation has hundreds, at which no call can look. So a look is at those that have come since the
+        last one, or at the newest, and then at the rest in turn, until as many were in vain as keep what is unused from
+        piling up: twice as many as have come.
+
         ``at_newest``: looks at the newest alone.
         """
         see = self.uses.see
-        newest, self.fresh = min(max(FEW, self.fresh), SCAN), 0
+        newest, self.fresh = max(self.fresh, 1), 0
         for use in self.newest(newest):
             see(self, use)
         if at_newest:
             return
-        in_vain, enough = 0, FEW + 2 * self.unseen
+        in_vain, enough = 0, 1 + 2 * self.unseen
         self.unseen = 0
-        for _ in range(min(max(SCAN, enough), len(self.holds) + len(self.scan))):
+        for _ in range(len(self.holds) + len(self.scan)):
             if in_vain >= enough:
                 return
             with self.ledger.lock:  # another thread may take the last one
@@ -248,7 +222,7 @@ class Waiting(UseQueue):
                 self.uses.see(self, use)
         elif capture == self.capture == capturing:
             # All of it can fall unused in a moment, without a sign. Where that would be too much, each call looks.
-            much = self.too_far_behind(self.ledger.lag)
+            much = self.too_far_behind()
             if thorough:
                 for use in keys_of(self.holds):
                     self.uses.see(self, use)
@@ -266,11 +240,9 @@ class Uses:
     ----------
     ledger
         The holds that they are part of.
-    budget
-        Bytes of one stream's uses that rule 3 leaves alone. None: a share of the device's memory.
     """
 
-    def __init__(self, ledger: Holds, budget: int | None = None) -> None:
+    def __init__(self, ledger: Holds) -> None:
         self.count: int = 0  # how often memory was used on another stream than its own
         self.queues: dict[Hashable, Any] = {}
         self.used_on: set[StreamKey] = set()  # the streams that have, or had, queues here
@@ -278,17 +250,14 @@ class Uses:
         # What record_stream was called for, by stream, device index and capture: each device has a default stream 0.
         self.by_storage: dict[int, dict[tuple[int, int, int], Use]] = {}
         self.ledger: Holds = ledger
-        self._streams, self._budget = ledger.streams, budget
+        self._streams = ledger.streams
 
     def queue(self, kind: type[Q], stream: int, index: int, capture: int = 0) -> Q:
         """Return the queue of that kind for uses on ``stream`` of device ``index``, made if there is none."""
         queue: Q | None = self.queues.get((kind, stream, index, capture))
         if queue is None:
-            budget = self._budget
-            if budget is None:
-                budget = self._streams.capacity(index) // BUDGET_SHARE
             self.used_on.add((stream, index))
-            made = kind(self, stream, index, capture, budget)
+            made = kind(self, stream, index, capture)
             # Once it is complete, because other threads find it there, which may also have made one.
             queue = self.queues.setdefault(made.key, made)
         return queue
@@ -379,7 +348,7 @@ class Uses:
         if capture:
             return known if all(self._streams.capture(stream) == capture for stream in known) else None
         # Another thread that captures may take any other stream in before the wait, which would end its capture.
-        elsewhere = known - {self._streams.current(hold.queue.index)}
+        elsewhere = known and known - {self._streams.current(hold.queue.index)}
         captured = elsewhere and (
             any(self._streams.capture(one.stream) == one.capture for one in list(self.ledger.recording.values()))
             or any(capture_of(self._streams, stream) for stream in elsewhere)
@@ -453,8 +422,6 @@ class Uses:
             queue.holds[use] = queue.nonempty[queue] = None
             if len(queue.holds) == 1 and not capture:
                 queue.look_later(use.since)
-            if storage.nbytes() * SHARE > queue.budget:
-                queue.next_look = 0.0
             recorded[key] = use
             self.by_storage[cdata] = recorded
             queue.fresh += 1

@@ -1,5 +1,6 @@
 """What a program's events order is back at once, with nothing but the import: memory, time, captures, compiling."""
 
+import ctypes
 import itertools
 import statistics
 import time
@@ -12,6 +13,7 @@ from harness import MIB, case, rank, require, settle, slow
 import safecomm
 from safecomm import stream_methods
 from safecomm.core.ledger import LEDGER
+from safecomm.core.uses import Events
 from safecomm.diagnostics.replaced import replaced
 
 BUFFER = 4096 * 8192 * 2
@@ -211,6 +213,74 @@ def s1_external_streams_and_events_recorded_again():
     require(wrong == 0, wrong)
     require(peak <= 3, peak)
     return {"wrong": wrong, "buffers at the peak": round(peak, 2)}
+
+
+@case(60)
+def s1_uses_that_have_no_event_of_their_own():
+    """On streams that last: released by wait_stream, events, a drain after a synchronize, and across a capture."""
+    _, side, _ = streams()
+    driver, handle = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p()
+    require(driver.cuStreamCreate(ctypes.byref(handle), 1) == 0, "cuStreamCreate")
+    external = torch.cuda.ExternalStream(handle.value)
+    main, x = torch.cuda.current_stream(), torch.ones(1 << 20, device="cuda")
+    index = x.device.index
+    lasting = {}
+    for name, stream in (("of torch's pool", side), ("external", external), ("default", main)):
+        with torch.cuda.stream(stream):
+            lasting[name] = LEDGER.streams.is_lasting(index, stream.cuda_stream)
+    require(lasting == {"of torch's pool": True, "external": False, "default": False}, lasting)
+
+    def use(stream):
+        """Use ``x`` on ``stream``; return how many uses there have no event, and how many holds there are."""
+        with torch.cuda.stream(stream):
+            safecomm.all_reduce(x)
+        return counts(stream)
+
+    def counts(stream):
+        return len(LEDGER.uses.queues[Events, stream.cuda_stream, index, 0].eventless), len(safecomm.pending())
+
+    settle()
+    require(use(side) == (1, 1), "a use", counts(side))
+    torch.cuda.synchronize()
+    require(safecomm.drain() == 0 and counts(side) == (0, 0), "drain() of an idle device", counts(side))
+    use(side)
+    main.wait_stream(side)
+    require(counts(side) == (0, 0), "wait_stream", counts(side))
+    use(side)
+    event = side.record_event()
+    require(counts(side) == (0, 1), "an event behind it", counts(side))
+    main.wait_event(event)
+    require(counts(side) == (0, 0), "wait_event", counts(side))
+    require(use(external) == (0, 1), "a stream that can be destroyed", counts(external))
+    torch.cuda.synchronize()
+    require(safecomm.drain() == 0, safecomm.pending())
+    # A capture that begins on the stream of an eventless use: the use is not part of the graph, and the graph is well.
+    use(side)
+    graph, y = torch.cuda.CUDAGraph(), torch.ones(4, device="cuda")
+    side.wait_stream(main)
+    with torch.cuda.graph(graph, stream=side):
+        y.mul_(2)
+        safecomm.all_reduce(y)
+    graph.replay()
+    torch.cuda.synchronize()
+    safecomm.drain()
+    require(counts(side) == (0, 0), "after the capture", counts(side))
+    require(bool((y == 2 * stock.get_world_size()).all()), y)
+    with safecomm.avoid_record_streams():
+        for _ in range(20):
+            recorded = torch.ones(1 << 20, device="cuda")
+            with torch.cuda.stream(side):
+                recorded.mul_(2)
+                recorded.record_stream(side)
+            del recorded
+        main.wait_stream(side)
+        require(safecomm.pending() == [], safecomm.pending())
+    graph.reset()
+    torch.cuda.synchronize()
+    require(safecomm.drain() == 0, safecomm.pending())
+    LEDGER.uses.queues.pop((Events, external.cuda_stream, index, 0), None)
+    driver.cuStreamDestroy_v2(handle)
+    return lasting
 
 
 @case(60)
