@@ -148,22 +148,14 @@ class avoid_record_streams(contextlib.ContextDecorator):  # noqa: N801
         replacing.ask("avoid_record_streams()")
         self._unusable_before = _unusable()
         key = object()
-        with _lock:
-            _users[key] = self, _thread.me if self.this_thread else None
-            try:
-                if not _installed:
-                    _installed.append(_intercept())
-                    _installed[0].install()
-            except BaseException:
-                _let_out(key)
-                raise
+        _SHARED.enter(key, (self, _thread.me if self.this_thread else None))
         self._entered.append(key)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if not self._entered:
             raise RuntimeError("avoid_record_streams(): it was left, and had not been entered")
-        _let_out(self._entered[-1])
+        _SHARED.leave(self._entered[-1])
         self._entered.pop()
         self.unusable = max(0, _unusable() - self._unusable_before)
         if self.unusable:
@@ -182,12 +174,6 @@ class avoid_record_streams(contextlib.ContextDecorator):  # noqa: N801
         return f"<avoid_record_streams(mode={self.mode!r}, release={self.release!r}): {where}, {told}>"
 
 
-# Reentrant: the collector can run inside, and leave a block.
-_lock = threading.RLock()
-_users: dict[object, tuple[avoid_record_streams, object]] = {}  # who is inside, and of which thread if only there
-_installed: list[_Interception] = []  # one while there is a user
-
-
 class _Thread(threading.local):
     def __init__(self) -> None:
         self.me = object()
@@ -196,18 +182,13 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-def _let_out(key: object) -> None:
-    """Let the block that was entered under ``key`` end."""
-    with _lock:
-        _users.pop(key, None)
-        if _installed and not _users:
-            _installed[0].remove()
-            _installed.clear()
+_SHARED = _torch.Shared(lambda replaced, _: _intercept().install(replaced))
+"""Its users are the blocks that are open: each gave its context, and its thread if it is for that one alone."""
 
 
 def policy() -> avoid_record_streams | None:
     """Return the innermost context that counts in this thread; None outside."""
-    users = list(_users.values())
+    users: list[tuple[avoid_record_streams, object]] = list(_SHARED.users.values())
     if len(users) == 1 and users[0][1] is None:
         return users[0][0]
     everybodys = None
@@ -226,49 +207,37 @@ class _Interception:
         self.ledger = ledger
         self._raw_stream = raw_stream
         self._raw_streams: dict[tuple[int, int], int] = {}
-        self._attributes: list[tuple[type, str, object, object]] = []
         self._key = key
 
-    def install(self) -> None:
-        """Stand in torch's place. What an exception ends is for :meth:`remove` to undo."""
+    def install(self, replaced: _torch.Replaced) -> None:
+        """Stand in torch's place until ``replaced`` is closed, and hand over what is held then."""
+
+        def override(operator: str, ours: Callable[..., object], *, needs_original: bool = True) -> _torch.Override:
+            made = _torch.Override(operator, self._key, ours, needs_original=needs_original)
+            replaced.callback(made.remove)
+            return made
+
+        def replace(owner: type, name: str, around: Callable[[Any], object]) -> None:
+            replaced.attribute(owner, name, around(getattr(owner, name)))
+
+        replaced.callback(self._hand_over)
         # Where references are not counted, each call goes on to torch's kernel; torch 2.8 does not give that out.
-        self._record_stream = _torch.Override(
-            "aten::record_stream", self._key, self.record_stream, needs_original=not COUNTED
-        )
-        self._resize = _torch.Override("aten::resize_", self._key, self.resize, needs_original=True)
+        self._record_stream = override("aten::record_stream", self.record_stream, needs_original=not COUNTED)
+        self._resize = override("aten::resize_", self.resize)
         # What compiled FSDP2 frees with.
-        self._resize_storage = _torch.Override(
-            "inductor::resize_storage_bytes_", self._key, self.resize_storage, needs_original=True
-        )
-        self._replace(torch.UntypedStorage, "resize_", self._around_resize)
+        self._resize_storage = override("inductor::resize_storage_bytes_", self.resize_storage)
+        replace(torch.UntypedStorage, "resize_", self._around_resize)
         # Where other code has replaced the method, its own is called, and the operator leads here.
         if COUNTED and "record_stream" not in vars(torch.Tensor):
-            self._replace(torch.Tensor, "record_stream", self._around_record_stream)
+            replace(torch.Tensor, "record_stream", self._around_record_stream)
         if self._resize.original is None:  # before torch 2.9; what C++ resizes there is not seen
-            self._replace(torch.Tensor, "resize_", self._around_tensor_resize)
+            replace(torch.Tensor, "resize_", self._around_tensor_resize)
+        replaced.callback(stream_methods.unsee, self)
         stream_methods.see(self, self.ledger)
+        replaced.callback(captures.unwatch, self)
         captures.watch(self)
 
-    def _replace(self, owner: type, name: str, around: Callable[[Any], object]) -> None:
-        own = vars(owner).get(name)
-        replacement = around(getattr(owner, name))
-        self._attributes.append((owner, name, own, replacement))
-        setattr(owner, name, replacement)
-
-    def remove(self) -> None:
-        """Restore torch, and hand over what is held."""
-        for owner, name, own, replacement in self._attributes:
-            if vars(owner).get(name) is not replacement:
-                continue  # other code has wrapped ours, which goes on to torch's
-            if own is None:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, own)
-        stream_methods.unsee(self)
-        captures.unwatch(self)
-        for override in ("_record_stream", "_resize", "_resize_storage"):
-            if override in vars(self):
-                vars(self)[override].remove()
+    def _hand_over(self) -> None:
         self.ledger.sweep(thorough=True)
         if "_record_stream" in vars(self) and self._record_stream.original is not None:
             self.ledger.uses.hand_over(_give)

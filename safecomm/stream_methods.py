@@ -12,7 +12,6 @@ the device has got there.
 from __future__ import annotations
 
 import functools
-import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,44 +27,31 @@ if TYPE_CHECKING:
 _NOTE = "_safecomm_note"
 """The attribute of an event that has its note. An event without one has none."""
 
-_lock = threading.RLock()
-_users: dict[object, None] = {}
-_replaced: dict[tuple[Any, str], tuple[Any, Any]] = {}  # what stood there, and what stands in for it
-
 
 def see(who: object, ledger: Ledger = LEDGER) -> None:
     """Tell ``ledger`` of each record and wait from now on, until :func:`unsee` is called for all who want it.
 
     Calling it again for the same ``who`` does nothing.
     """
-    with _lock:
-        _users[who] = None
-        for owner, name, around in (
-            (torch.cuda.Event, "record", _around_record),
-            (torch.cuda.Event, "wait", _around_wait),
-            (torch.cuda.Stream, "wait_stream", _around_wait_stream),
-        ):
-            stands = vars(owner).get(name)
-            if stands is None:
-                continue
-            if (owner, name) not in _replaced:
-                _replaced[owner, name] = stands, around(stands, ledger)
-            original, standing_in = _replaced[owner, name]
-            if stands is original:
-                setattr(owner, name, standing_in)
+    _SHARED.enter(who, ledger)
 
 
 def unsee(who: object) -> None:
     """Undo :func:`see` for ``who``."""
-    with _lock:
-        _users.pop(who, None)
-        if _users:
-            return
-        for (owner, name), (original, standing_in) in tuple(_replaced.items()):
-            # Else other code has wrapped ours, which goes on to torch's.
-            if vars(owner).get(name) is standing_in:
-                setattr(owner, name, original)
-            _replaced.pop((owner, name), None)
+    _SHARED.leave(who)
+
+
+def _install(replaced: _torch.Replaced, ledger: Ledger) -> None:
+    for owner, name, around in (
+        (torch.cuda.Event, "record", _around_record),
+        (torch.cuda.Event, "wait", _around_wait),
+        (torch.cuda.Stream, "wait_stream", _around_wait_stream),
+    ):
+        if (original := vars(owner).get(name)) is not None:
+            replaced.attribute(owner, name, around(original, ledger))
+
+
+_SHARED = _torch.Shared(_install)
 
 
 def forget_uses() -> None:
@@ -130,16 +116,15 @@ def _around_wait_stream(original: Callable[..., None], ledger: Ledger) -> Callab
         else:
             original(stream, other)
 
-    def called() -> tuple[object, ...]:
+    def called() -> tuple[Any, ...]:
         return events["record"], events["wait"], streams["record_event"], streams["wait_event"]
 
     held, order = ledger.nonempty, ledger.stream_order.wait_stream
     events, streams = vars(torch.cuda.Event), vars(torch.cuda.Stream)
     # What torch's own calls. Where other code has replaced one of these, its own has to be called.
-    (record, our_record), (wait, our_wait) = _replaced[torch.cuda.Event, "record"], _replaced[torch.cuda.Event, "wait"]
-    of_stream = streams["record_event"], streams["wait_event"]
-    torchs = all(map(_torch.is_torchs, (original, record, wait, *of_stream)))
-    would_call = (our_record, our_wait, *of_stream) if torchs else None
+    record, wait, *of_stream = there = called()
+    torchs = all(map(_torch.is_torchs, (original, record.__wrapped__, wait.__wrapped__, *of_stream)))
+    would_call = there if torchs else None
     return wait_stream
 
 

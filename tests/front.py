@@ -617,8 +617,8 @@ def record_stream(tensor: torch.Tensor, stream: Any) -> None:
     """``torch.Tensor.record_stream`` of a tensor of a GPU."""
     if "record_stream" in vars(torch.Tensor):
         tensor.record_stream(stream)
-    elif _record_stream._installed:  # where references are not counted, the operator alone is replaced
-        _record_stream._installed[0].record_stream(tensor, stream)
+    elif _record_stream.policy() is not None:  # where references are not counted, the operator alone is replaced
+        _interceptions[-1].record_stream(tensor, stream)
     else:
         Answers.device.record_stream(tensor, stream.stream_id)
 
@@ -639,9 +639,17 @@ def _block(nbytes: int, device: torch.device) -> tuple[None, torch.Tensor]:
 
 
 _torch.Override = _Kernel  # type: ignore[misc]
-_record_stream._intercept = lambda: _record_stream._Interception(
-    _record_stream.LEDGER, "CPU", lambda stream: int(stream.stream_id)
-)
+_interceptions: list[Any] = []
+
+
+def _intercept() -> Any:
+    _interceptions[:] = [
+        _record_stream._Interception(_record_stream.LEDGER, "CPU", lambda stream: int(stream.stream_id))
+    ]
+    return _interceptions[0]
+
+
+_record_stream._intercept = _intercept
 _record_stream._tensor_of = _Over  # type: ignore[assignment]
 _record_stream.stream_object = lambda index, stream: FakeStream(Answers.device, stream)  # type: ignore[assignment, return-value]
 _arena._allocate = _block

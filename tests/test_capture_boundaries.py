@@ -681,8 +681,7 @@ def cuda_graph(device: SimulatedDevice, ledger: Ledger, monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "current_device", lambda: INDEX)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (7, 0))
     yield CUDAGraph
-    assert captures._watchers == []
-    assert captures._own_begin is None
+    assert not captures._SHARED.users
     assert captures.RECORDING == {}
 
 
@@ -702,12 +701,12 @@ def test_captures_are_seen_until_the_last_watcher_has_gone_s6(device, cuda_graph
     own = cuda_graph.capture_begin
     who = object()
     captures.watch(who)
-    captures.watch()
+    captures.watch(cuda_graph)
     captures.watch(who)
     assert recorded(device, cuda_graph) == 1
     captures.unwatch(who)
     assert recorded(device, cuda_graph) == 1
-    captures.unwatch()
+    captures.unwatch(cuda_graph)
     assert "capture_begin" not in vars(cuda_graph)
     assert cuda_graph.capture_begin is own
     captures.unwatch(who)  # nobody watches: nothing happens
@@ -716,7 +715,7 @@ def test_captures_are_seen_until_the_last_watcher_has_gone_s6(device, cuda_graph
 
 def test_what_somebody_has_put_over_ours_stays_and_sees_no_capture_twice_s6(device, cuda_graph) -> None:
     """Theirs goes on to ours, which outlives the last watcher: then it does nothing, and later it is the inner one."""
-    captures.watch()
+    captures.watch(cuda_graph)
     ours = cuda_graph.capture_begin
 
     def theirs(graph: Any, pool: Any = None) -> None:
@@ -724,18 +723,18 @@ def test_what_somebody_has_put_over_ours_stays_and_sees_no_capture_twice_s6(devi
 
     cuda_graph.capture_begin = theirs
     assert recorded(device, cuda_graph) == 1
-    captures.unwatch()
+    captures.unwatch(cuda_graph)
     assert cuda_graph.capture_begin is theirs
     assert recorded(device, cuda_graph) == 0
-    captures.watch()
+    captures.watch(cuda_graph)
     assert recorded(device, cuda_graph) == 1
-    captures.unwatch()
+    captures.unwatch(cuda_graph)
     assert cuda_graph.capture_begin is theirs
 
 
 def test_where_nothing_is_captured_nothing_is_recorded(device, cuda_graph) -> None:
     """A graph of another device than the current one, or a class that captures nothing."""
-    captures.watch()
+    captures.watch(cuda_graph)
     try:
         graph = cuda_graph(device)
         with mock.patch.object(device, "begin_capture"):
@@ -743,16 +742,16 @@ def test_where_nothing_is_captured_nothing_is_recorded(device, cuda_graph) -> No
         assert captures.RECORDING == {}
         assert "capture_end" not in vars(graph)
     finally:
-        captures.unwatch()
+        captures.unwatch(cuda_graph)
 
 
 def test_a_capture_that_is_prepared_for_is_one_that_somebody_watches(device, cuda_graph, monkeypatch) -> None:
     prepared: list[int] = []
     monkeypatch.setattr(captures, "BEFORE", [prepared.append])
-    captures.watch()
+    captures.watch(cuda_graph)
     left_behind = cuda_graph.capture_begin
     recorded(device, cuda_graph)
-    captures.unwatch()
+    captures.unwatch(cuda_graph)
     cuda_graph.capture_begin = left_behind
     recorded(device, cuda_graph)
     assert prepared == [INDEX]

@@ -55,7 +55,7 @@ def ledger(device, monkeypatch):
 
     monkeypatch.setattr(record_stream, "_intercept", intercept)
     yield ledger
-    assert not record_stream._users
+    assert not record_stream._SHARED.users
     untouched()
 
 

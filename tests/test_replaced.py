@@ -133,3 +133,128 @@ def test_the_doctor_lists_what_is_replaced():
     assert said().startswith("nothing of torch's, in this process.")
     with safecomm.patched():
         assert "torch.distributed.all_reduce, " in said()
+
+
+ORDERS = (
+    KEPT
+    + """
+import contextlib, random, threading
+import torch, torch.distributed, torch.distributed.distributed_c10d as c10d
+import safecomm
+from safecomm import _torch, stream_methods
+from safecomm.core import captures
+from safecomm.peers import operators
+from safecomm.diagnostics.replaced import replaced
+
+OWNERS = (
+    torch.cuda.Event, torch.cuda.Stream, torch.cuda.CUDAGraph, torch.UntypedStorage, torch.Tensor,
+    torch.distributed.ProcessGroup, torch.distributed, c10d, torch.distributed._functional_collectives,
+)
+
+class Broken(Exception):
+    pass
+
+@contextlib.contextmanager
+def user(begin, end):
+    who = object()
+    begin(who)
+    try:
+        yield
+    finally:
+        end(who)
+
+def is_ours(owner, name):
+    return "safecomm" in vars(owner)[name].__code__.co_filename
+
+def is_overridden(operator):
+    return operator in _torch.OVERRIDDEN.values()
+
+def block(rng, patches):
+    '''Return what replaces something, and what says whether it does.'''
+    avoid = safecomm.avoid_record_streams
+    kinds = [
+        (
+            lambda: avoid(rng.choice(["convert", "warn", "raise", "count"]), this_thread=rng.random() < 0.3),
+            lambda: is_overridden("aten::record_stream") and is_ours(torch.cuda.CUDAGraph, "capture_begin"),
+        ),
+        (lambda: user(captures.watch, captures.unwatch), lambda: is_ours(torch.cuda.CUDAGraph, "capture_begin")),
+        (lambda: user(stream_methods.see, stream_methods.unsee), lambda: is_ours(torch.cuda.Event, "record")),
+        (
+            lambda: user(lambda who: operators.install(who, "CUDA"), lambda who: operators.remove(who, "CUDA")),
+            lambda: is_overridden("_c10d_functional::all_reduce") and is_overridden("_c10d_functional::wait_tensor"),
+        ),
+    ]
+    if patches:
+        patch = lambda: safecomm.patched(strict=rng.random() < 0.5, avoid_record_streams=rng.random() < 0.5)
+        kinds += [(patch, lambda: True)] * 2  # the first one's end is that of all that are inside of it
+    made, there = rng.choice(kinds)
+    return made(), there
+
+def order(rng, patches):
+    '''Enter and leave blocks at random, as threads of two users would.'''
+    open_blocks = []
+    for _ in range(rng.randint(2, 8)):
+        if open_blocks and rng.random() < 0.4:
+            one, _ = open_blocks.pop(rng.randrange(len(open_blocks)))
+            error = rng.choice([(None, None, None), (Broken, Broken(), None)])
+            with contextlib.suppress(Broken):
+                one.__exit__(*error)
+        elif rng.random() < 0.1:
+            stream_methods._first_use()
+        else:
+            one, there = block(rng, patches)
+            try:
+                one.__enter__()
+            except Broken:
+                continue
+            open_blocks.append((one, there))
+        assert all(there() for _, there in open_blocks), [there() for _, there in open_blocks]
+    for one, _ in rng.sample(open_blocks, len(open_blocks)):
+        one.__exit__(None, None, None)
+
+def breaking(rng, original):
+    '''Let one kernel in fifty not be replaced, by an error.'''
+    def made(*args, **kwargs):
+        if rng.random() < 0.02:
+            raise Broken
+        return original(*args, **kwargs)
+    return made
+
+def shown():
+    return [{name: id(one) for name, one in vars(owner).items() if type(one) in FUNCTIONS} for owner in OWNERS]
+
+def orders(seed, count, patches):
+    rng = random.Random(seed)
+    override, _torch.Override = _torch.Override, breaking(rng, _torch.Override)
+    for number in range(count):
+        if number % 10:
+            order(rng, patches)
+        else:
+            threads = [threading.Thread(target=order, args=(random.Random(rng.random()), False)) for _ in range(2)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        stream_methods.forget_uses()
+        assert not _torch.OVERRIDDEN, (seed, number)
+        wrong = [
+            (owner, name) for owner, was, now in zip(OWNERS, before_shown, shown(), strict=True)
+            for name in {*was, *now} if was.get(name) != now.get(name)
+        ]
+        assert not wrong, (seed, number, wrong)
+    _torch.Override = override
+
+safecomm.patch()
+safecomm.unpatch()
+before, before_shown = kept(), shown()
+orders(SEED, COUNT, False)
+orders(SEED, COUNT // 50, True)
+assert replaced() == []
+assert changed(before) == set(), changed(before)
+"""
+)
+"""Blocks that replace something of torch's, entered and left in random orders, with errors, and by two threads."""
+
+
+def test_in_whatever_order_blocks_end_torch_is_as_before_s9():
+    run_program(ORDERS.replace("SEED", "1").replace("COUNT", "200")).check()

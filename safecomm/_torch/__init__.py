@@ -23,6 +23,7 @@ the files here. A test that replaces ``_torch.x`` replaces it for the rest of sa
 #     modes          modes, transforms and profilers that are active on this thread
 #     autograd       saved tensors, version counters, the level of forward mode
 #     kernels        torch's own kernels, replaced by functions of Python
+#     replaced       what stands in torch's place, and how torch's own comes back
 #     native         what each call asks: in C, if that was built, or by ctypes
 #     streams        the current device and stream, raw handles
 #     segment_table  which stream a segment is of, by the driver's id of it
@@ -115,6 +116,8 @@ from safecomm._torch.registry import on_each_group as on_each_group
 from safecomm._torch.registry import open_regions as open_regions
 from safecomm._torch.registry import store_of as store_of
 from safecomm._torch.registry import world as world
+from safecomm._torch.replaced import Replaced as Replaced
+from safecomm._torch.replaced import Shared as Shared
 from safecomm._torch.segment_table import GRANULE as GRANULE
 from safecomm._torch.segment_table import UNKNOWN as UNKNOWN
 from safecomm._torch.segment_table import Segment as Segment

@@ -29,7 +29,6 @@ import functools
 import gc
 import logging
 import sys
-import threading
 import types
 import weakref
 from collections.abc import Callable
@@ -58,10 +57,6 @@ DURING: list[Callable[[], AbstractContextManager[object]]] = []
 """Contexts that are open while a capture is recorded."""
 
 _live: dict[int, CapturedGraph] = {}
-_watchers: list[object] = []
-# What stands in torch's place while there are watchers, and what did before.
-_own_begin: tuple[object, Any] | None = None
-_lock = threading.Lock()
 _tolerant = False
 # Of the captures of all graphs.
 _places: weakref.WeakKeyDictionary[torch.cuda.CUDAGraph, str] = weakref.WeakKeyDictionary()
@@ -127,6 +122,7 @@ class CapturedGraph:
         # capture that it gives up as it begins; capture_end() calls it, and then makes the graph one that is replayed.
         self._end_method = "capture_end_pre" if hasattr(graph, "capture_end_pre") else "capture_end"
         self._during = contextlib.ExitStack()
+        self._ending, self._replaced = _torch.Replaced(), _torch.Replaced()  # of the graph, while it is captured; alive
         self._finalizer: weakref.finalize[[], torch.cuda.CUDAGraph] | None = None
 
     def __repr__(self) -> str:
@@ -257,11 +253,10 @@ class CapturedGraph:
             self._finalizer.atexit = False
             for context in DURING:
                 self._during.enter_context(context())
-            # On the object, so that it ends with the capture.
-            graph.__dict__[self._end_method] = functools.partial(_end_capture, self)
+            self._ending.attribute(graph, self._end_method, functools.partial(_end_capture, self))
             # Before the capture can end, because a replay that is not seen would leave no trace of its stream.
-            graph.__dict__["replay"] = self.replay
-            graph.__dict__["reset"] = self.reset
+            self._replaced.attribute(graph, "replay", self.replay)
+            self._replaced.attribute(graph, "reset", self.reset)
             RECORDING[self.capture] = self
         except BaseException:
             self._end()
@@ -277,9 +272,7 @@ class CapturedGraph:
         if RECORDING.get(self.capture) is self:  # without a driver all captures have one id
             RECORDING.pop(self.capture, None)
         self._during.close()
-        graph = self._graph()
-        if graph is not None:
-            graph.__dict__.pop(self._end_method, None)
+        self._ending.close()
 
     def _end(self) -> None:
         """Leave nothing behind: the graph is reset or dead, or its capture has failed. Again, it does nothing.
@@ -289,10 +282,7 @@ class CapturedGraph:
         self._give_back()
         self._leave_capture()
         _live.pop(id(self), None)
-        graph = self._graph()
-        if graph is not None:
-            graph.__dict__.pop("replay", None)
-            graph.__dict__.pop("reset", None)
+        self._replaced.close()
         if self._finalizer is not None:
             self._finalizer.detach()
 
@@ -310,38 +300,21 @@ class CapturedGraph:
 # --- seeing captures -----------------------------------------------------------------------------------------
 
 
-def watch(who: object = None) -> None:
-    """See the captures that begin from now on, until :func:`unwatch` is called as often as this.
-
-    ``who`` is counted once.
-    """
-    global _own_begin
-    with _lock:
-        if who is None or who not in _watchers:
-            _watchers.append(who)
-        if _own_begin is None:
-            replaced = vars(torch.cuda.CUDAGraph).get("capture_begin")
-            standing_in = _around_begin(torch.cuda.CUDAGraph.capture_begin)
-            _own_begin = standing_in, replaced
-            torch.cuda.CUDAGraph.capture_begin = standing_in  # type: ignore[method-assign]
+def watch(who: object) -> None:
+    """See the captures that begin from now on, until :func:`unwatch` is called for all who want it."""
+    _SHARED.enter(who)
 
 
-def unwatch(who: object = None) -> None:
-    """Undo one :func:`watch`."""
-    global _own_begin
-    with _lock:
-        if who in _watchers:
-            _watchers.remove(who)
-        if _watchers or _own_begin is None:
-            return
-        standing_in, replaced = _own_begin
-        # Else other code has wrapped ours, which goes on to torch's.
-        if vars(torch.cuda.CUDAGraph).get("capture_begin") is standing_in:
-            if replaced is None:
-                del torch.cuda.CUDAGraph.capture_begin
-            else:
-                torch.cuda.CUDAGraph.capture_begin = replaced  # type: ignore[method-assign]
-        _own_begin = None
+def unwatch(who: object) -> None:
+    """Undo :func:`watch` for ``who``."""
+    _SHARED.leave(who)
+
+
+def _install(replaced: _torch.Replaced, _: object) -> None:
+    replaced.attribute(torch.cuda.CUDAGraph, "capture_begin", _around_begin(torch.cuda.CUDAGraph.capture_begin))
+
+
+_SHARED = _torch.Shared(_install)
 
 
 def _end_dead() -> None:
@@ -377,7 +350,7 @@ def _around_begin(original: Callable[..., object]) -> Callable[..., None]:
         # A pool by its name, because a graph does not tell its pool before the capture has ended.
         shared_ranges = [] if pool is None or _is_of_trees() else LEDGER.streams.allocated(tuple(pool))
         pool = torch.cuda.graph_pool_handle() if pool is None else pool
-        if _watchers:
+        if _SHARED.users:
             for prepare in BEFORE:
                 prepare(torch.cuda.current_device())
         original(graph, pool, *args, **kwargs)
@@ -385,7 +358,7 @@ def _around_begin(original: Callable[..., object]) -> Callable[..., None]:
         stream = LEDGER.current(index)
         capture = LEDGER.streams.capture(stream)
         # Where other code's wrapper is between two of ours, the inner one has begun already.
-        if capture and _watchers and capture not in RECORDING:
+        if capture and _SHARED.users and capture not in RECORDING:
             CapturedGraph(LEDGER, graph, pool, shared_ranges, index, stream, capture, _caller()).begin(graph)
 
     return capture_begin

@@ -152,6 +152,7 @@ class Functional:
         self._on = True
         self._taps: dict[int, tuple[weakref.ref[Any], Tap]] = {}  # by the id of a group
         self._open: dict[int, tuple[int, list[Any]]] = {}  # by the same: the call that is being made, and its thread
+        self._replaced = _torch.Replaced()
         self._module: Any = _torch.functional_collectives() if COUNTED else None
         module = self._module
         if module is None:
@@ -161,16 +162,14 @@ class Functional:
             original = vars(module).get(name)
             if original is not None and _torch.is_torchs(original):
                 self.changes[original] = (self._waiting if name == "wait_tensor" else self._noting)(original)
-                setattr(module, name, self.changes[original])
+                self._replaced.attribute(module, name, self.changes[original])
         atexit.register(self._exit)
 
     def remove(self) -> None:
         """Put torch's own back. What was dropped stays the ledger's, and the rest is torch's."""
         atexit.unregister(self._exit)
         self._on = False
-        for original, replacement in self.changes.items():
-            if vars(self._module).get(original.__name__) is replacement:
-                setattr(self._module, original.__name__, original)
+        self._replaced.close()
         for result in list(self.unwaited.values()):
             if result.wrapper() is not None:
                 result.forget()

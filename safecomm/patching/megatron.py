@@ -15,10 +15,10 @@ import importlib.util
 import sys
 import types
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
+from safecomm import _torch
 from safecomm.arena.use import empty, in_use, may_be_used
 from safecomm.core.streams import HOST
 
@@ -31,8 +31,7 @@ class Buffers:
 
     def __init__(self) -> None:
         self._finder = _Finder(self.serve)
-        self._owner: Any = None
-        self._original: Callable[..., torch.Tensor] | None = None
+        self._replaced = _torch.Replaced()
         if MODULE in sys.modules:
             self.serve(sys.modules[MODULE])
         else:
@@ -44,7 +43,6 @@ class Buffers:
         original = getattr(owner, "get_tensor", None)
         if original is None:
             return
-        self._owner, self._original = owner, original
 
         def get_tensor(
             self: object, tensor_shape: Sequence[int], dtype: torch.dtype, name: str, *args: object, **kwargs: object
@@ -62,14 +60,13 @@ class Buffers:
             return original(self, tensor_shape, dtype, name, *args, **kwargs)  # type: ignore[no-any-return]
 
         get_tensor.__doc__ = original.__doc__
-        owner.get_tensor = get_tensor  # type: ignore[union-attr]
+        self._replaced.attribute(owner, "get_tensor", get_tensor)
 
     def remove(self) -> None:
         """Put Megatron's own method back."""
         if self._finder in sys.meta_path:
             sys.meta_path.remove(self._finder)
-        if self._owner is not None:
-            self._owner.get_tensor = self._original
+        self._replaced.close()
 
 
 class _Finder(importlib.abc.MetaPathFinder):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed
 
-from safecomm import arguments, replacing, stream_methods, versions
+from safecomm import _torch, arguments, replacing, stream_methods, versions
 from safecomm.core import captures
 from safecomm.core.drain import drain, pending
 from safecomm.patching import aliases
@@ -37,6 +37,7 @@ class _State:
     """What the patch in force has done; None where it has not."""
 
     on = False
+    replaced = _torch.Replaced()
     buffers: Buffers | None = None
     functional: Functional | None = None
     strict: Strict | None = None
@@ -85,14 +86,17 @@ def patch(*, strict: bool | None = None, avoid_record_streams: bool | None = Non
     """
     replacing.ask("patch()")
     strict, avoid = wanted(strict, avoid_record_streams)
-    with _lock:
+    with _lock, contextlib.ExitStack() as undo:
+        undo.callback(_back_to, *_current())
         if not _state.on:
             _apply()
         if strict and _state.strict is None:
             _state.strict = _state.last_strict = Strict()
         if avoid and _state.avoided is None:
-            _state.avoided = _avoid_record_streams()
-            _state.avoided.__enter__()
+            avoided = _avoid_record_streams()
+            avoided.__enter__()
+            _state.avoided = avoided
+        undo.pop_all()
 
 
 def unpatch() -> None:
@@ -106,18 +110,8 @@ def unpatch() -> None:
     --------
     >>> unpatch()
     """
-    with _lock:
-        stream_methods.forget_uses()
-        if not _state.on:
-            return
-        if _state.avoided is not None:
-            _state.avoided.__exit__(None, None, None)
-        if _state.strict is not None:
-            _state.strict.remove()
-        if _state.buffers is not None:
-            _state.buffers.remove()
-        _state.avoided = _state.strict = _state.buffers = None
-        _remove()
+    stream_methods.forget_uses()
+    _back_to(on=False, strict=False, avoids=False)
 
 
 @contextlib.contextmanager
@@ -131,21 +125,30 @@ def patched(*, strict: bool | None = None, avoid_record_streams: bool | None = N
     True
     """
     with _lock:
-        before = _state.on, _state.strict, _state.avoided
+        before = _current()
         patch(strict=strict, avoid_record_streams=avoid_record_streams)
     try:
         yield
     finally:
-        with _lock:
-            if not before[0]:
-                unpatch()
-            else:
-                if _state.strict is not None and before[1] is None:
-                    _state.strict.remove()
-                    _state.strict = None
-                if _state.avoided is not None and before[2] is None:
-                    _state.avoided.__exit__(None, None, None)
-                    _state.avoided = None
+        _back_to(*before)
+
+
+def _current() -> tuple[bool, bool, bool]:
+    """Return what the patch in force does: whether it is on, strict, and avoids ``record_stream``."""
+    return _state.on, _state.strict is not None, _state.avoided is not None
+
+
+def _back_to(on: bool, strict: bool, avoids: bool) -> None:
+    """Undo what the patch in force does beyond that."""
+    with _lock:
+        if not avoids and _state.avoided is not None:
+            avoided, _state.avoided = _state.avoided, None
+            avoided.__exit__(None, None, None)
+        if not strict and _state.strict is not None:
+            _state.strict.remove()
+            _state.strict = None
+        if not on and _state.on:
+            _remove()
 
 
 def is_patched(name: str | None = None) -> bool:
@@ -219,6 +222,7 @@ def wanted(strict: bool | None, avoid_record_streams: bool | None) -> tuple[bool
 
 
 def _apply() -> None:
+    _state.on = True
     version = versions.HERE
     if version < "2.8" and torch.distributed.is_initialized():
         log.warning("torch %s: groups that exist already call record_stream; patch before they are made", version)
@@ -227,13 +231,12 @@ def _apply() -> None:
         for name, replacement in REPLACEMENTS.items():
             there = vars(module).get(name)
             if there is ORIGINALS[name]:
-                setattr(module, name, replacement)
+                _state.replaced.attribute(module, name, replacement)
             elif there is not None:
                 log.info("%s.%s is %r already, and stays", module.__name__, name, there)
     for name, replacement in REPLACEMENTS.items():
         if ORIGINALS[name] in remaps:
             remaps[replacement] = remaps[ORIGINALS[name]]
-    _state.on = True
     captures.set_tolerant(True)
     captures.watch(_state)
     _state.buffers = Buffers()
@@ -254,11 +257,12 @@ def _apply() -> None:
 
 def _remove() -> None:
     remaps = _collectives_that_dynamo_knows()
-    for name, replacement in REPLACEMENTS.items():
+    for replacement in REPLACEMENTS.values():
         remaps.pop(replacement, None)
-        for module in MODULES:
-            if vars(module).get(name) is replacement:
-                setattr(module, name, ORIGINALS[name])
+    _state.replaced.close()
+    if _state.buffers is not None:
+        _state.buffers.remove()
+        _state.buffers = None
     _state.on = False
     captures.set_tolerant(False)
     captures.unwatch(_state)

@@ -121,16 +121,11 @@ class _Methods:
 
     def __init__(self, count: _Count) -> None:
         self._count = count
-        self._originals = {name: vars(ProcessGroup)[name] for name in _METHODS if name in vars(ProcessGroup)}
-        self._replacements = {name: self._watched(name) for name in self._originals}
-        for name, replacement in self._replacements.items():
-            setattr(ProcessGroup, name, replacement)
-
-    def remove(self) -> None:
-        """Put the group's own methods back. What other code has put over ours since stays, and goes on to them."""
-        for name, original in self._originals.items():
-            if vars(ProcessGroup).get(name) is self._replacements[name]:
-                setattr(ProcessGroup, name, original)
+        replaced = _torch.Replaced()
+        for name in _METHODS:
+            if name in vars(ProcessGroup):
+                replaced.attribute(ProcessGroup, name, self._watched(name))
+        self.remove = replaced.close
 
     def _watched(self, name: str) -> Callable[..., object]:
         bare = getattr(ProcessGroup, name)

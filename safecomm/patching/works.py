@@ -48,24 +48,24 @@ class Works:
     def __init__(self) -> None:
         gives = (Join.notify_join_context, _torch.register_work)
         self.changes: dict[Any, types.FunctionType] = {one: _giving(one) for one in gives if one is not None}
+        self._replaced = _torch.Replaced()
         for base in _BASES:
             kinds = base.__subclasses__()
             for kind in kinds:
                 self.changes |= _methods(base, kind)
                 kinds += kind.__subclasses__()
-            base.__init_subclass__ = classmethod(lambda kind, _base=base, **given: self._made(_base, kind, **given))
+            made = classmethod(lambda kind, _base=base, **given: self._made(_base, kind, **given))
+            self._replaced.attribute(base, "__init_subclass__", made)
 
     def _made(self, base: Any, kind: Any, **kwargs: object) -> None:
         super(base, kind).__init_subclass__(**kwargs)
         for original, replacement in _methods(base, kind).items():
-            setattr(kind, original.__name__, replacement)
+            self._replaced.attribute(kind, original.__name__, replacement)
             self.changes[original] = replacement
 
     def remove(self) -> None:
         """Replace no more methods of classes that come later."""
-        for base in _BASES:
-            if "__init_subclass__" in vars(base):
-                del base.__init_subclass__
+        self._replaced.close()
 
 
 def _methods(base: Any, kind: type) -> dict[Any, types.FunctionType]:

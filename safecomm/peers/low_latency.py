@@ -157,7 +157,7 @@ class low_latency:  # noqa: N801
         if self._engine is None:
             log.warning("low_latency(): group %r stays as it is: %s", _torch.group_name(group), self.reason)
             return self
-        captures.watch()
+        captures.watch(self._engine)
         captures.BEFORE.append(self._engine.before_capture)
         self._engine.leave = self._leave
         ENGINES[group] = self._engine
@@ -202,7 +202,7 @@ class low_latency:  # noqa: N801
         self.reason = "it was switched off"
         ENGINES.pop(self._group, None)
         captures.BEFORE.remove(engine.before_capture)
-        captures.unwatch()
+        captures.unwatch(engine)
         _KEPT.append(engine)
         deadline = time.monotonic() + patience.total_seconds()
         complete = engine.idle(patience)

@@ -11,7 +11,7 @@ that: the storage that was written to carries a :class:`_Launch`, and dies with 
 
 from __future__ import annotations
 
-import threading
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any, TypeAlias
@@ -41,11 +41,7 @@ _MARK = "_safecomm_launches"
 _How: TypeAlias = tuple[Any, ...]
 """What an operator is given behind its tensors; see :func:`_stand_in`."""
 
-_kernels: dict[str, dict[str, _torch.Override]] = {}  # what is replaced, by dispatch key and operator
-_users: dict[str, list[object]] = {}  # what it is replaced for, by dispatch key
 _groups: dict[str, Any] = {}  # those that have an engine, by name
-_unwaited: set[str] = set()  # where an exception has left launches that were not waited for, by dispatch key
-_lock = threading.Lock()
 _current = LEDGER.streams.current
 
 
@@ -275,36 +271,48 @@ _WAITS = ("wait_tensor", "wait_tensors")
 # --- kernels, while anybody wants them --------------------------------------------------------------------------
 
 
+@functools.cache
+def _replaced(key: str, *, waits: bool) -> _torch.Shared:
+    """Return what replaces the operators that wait, or those that launch, for the dispatch key ``key``."""
+
+    def install(replaced: _torch.Replaced, _: object) -> None:
+        for name in _present():
+            if (name in _WAITS) is waits:
+                replaced.callback(_override(name, key, _OURS[name]).remove)
+
+    return _torch.Shared(install)
+
+
 def install(user: object, key: str, group: Any = None) -> None:
     """Let the functional collectives reach the engine of ``group`` (None: those of all) until :func:`remove`.
 
     ``key``: the dispatch key of the engine's device. Not if :func:`why_not` has something to say.
     """
-    with _lock:
-        if group is not None:
-            _groups[group.group_name] = group
-        _users.setdefault(key, []).append(user)
-        kernels = _kernels.setdefault(key, {})
-        for name, ours in _present():
-            if name not in kernels:
-                kernels[name] = _override(name, key, ours)
+    if group is not None:
+        _groups[group.group_name] = group
+    try:
+        for waits in (False, True):
+            _replaced(key, waits=waits).enter(user)
+    except BaseException:
+        remove(user, key, group)
+        raise
 
 
 def why_not(key: str) -> str:
     """Return why the functional collectives of ``key`` stay torch's; ``""`` if they need not."""
     if not _torch.keeps_attributes():
         return f"storages of torch {torch.__version__} have no attributes"
-    there = _kernels.get(key, {})
-    for name, _ in _present():
-        if name not in there and _torch.kernel_of_all_devices(f"{NAMESPACE}::{name}", key) is None:
+    for name in _present():
+        ours = _replaced(key, waits=name in _WAITS).users
+        if not ours and _torch.kernel_of_all_devices(f"{NAMESPACE}::{name}", key) is None:
             return f"{NAMESPACE}::{name} has another kernel for {key}, or torch does not tell"
     return ""
 
 
-def _present() -> list[tuple[str, Callable[..., object]]]:
-    """Return the operators that this torch has, by their names, each with what is ours."""
+def _present() -> list[str]:
+    """Return the names of the operators that are replaced, of those that this torch has."""
     operators = getattr(torch.ops, NAMESPACE)
-    return [(name, ours) for name, ours in _OURS.items() if hasattr(operators, name)]
+    return [name for name in _OURS if hasattr(operators, name)]
 
 
 def _override(name: str, key: str, ours: Callable[..., object]) -> _torch.Override:
@@ -323,16 +331,10 @@ def remove(user: object, key: str, group: Any = None, *, complete: bool = True) 
 
     Not ``complete``: what an engine has launched may be running, so that waiting for it stays ours.
     """
-    with _lock:
-        if group is not None:
-            _groups.pop(group.group_name, None)
-        users = _users.get(key, [])
-        if user not in users:
-            return
-        users.remove(user)
-        if not complete:
-            _unwaited.add(key)
-        if not users:
-            kernels = _kernels.get(key, {})
-            for name in [name for name in kernels if key not in _unwaited or name not in _WAITS]:
-                kernels.pop(name).remove()
+    if group is not None:
+        _groups.pop(group.group_name, None)
+    _replaced(key, waits=False).leave(user)
+    waits = _replaced(key, waits=True)
+    if not complete:
+        waits.enter(object())  # which never leaves
+    waits.leave(user)
