@@ -18,7 +18,8 @@ import torch.distributed as stock
 from measured import begin, setting, write
 
 import safecomm
-from safecomm.core import ledger, streams
+from safecomm.collectives.routes import ROUTES
+from safecomm.core import ledger, streams, uses
 from safecomm.core.ledger import LEDGER
 
 MIB, NEVER = 1 << 20, 1 << 60
@@ -93,9 +94,10 @@ def side_small(device):
 
 def side_ordered(device):
     """Tensors of 32 MiB on a side stream, which rule 3 orders, with a matmul beside each that takes as long."""
-    budget, LEDGER.budget = LEDGER.budget, 0
+    budget = use_budget()
+    use_budget(0)
     side(device)
-    LEDGER.budget = budget
+    use_budget(budget)
 
 
 def offload(device, count=24):
@@ -114,6 +116,21 @@ def offload(device, count=24):
         for _ in range(4):
             device.compute(8192)
             safecomm.all_reduce(device.small[0])
+
+
+def overlapped(device):
+    """Tensors of 256 MiB on a side stream, which a recorded stream holds, beside matmuls of 1.5 ms."""
+    main = torch.cuda.current_stream()
+    with safecomm.avoid_record_streams():
+        for _ in range(12):
+            given = tensor(256)
+            device.side.wait_stream(main)
+            with torch.cuda.stream(device.side):
+                safecomm.all_reduce(given)
+            given.record_stream(device.side)
+            del given
+            device.compute(8192)
+    main.wait_stream(device.side)
 
 
 def activations(device):
@@ -159,9 +176,28 @@ def attribute(owner, name):
     return lambda *value: setattr(owner, name, *value) if value else getattr(owner, name)
 
 
+def work_budget(*value):
+    """Set the bytes of each group's works that rule 3 leaves alone; tell what they are."""
+    if value:
+        LEDGER.budget = value[0]
+        for route in ROUTES.all.values():
+            route.budget = value[0]
+    return LEDGER.budget
+
+
+def use_budget(*value):
+    """Set the bytes of each stream's uses that rule 3 leaves alone; tell what they are."""
+    if value:
+        LEDGER.uses.budget = value[0]
+        for queue in LEDGER.uses.queues.values():
+            queue.budget = value[0]
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory // uses.BUDGET_SHARE
+
+
 CASES = {
     "LAG": (attribute(LEDGER, "lag"), (0, 16), (dropped, side, side_small)),
-    "BUDGET": (attribute(LEDGER, "budget"), (0, 256 * MIB, NEVER), (dropped, side_large, offload)),
+    "BUDGET": (work_budget, (0, NEVER), (dropped,)),
+    "BUDGET_SHARE": (use_budget, (0, 512 * MIB, NEVER), (side_large, offload, overlapped)),
     "PATIENCE": (attribute(LEDGER, "_patience"), (0, NEVER), (waited, crowd)),
     "INTERVAL": (attribute(LEDGER, "interval"), (0, 1), (side, side_host_bound, side_events, futures, activations)),
     "UNORDERED": (attribute(ledger, "UNORDERED"), (1, NEVER), (gloo,)),

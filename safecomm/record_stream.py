@@ -59,7 +59,7 @@ class avoid_record_streams(contextlib.ContextDecorator):  # noqa: N801
 
     ``release`` is how converted memory comes back. ``"auto"``: when the allocation stream next waits for the other
     one, by ``wait_stream`` or an event, or once the device has passed that point, whatever comes first; that never
-    delays a stream, so overlapped compute stays overlapped. Only when more than four holds and 512 MiB have piled
+    delays a stream, so overlapped compute stays overlapped. Only when more than 1/64 of the device's memory has piled
     up, or in a CUDA graph capture, where nothing can be asked, the allocation stream is ordered. ``"order"`` does that
     always: memory that is the same in each run, and no overlap after the end of a tensor. ``"defer"`` never does it,
     except in a capture. Where references can't be counted, as in a free-threaded Python, nothing is converted, each

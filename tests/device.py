@@ -143,6 +143,9 @@ class SimulatedDevice:
         assert stream == self.current(index)
         return self.capture(stream) != 0
 
+    def capacity(self, index: int) -> int:
+        return 1 << 20
+
     def claim(self, start: int, end: int, alloc_stream: Callable[[int], int | None]) -> None:
         """Know of no arena."""
 

@@ -135,9 +135,12 @@ class Device(ArenaDevice):
 
     def _start(self, pointer: int) -> int:
         """Return where the block begins that ``pointer`` lies in, as the driver does."""
-        if pointer in self._live or pointer in self.tenants:
+        tenant = self.tenants.get(pointer)
+        if pointer in self._live or (tenant is not None and not tenant.gone):
             return pointer
-        blocks = [*((start, block) for start, (_, block) in self._live.items()), *self.tenants.items()]
+        # What was handed out since may begin before a tenant that is gone.
+        tenants = sorted(self.tenants.items(), key=lambda one: one[1].gone)
+        blocks = [*((start, block) for start, (_, block) in self._live.items()), *tenants]
         inside = (start for start, block in blocks if start <= pointer < start + block.nbytes)
         return next(inside, pointer)
 
@@ -480,7 +483,7 @@ def forked(ask: Callable[[], Any]) -> Any:
 
 # --- in torch's place -----------------------------------------------------------------------------------------------
 
-sys.modules["threading"] = Threading("threading")
+sys.modules["threading"] = _torch.replaced.threading = Threading("threading")  # type: ignore[attr-defined]
 _inside = contextlib.ExitStack()  # until the process ends
 _inside.enter_context(events_of_torch())
 _streams.CudaStreams = Answers  # type: ignore[assignment, misc]
@@ -625,7 +628,10 @@ def record_stream(tensor: torch.Tensor, stream: Any) -> None:
 
 def leave_alone(nbytes: int) -> None:
     """Let ``nbytes`` of each queue be what is not too far behind the host."""
-    _record_stream.LEDGER.budget = nbytes
+    ledger = _record_stream.LEDGER
+    ledger.budget = ledger.uses.budget = nbytes
+    for queue in ledger.uses.queues.values():
+        queue.budget = nbytes
 
 
 def stream_of_torch(number: int) -> torch.Stream:

@@ -313,7 +313,7 @@ def test_a_work_alone_in_its_lane_is_not_released_by_a_wait_elsewhere_s1(device,
 
 def test_a_stream_that_waits_because_too_much_is_behind_lets_the_next_collective_go_first(device) -> None:
     """Else the kernels that it starts, where one collective ends, are in the way of the next one each time."""
-    ledger, group = Ledger(device, budget=1600), FakeGroup(device, "nccl")
+    ledger, group = Ledger(device, use_budget=1600), FakeGroup(device, "nccl")
     for number in range(60):
         tensor = device.allocate(0, 100)
         device.switch(1)
@@ -331,7 +331,7 @@ def test_a_stream_that_waits_because_too_much_is_behind_lets_the_next_collective
 
 def used_on_another_stream(device, streams: int) -> Ledger:
     """Return a ledger that holds 60 tensors, used on stream 3, and allocated on the first ``streams`` in turn."""
-    ledger, group = Ledger(device, budget=1600), FakeGroup(device, "nccl")
+    ledger, group = Ledger(device, use_budget=1600), FakeGroup(device, "nccl")
     tensors = [device.allocate(1 + number % streams, 100) for number in range(60)]
     device.switch(3)
     for tensor in tensors:

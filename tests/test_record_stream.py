@@ -429,7 +429,7 @@ def test_release(device, ledger, release):
 
 
 def test_too_much_behind_the_host_is_ordered(device, monkeypatch):
-    few = Ledger(device, lag=2, budget=256)
+    few = Ledger(device, lag=2, use_budget=256)
     monkeypatch.setattr(
         record_stream, "_intercept", lambda: record_stream._Interception(few, "CPU", lambda stream: stream.stream_id)
     )
@@ -462,7 +462,7 @@ def test_what_nobody_uses_does_not_pile_up_whatever_the_order_s3(device, ledger,
 
 
 def test_much_memory_is_looked_at_by_the_next_call_s3(device, monkeypatch):
-    few = Ledger(device, budget=8 * 64 * 3)
+    few = Ledger(device, use_budget=8 * 64 * 3)
     few.interval = 100
     monkeypatch.setattr(
         record_stream, "_intercept", lambda: record_stream._Interception(few, "CPU", lambda stream: stream.stream_id)
@@ -517,7 +517,7 @@ def test_a_finalizer_that_sweeps_in_the_middle_of_a_sweep_s3(device, ledger, pas
 
 @pytest.mark.parametrize("first", ["defer", "given back"])
 def test_rule_three_counts_what_is_behind_the_first(device, monkeypatch, first):
-    few = Ledger(device, lag=2, budget=256)
+    few = Ledger(device, lag=2, use_budget=256)
     monkeypatch.setattr(
         record_stream, "_intercept", lambda: record_stream._Interception(few, "CPU", lambda stream: stream.stream_id)
     )

@@ -23,7 +23,7 @@ def device() -> SimulatedDevice:
 
 @pytest.fixture
 def ledger(device: SimulatedDevice) -> Ledger:
-    return Ledger(device, lag=0, budget=0, patience=0)
+    return Ledger(device, lag=0, budget=0, use_budget=0, patience=0)
 
 
 @pytest.fixture
@@ -144,7 +144,7 @@ def test_a_work_that_has_failed_and_says_that_it_is_complete_is_not_believed_s4(
 
 
 def test_dropped_works_of_any_stream_do_not_pile_up_s3(device, group) -> None:
-    few = Ledger(device, lag=4, budget=640, patience=0)
+    few = Ledger(device, lag=4, budget=640, use_budget=640, patience=0)
     call(few, group, [device.allocate(3, 64)])  # in front of all others
     for home in (0, 2):
         for _ in range(100):
@@ -338,7 +338,7 @@ def test_works_with_futures_are_left_alone_once_and_not_for_good_s3(device, grou
 
 def test_what_is_recorded_and_falls_unused_does_not_pile_up_between_looks_s3(device, group, later) -> None:
     """A backward frees what a forward has recorded, and records nothing."""
-    ledger = Ledger(device, budget=8 * 64)
+    ledger = Ledger(device, use_budget=8 * 64)
     ledger.interval = 100
     kept = [held_by_event(device, ledger, group, "recorded use") for _ in range(100)]
     ledger.sweep()
@@ -437,7 +437,7 @@ def test_a_wait_gives_back_all_that_came_and_fell_unused_before_its_event_s2(dev
 
 
 def test_recorded_uses_that_pile_up_order_no_stream_that_another_thread_captures_s5(device) -> None:
-    ledger = Ledger(device, lag=2, budget=0)
+    ledger = Ledger(device, lag=2, use_budget=0)
     for _ in range(2):
         recorded(device, ledger, 1)
     ledger.sweep(thorough=True)
@@ -455,7 +455,7 @@ def test_recorded_uses_that_pile_up_order_no_stream_that_another_thread_captures
 
 def test_a_buffer_that_the_program_keeps_keeps_no_other_memory_s3(device, group) -> None:
     """It is used first, and does not come back by ordering anything."""
-    few = Ledger(device, lag=2, budget=64)
+    few = Ledger(device, lag=2, use_budget=64)
     device.switch(1)
     kept = device.allocate(0, 64)
     call_sync(few, group, [kept])

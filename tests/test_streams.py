@@ -54,6 +54,7 @@ class Cuda:
         cuda = SimpleNamespace(
             Event=Event, ExternalStream=Stream, default_stream=lambda index: Stream(0, device=index),
             Stream=self.new, stream=self.stream, synchronize=self.synchronized.append,
+            get_device_properties=lambda index: SimpleNamespace(total_memory=float(1 << (30 + index))),
         )  # fmt: skip
         monkeypatch.setattr(streams, "torch", SimpleNamespace(cuda=cuda, UntypedStorage=torch.UntypedStorage))
         monkeypatch.setattr(streams, "_EVENT", Event)
@@ -149,10 +150,12 @@ def test_the_capture_mode_of_a_thread_is_put_back_whatever_happens_s5(cuda) -> N
     assert cuda.mode == 0
 
 
-def test_the_device_that_is_asked_for_is_waited_for(cuda) -> None:
+def test_the_device_that_is_asked_for_is_waited_for_and_measured(cuda) -> None:
     device = CudaStreams()
     device.synchronize(1)
     assert cuda.synchronized == [1]
+    assert device.capacity(1) == 2 << 30
+    assert type(device.capacity(0)) is int
 
 
 def test_the_legacy_default_stream_is_not_asked_whether_it_is_captured_s5() -> None:

@@ -144,21 +144,23 @@ class Queue:
     """Holds of one origin, in the order in which they were made: a group's works, or the uses on a stream."""
 
     __slots__ = (
-        "capture", "defer_polling", "group", "holds", "index", "key", "ledger", "look_beyond", "next_look",
+        "budget", "capture", "defer_polling", "group", "holds", "index", "key", "ledger", "look_beyond", "next_look",
         "nonempty", "stream", "table",
     )  # fmt: skip
 
     waits_for_others: bool = False  # its holds end when other holds of the same memory have
     eventless: Collection[Hold] = ()  # of uses: those without an event as yet
 
-    def __init__(self, ledger: Any, table: dict[K, Any], key: K, index: int, stream: int = 0, capture: int = 0) -> None:
+    def __init__(
+        self, ledger: Any, table: dict[K, Any], key: K, index: int, stream: int = 0, capture: int = 0, budget: int = 0
+    ) -> None:
         self.ledger: Any = ledger  # the Ledger that the holds are part of
         self.nonempty: dict[Queue, object] = ledger.nonempty  # the queues of it that have holds
         self.table: dict[Any, Any] = table  # where this queue is found under its key
         self.key: Hashable = key
         # The device index, or HOST; the stream of the uses, or of the first launch; the graph capture that all of it is
-        # part of, 0 for none.
-        self.index, self.stream, self.capture = index, stream, capture
+        # part of, 0 for none; the bytes that rule 3 leaves alone.
+        self.index, self.stream, self.capture, self.budget = index, stream, capture, budget
         self.defer_polling: bool = False  # handles are out: a sweep may skip this queue while its works are young
         # Until when the holds are left alone, if there are not more than so many before.
         self.next_look, self.look_beyond = 0.0, 0
@@ -213,7 +215,7 @@ class Queue:
         # Told from the oldest, so that it takes constant time.
         sample = self.oldest(8)
         nbytes: int = sum(hold.nbytes for hold in sample)
-        return bool(nbytes * len(self.holds) // max(len(sample), 1) > self.ledger.budget)
+        return bool(nbytes * len(self.holds) // max(len(sample), 1) > self.budget)
 
 
 class Holds:
@@ -223,12 +225,12 @@ class Holds:
     ----------
     streams
         Answers for the device.
-    lag, budget
-        Holds of one queue, however large they are, and bytes, however many they are of, that rule 3 leaves alone.
+    lag
+        Holds of one queue that rule 3 leaves alone, however large they are.
     """
 
-    def __init__(self, streams: Streams, lag: int, budget: int) -> None:
-        self.streams, self.lag, self.budget = streams, lag, budget
+    def __init__(self, streams: Streams, lag: int) -> None:
+        self.streams, self.lag = streams, lag
         self.interval: float = 0  # seconds in which a queue is looked at once, while few holds come
         self.nonempty: dict[Queue, object] = {}  # the queues that have holds: none if all works are waited for
         self.quarantine: dict[Hold, None] = {}  # what has failed

@@ -71,11 +71,8 @@ INTERVAL = 0.01
 A look takes longer than the rest of a call, and a program orders its streams by itself, which gives the memory back.
 """
 
-BUDGET = 512 << 20
-"""Bytes of a queue that rule 3 leaves alone however many holds they are of: what overlapped compute leaves.
-
-To order a stream after the oldest can delay that compute.
-"""
+BUDGET = 256 << 20
+"""Bytes of a group's dropped works that rule 3 leaves alone however many they are."""
 
 
 class WorkHold(Hold):
@@ -135,7 +132,7 @@ class WorkQueue(Queue):
     def __init__(
         self, ledger: Ledger, table: dict[Any, Any], key: Hashable, index: int, stream: int, capture: int
     ) -> None:
-        super().__init__(ledger, table, key, index, stream, capture)
+        super().__init__(ledger, table, key, index, stream, capture, ledger.budget)
         self.current: Callable[[int], int] = ledger.streams.current
         # Set by who makes the queue (``collectives/routes.py``), and never after its first hold.
         # Waiting for a work orders a stream; with other backends than NCCL it blocks the host.
@@ -238,8 +235,8 @@ class Ledger(Holds):
     ----------
     streams
         Answers for the device.
-    lag, budget
-        Rule 3's: holds and bytes of a queue that are left alone.
+    lag, budget, use_budget
+        Rule 3's: holds of a queue, bytes of a group's works, and bytes of a stream's uses that are left alone.
     patience
         Rule 2's, in seconds: see :data:`PATIENCE`.
     """
@@ -250,11 +247,13 @@ class Ledger(Holds):
         *,
         lag: int = LAG,
         budget: int = BUDGET,
+        use_budget: int | None = None,
         patience: float = PATIENCE,
     ) -> None:
-        super().__init__(streams, lag, budget)
+        super().__init__(streams, lag)
         self.current: Callable[[int], int] = streams.current
-        self.uses: Uses = Uses(self)
+        self.budget = budget
+        self.uses: Uses = Uses(self, use_budget)
         self.hand_off = self.uses.use
         self.stream_order: StreamOrder = StreamOrder(self, self.uses)
         # What bucketed() defers, by group: neither held nor launched by the ledger, which only tells of it.

@@ -94,6 +94,9 @@ class Streams(Protocol):
     def synchronize(self, index: int, /) -> None:
         """Block the host until device ``index`` is idle."""
 
+    def capacity(self, index: int, /) -> int:
+        """Return the bytes of memory that device ``index`` has."""
+
 
 def capture_of(streams: Streams, stream: int) -> int:
     """Return the graph capture that ``stream`` is part of; 0 if it is not capturing."""
@@ -179,3 +182,6 @@ class CudaStreams(Allocations):
 
     def synchronize(self, index: int) -> None:
         torch.cuda.synchronize(index)
+
+    def capacity(self, index: int) -> int:
+        return int(torch.cuda.get_device_properties(index).total_memory)

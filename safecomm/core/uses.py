@@ -24,6 +24,13 @@ from safecomm.core.holds import Hold, Holds, Queue, keys_of
 from safecomm.core.refcounts import COUNTED, HELD_ONCE, getrefcount
 from safecomm.core.streams import alloc_stream_of, capture_of
 
+BUDGET_SHARE = 64
+"""The share of the device's memory, one part in this many, that rule 3 leaves alone in the uses of a stream.
+
+More than for works: a use is what overlapped compute leaves, and ordering the allocation stream after it can delay that
+compute.
+"""
+
 _now = time.perf_counter
 
 StreamKey = tuple[int, int]
@@ -71,7 +78,8 @@ class UseQueue(Queue):
 
     def __init__(self, uses: Uses, stream: int, index: int, capture: int = 0) -> None:
         key = type(self), stream, index, capture
-        super().__init__(uses.ledger, uses.queues, key, index, stream, capture)
+        budget = uses.ledger.streams.capacity(index) // BUDGET_SHARE if uses.budget is None else uses.budget
+        super().__init__(uses.ledger, uses.queues, key, index, stream, capture, budget)
         self.uses: Uses = uses
         self.eventless: dict[Use, None] = {}  # without an event as yet, of those that are over
         self.lasting: bool | None = None  # asked at the first use, when the stream is the current one
@@ -193,13 +201,13 @@ class Waiting(UseQueue):
 
         What was recorded last is mostly freed first, because backward frees in the opposite order. A program that
         records every activation has hundreds, at which no call can look. So a look is at those that have come since the
-        last one, or at the newest, and then at the rest in turn, until as many were in vain as keep what is unused from
-        piling up: twice as many as have come.
+        last one, which mostly are still in use, and at as many before, or at the newest. Then it is at the rest in
+        turn, until as many were in vain as keep what is unused from piling up: twice as many as have come.
 
         ``at_newest``: looks at the newest alone.
         """
         see = self.uses.see
-        newest, self.fresh = max(self.fresh, 1), 0
+        newest, self.fresh = max(2 * self.fresh, 1), 0
         for use in self.newest(newest):
             see(self, use)
         if at_newest:
@@ -240,9 +248,11 @@ class Uses:
     ----------
     ledger
         The holds that they are part of.
+    budget
+        Bytes of one stream's uses that rule 3 leaves alone. None: a share of the device's memory.
     """
 
-    def __init__(self, ledger: Holds) -> None:
+    def __init__(self, ledger: Holds, budget: int | None = None) -> None:
         self.count: int = 0  # how often memory was used on another stream than its own
         self.queues: dict[Hashable, Any] = {}
         self.used_on: set[StreamKey] = set()  # the streams that have, or had, queues here
@@ -250,7 +260,7 @@ class Uses:
         # What record_stream was called for, by stream, device index and capture: each device has a default stream 0.
         self.by_storage: dict[int, dict[tuple[int, int, int], Use]] = {}
         self.ledger: Holds = ledger
-        self._streams = ledger.streams
+        self._streams, self.budget = ledger.streams, budget
 
     def queue(self, kind: type[Q], stream: int, index: int, capture: int = 0) -> Q:
         """Return the queue of that kind for uses on ``stream`` of device ``index``, made if there is none."""
