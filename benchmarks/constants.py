@@ -19,7 +19,7 @@ from measured import begin, setting, write
 
 import safecomm
 from safecomm.collectives.routes import ROUTES
-from safecomm.core import ledger, streams, uses
+from safecomm.core import ledger, uses
 from safecomm.core.ledger import LEDGER
 
 MIB, NEVER = 1 << 20, 1 << 60
@@ -90,14 +90,6 @@ def side_large(device):
 def side_small(device):
     """Tensors of 64 KiB on a side stream, which the main stream never waits for."""
     side(device, mib=1 / 16, count=64, size=512)
-
-
-def side_ordered(device):
-    """Tensors of 32 MiB on a side stream, which rule 3 orders, with a matmul beside each that takes as long."""
-    budget = use_budget()
-    use_budget(0)
-    side(device)
-    use_budget(budget)
 
 
 def offload(device, count=24):
@@ -201,7 +193,6 @@ CASES = {
     "PATIENCE": (attribute(LEDGER, "_patience"), (0, NEVER), (waited, crowd)),
     "INTERVAL": (attribute(LEDGER, "interval"), (0, 1), (side, side_host_bound, side_events, futures, activations)),
     "UNORDERED": (attribute(ledger, "UNORDERED"), (1, NEVER), (gloo,)),
-    "PAUSE": (attribute(streams, "PAUSE"), (1, 100_000), (side_ordered,)),
 }
 
 

@@ -223,6 +223,41 @@ def asked():
     )
 
 
+PROGRAMS = {
+    "dropped": "dropped handles",
+    "side": "32 MiB on a side stream",
+    "side_small": "64 KiB on a side stream",
+    "side_large": "512 MiB on a side stream",
+    "side_host_bound": "1 MiB on a side stream",
+    "side_events": "1 MiB on a side stream, events",
+    "offload": "copies to the host, `record_stream`",
+    "overlapped": "256 MiB beside matmuls, `record_stream`",
+    "activations": "300 activations, `record_stream`",
+    "waited": "8 in flight, waited for",
+    "crowd": "200 in flight, waited for",
+    "futures": "8 in flight, by futures",
+    "gloo": "64 dropped, gloo",
+}
+
+
+def constants():
+    def shown(name, value):
+        if "BUDGET" in name and value != "never":
+            return f"{int(value) >> 20} MiB"
+        return "no limit" if value == "never" else value
+
+    rows = []
+    for name, constant in load("constants.json")["constants"].items():
+        for program, values in constant["programs"].items():
+            own, *others = values.items()
+            told = "; ".join(
+                f"{shown(name, value)}: {rounded(took['ratio'])}, {took['peak MiB']:.0f} MiB" for value, took in others
+            )
+            rows.append((f"`{name}`", shown(name, own[0]), PROGRAMS[program], f"{own[1]['peak MiB']:.0f} MiB", told))
+    head = "constant", "is", "program", "peak", "with another value: time, of that with ours; peak"
+    return table(head, rows) + source("constants.json")
+
+
 def imported():
     results = load("import_time.json")
     return (
@@ -566,7 +601,7 @@ MADE = {
         one.__name__: one
         for one in (
             costs, gains, corruption, memory, megatron, steps, overlap, calls, streams, recorded, asked, latency,
-            latency_of_two, functional, bucketed, arena, lists, imported,
+            latency_of_two, functional, bucketed, arena, lists, constants, imported,
         )
     },
 }  # fmt: skip

@@ -178,11 +178,6 @@ class SimulatedDevice:
         self._check(event)
         self.wait(self.streams[stream], event.past, event.capture)
 
-    def pause(self, index: int, stream: int) -> None:
-        self.calls["pause"] += 1
-        if self.streams[stream].capture:
-            self._fault("a graph would pause at each replay")
-
     @contextmanager
     def using(self, index: int, stream: int) -> Iterator[None]:
         before, self._current = self._current, stream

@@ -193,6 +193,7 @@ def test_as_a_decorator(tmp_path, monkeypatch):
 
 def test_the_number_of_lines_of_the_program_is_bounded(tmp_path, monkeypatch):
     monkeypatch.setattr(record, "MOST_SITES", 3)
+    monkeypatch.setattr(record.LEDGER.uses, "budget", 0)
     counters = record._Counters()
     for number in range(10):
         entry = Work()

@@ -499,6 +499,28 @@ def test_what_is_to_be_ordered_waits_until_its_stream_is_not_captured_any_more_s
     device.settle()
 
 
+@pytest.mark.parametrize("complete", [False, True])
+def test_a_recorded_use_that_an_exception_leaves_in_both_queues_is_taken_out_of_one_s3(device, complete) -> None:
+    """An exception of a signal handler has come before it was taken out, and then perhaps it was released."""
+    ledger = Ledger(device)
+    recorded(device, ledger, 1)
+    (use,) = ledger.holds()
+    waiting = use.queue
+    ledger.sweep(thorough=True)
+    assert use.queue is waiting.events
+    if complete:
+        device.finish()
+        ledger.sweep(thorough=True)
+    waiting.holds[use] = waiting.nonempty[waiting] = None
+    ledger.sweep(thorough=True)
+    assert waiting not in ledger.nonempty
+    assert len(ledger.pending()) == (not complete)
+    device.settle()
+    device.finish()
+    ledger.sweep(thorough=True)
+    assert ledger.pending() == []
+
+
 def test_a_recorded_use_that_is_released_is_not_polled_any_more_s1(device) -> None:
     """Its event may be somebody else's by then, or one of a capture."""
     ledger = Ledger(device)

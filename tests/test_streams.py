@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from safecomm.core import streams
-from safecomm.core.streams import PAUSE, CudaStreams, alloc_stream_of, capture_of, stream_object
+from safecomm.core.streams import CudaStreams, alloc_stream_of, capture_of, stream_object
 
 
 class Event:
@@ -47,7 +47,6 @@ class Cuda:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.current: list[Any] = ["the program's"]
-        self.spun: list[Any] = []
         self.synchronized: list[int] = []
         self.mode = 0  # of captures: global
         self.made = 0  # how many streams were
@@ -58,7 +57,6 @@ class Cuda:
         )  # fmt: skip
         monkeypatch.setattr(streams, "torch", SimpleNamespace(cuda=cuda, UntypedStorage=torch.UntypedStorage))
         monkeypatch.setattr(streams, "_EVENT", Event)
-        monkeypatch.setattr(streams._torch, "spin", lambda cycles: self.spun.append((self.current[-1], cycles)))
         monkeypatch.setattr(streams._torch, "swap_capture_mode", self.swap)
 
     def new(self, index: int) -> SimpleNamespace:
@@ -117,12 +115,6 @@ def test_an_event_is_used_again_once_it_is_given_back_and_on_no_other_device_s1(
     assert device.record_event(0, 88) is first
     assert [stream.name for stream in first.on] == [(0, 77), (0, 88)]
     assert device.record_event(0, 88) not in (first, second)
-
-
-def test_a_pause_is_of_the_stream_that_is_asked_for_and_leaves_the_current_one(cuda) -> None:
-    CudaStreams().pause(0, 77)
-    assert cuda.spun == [((0, 77), PAUSE)]
-    assert cuda.current == ["the program's"]
 
 
 def test_each_device_has_one_stream_that_the_program_does_not_use(cuda) -> None:

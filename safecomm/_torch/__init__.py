@@ -137,7 +137,6 @@ from safecomm._torch.storages import storage_use_count as storage_use_count
 from safecomm._torch.streams import current_device as current_device
 from safecomm._torch.streams import current_raw_stream as current_raw_stream
 from safecomm._torch.streams import raw_stream as raw_stream
-from safecomm._torch.streams import spin as spin
 from safecomm._torch.symmetric import symmetric_memory as symmetric_memory
 from safecomm._torch.tensors import ELSEWHERE as ELSEWHERE
 from safecomm._torch.tensors import HOST as HOST

@@ -38,13 +38,6 @@ def is_capturing(index: int, stream: int) -> bool:
     return _is_current_capturing() if current_device() == index else capture_id(stream) != 0
 
 
-spin: Callable[[int], None] = of_cuda(
-    "_cuda_sleep", lambda cycles: None,
-    "compute can hold up the collectives that it overlaps, where the host runs far ahead",
-)  # fmt: skip
-"""Keep one thread of the device busy for so many cycles, on the current stream; nothing where torch can't."""
-
-
 def raw_stream(stream: torch.Stream) -> int:
     """Return the handle of ``stream``. C++ gives Python a ``torch.Stream``, which does not tell its handle."""
     if isinstance(stream, torch.cuda.Stream):

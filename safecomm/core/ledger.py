@@ -53,6 +53,7 @@ log: logging.Logger = logging.getLogger("safecomm")
 _now = time.perf_counter
 _NOTHING = contextlib.nullcontext()
 
+# What each is worth stands in docs/benchmarks.md, made of benchmarks/results/constants.json.
 LAG = 4
 """Holds of one queue that rule 3 leaves alone however large, to keep communication and compute overlapped."""
 

@@ -23,9 +23,6 @@ HOST = _torch.HOST
 _EVENT: Any = torch.cuda.Event.__mro__[1]
 """The C++ class of events. What stands in the place of torch.cuda.Event's methods is for the program's events alone."""
 
-PAUSE = 10_000
-"""Cycles of the device for which a stream pauses: 5 us on an H200, where a kernel that is ready starts within 2."""
-
 
 class Streams(Protocol):
     """The questions that the core asks of a device."""
@@ -78,9 +75,6 @@ class Streams(Protocol):
 
     def wait_event(self, index: int, stream: int, event: Any, /) -> None:
         """Let all later work on ``stream`` start after ``event``."""
-
-    def pause(self, index: int, stream: int, /) -> None:
-        """Let ``stream`` do nothing for a few microseconds, so that kernels ready on other streams start first."""
 
     def spare(self, index: int, /) -> int:
         """Return the stream of device ``index`` that safecomm's own waits order, so that the program's do not wait."""
@@ -164,10 +158,6 @@ class CudaStreams(Allocations):
 
     def wait_event(self, index: int, stream: int, event: torch.cuda.Event) -> None:
         _EVENT.wait(event, self._streams.get((index, stream)) or self._stream(index, stream))
-
-    def pause(self, index: int, stream: int) -> None:
-        with self.using(index, stream):
-            _torch.spin(PAUSE)
 
     def spare(self, index: int) -> int:
         if index not in self._spare:

@@ -24,6 +24,7 @@ from safecomm.core.holds import Hold, Holds, Queue, keys_of
 from safecomm.core.refcounts import COUNTED, HELD_ONCE, getrefcount
 from safecomm.core.streams import alloc_stream_of, capture_of
 
+# What it is worth: see ledger.py.
 BUDGET_SHARE = 64
 """The share of the device's memory, one part in this many, that rule 3 leaves alone in the uses of a stream.
 
@@ -154,17 +155,11 @@ class Events(UseQueue):
                         break
                     uses.order_and_release(use, ())  # its event is complete
         self.look_later(_now())
-        # Ordered streams pause once, behind the last wait. They go on where a collective ends, which is where the next
-        # one begins. A large kernel that they start first would hold that one up, by up to 0.14 ms for a matmul of
-        # 0.25 ms.
-        for stream in self._order_oldest():
-            # Another thread may have begun to capture it since, and each replay would pause.
-            if not capture_of(streams, stream):
-                streams.pause(self.index, stream)
+        self._order_oldest()
 
-    def _order_oldest(self) -> set[int]:
-        """Release what is too far behind, from the oldest on, by rule 3; return the streams that were made to wait."""
-        ledger, ordered, behind = self.ledger, set[int](), self.too_far_behind()
+    def _order_oldest(self) -> None:
+        """Release what is too far behind, from the oldest on, by rule 3."""
+        ledger, behind = self.ledger, self.too_far_behind()
         for use in keys_of(self.holds):
             with ledger.lock:
                 if use not in self.holds or use.release_by == "defer":
@@ -177,9 +172,8 @@ class Events(UseQueue):
                     and (use.release_by == "order" or ledger.only_holder(use))
                     and (streams := self.uses.orderable(use)) is not None
                 ):
-                    ordered |= self.uses.order_and_release(use, streams)
+                    self.uses.order_and_release(use, streams)
                     behind = self.too_far_behind()  # asked here alone, because it takes longer than the rest
-        return ordered
 
 
 class Waiting(UseQueue):
@@ -365,20 +359,16 @@ class Uses:
         )
         return None if captured else known
 
-    def order_and_release(self, use: Use, streams: Iterable[int]) -> set[int]:
-        """Order ``streams`` after the event of ``use``, and release it. Returns those that were made to wait.
+    def order_and_release(self, use: Use, streams: Iterable[int]) -> None:
+        """Order ``streams`` after the event of ``use``, and release it.
 
         They are all that the memory can be given out again on; none need be ordered where the event is complete.
         """
-        index = use.queue.index
         with self.ledger.lock:
-            if use not in use.queue.holds:
-                return set()  # another thread has released it
-            ordered = {stream for stream in streams if stream != use.stream}
-            for stream in ordered:
-                self._streams.wait_event(index, stream, use.event)
-            self.ledger.release(use)
-        return ordered
+            if use in use.queue.holds:  # else another thread has released it
+                for stream in streams:
+                    self._streams.wait_event(use.queue.index, stream, use.event)
+                self.ledger.release(use)
 
     # --- recorded, and used by others ---------------------------------------------------------------------------
 
