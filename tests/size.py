@@ -34,7 +34,7 @@ STATEMENTS, FILE, PATH, CIRCLES, INTO_CORE, ANY = (
 LIMITS = {STATEMENTS: 900, FILE: 450, PATH: 9, CIRCLES: 0, INTO_CORE: 0, ANY: 300}
 """What each figure may be at the most."""
 
-NOW = {STATEMENTS: core}
+NOW = {STATEMENTS: 1477}
 """What figures that are beyond their limits are."""
 
 CORE = "safecomm/core"

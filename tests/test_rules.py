@@ -521,6 +521,26 @@ def test_a_recorded_use_that_an_exception_leaves_in_both_queues_is_taken_out_of_
     assert ledger.pending() == []
 
 
+def test_a_recorded_use_that_an_exception_leaves_in_a_capture_is_not_held_beyond_it_s3(device) -> None:
+    ledger = Ledger(device)
+    device.begin_capture(2)
+    tensor = device.allocate(2, 64)
+    assert ledger.uses.record(tensor.untyped_storage(), INDEX, 2, sys._getframe(), unordered=True)
+    (use,) = ledger.holds()
+    waiting = use.queue
+    assert waiting.capture
+    with ledger.lock:
+        ledger.release(use)
+    use.queue = waiting.events
+    waiting.holds[use] = waiting.nonempty[waiting] = None
+    del tensor
+    device.end_capture()
+    device.switch(0)
+    ledger.sweep()
+    assert ledger.pending() == []
+    assert not ledger.nonempty
+
+
 def test_a_recorded_use_that_is_released_is_not_polled_any_more_s1(device) -> None:
     """Its event may be somebody else's by then, or one of a capture."""
     ledger = Ledger(device)
@@ -541,12 +561,19 @@ def test_a_recorded_use_that_is_released_is_not_polled_any_more_s1(device) -> No
     assert hold not in hold.queue.holds
 
 
-def test_a_staged_work_orders_no_stream_of_its_launch_that_another_thread_captures_s5(device, ledger, group) -> None:
-    """Its memory is of a stream that runs, and c10d's staging is of the one that is captured."""
+@pytest.mark.parametrize("complete", [False, True])
+def test_a_staged_work_orders_no_stream_of_its_launch_that_another_thread_captures_s5(
+    device, ledger, group, complete
+) -> None:
+    """Its memory is of a stream that runs, and c10d's staging is of the one that is captured.
+
+    Where the work is not complete, it is too far behind.
+    """
     device.switch(1)
     call(ledger, group, [device.allocate(0, 64)], staged=True)
     captured_elsewhere(device)
-    device.finish()
+    if complete:
+        device.finish()
     ledger.sweep()
     assert device.faults == []
     assert len(ledger.pending()) == 1

@@ -168,6 +168,17 @@ def test_a_chain_through_other_streams_is_followed_s2(device, ledger):
     device.settle()
 
 
+def test_a_wait_outside_for_an_event_of_a_capture_releases_nothing_s5(device, ledger):
+    """Such as for an external event, which is where the graph was replayed last."""
+    use(device, ledger, 1)
+    note = ledger.stream_order.recorded(INDEX, 1)
+    assert note is not None
+    ledger.stream_order.waited(INDEX, 0, (7, note[1]))
+    assert held(ledger) == 1
+    FakeStream(device, 0).wait_stream(FakeStream(device, 1))
+    assert held(ledger) == 0
+
+
 def test_a_wait_that_fails_releases_nothing_s1(device, ledger):
     use(device, ledger, 1)
     event = FakeStream(device, 1).record_event()
