@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from types import SimpleNamespace
@@ -730,6 +731,21 @@ def test_what_somebody_has_put_over_ours_stays_and_sees_no_capture_twice_s6(devi
     assert recorded(device, cuda_graph) == 1
     captures.unwatch(cuda_graph)
     assert cuda_graph.capture_begin is theirs
+
+
+def test_a_graph_that_other_code_has_put_a_wrapper_on_dies_s6(device, cuda_graph) -> None:
+    """Theirs refers to the graph, and ours takes its place for the life of the graph."""
+    captures.watch(cuda_graph)
+    graph = cuda_graph(device)
+    graph.replay = lambda graph=graph: None
+    graph.capture_begin()
+    graph.capture_end()
+    device.switch(0)
+    died = weakref.ref(graph)
+    del graph
+    gc.collect()
+    assert died() is None
+    captures.unwatch(cuda_graph)
 
 
 def test_where_nothing_is_captured_nothing_is_recorded(device, cuda_graph) -> None:

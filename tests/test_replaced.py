@@ -6,6 +6,7 @@ import torch.distributed as stock
 from ranks import launch, run_program
 
 import safecomm
+from safecomm import _torch, stream_methods
 from safecomm.__main__ import main
 from safecomm.diagnostics.replaced import replaced
 from safecomm.tools.doctor import diagnose
@@ -258,3 +259,59 @@ assert changed(before) == set(), changed(before)
 
 def test_in_whatever_order_blocks_end_torch_is_as_before_s9():
     run_program(ORDERS.replace("SEED", "1").replace("COUNT", "200")).check()
+
+
+class Owner:
+    """Of which something is replaced."""
+
+    method = "torch's"
+
+
+def test_an_exception_of_a_signal_handler_leaves_the_rest_to_the_next_call_s9():
+    """It comes as one is undone: nothing is lost, and the next user finds torch as it was."""
+    interrupts = [KeyboardInterrupt]
+
+    def install(replaced, _):
+        replaced.attribute(Owner, "method", "ours")
+        replaced.callback(lambda: interrupts and (_ for _ in ()).throw(interrupts.pop()))
+        replaced.attribute(Owner, "other", "ours")
+
+    shared = _torch.Shared(install)
+    shared.enter("a user")
+    with pytest.raises(KeyboardInterrupt):
+        shared.leave("a user")
+    assert Owner.method == "ours"
+    assert not shared.is_used()
+    assert vars(Owner).get("other") is None
+    assert Owner.method == "torch's"
+
+
+def test_an_error_as_one_is_undone_keeps_no_other_from_it_s9():
+    replaced = _torch.Replaced()
+    replaced.attribute(Owner, "method", "ours")
+    replaced.callback([].pop)
+    with pytest.raises(IndexError):
+        replaced.close()
+    assert Owner.method == "torch's"
+    replaced.close()
+
+
+def test_what_other_code_has_put_back_is_ours_again_for_the_next_user():
+    shared = _torch.Shared(lambda replaced, _: replaced.attribute(Owner, "method", "ours"))
+    shared.enter("first")
+    Owner.method = "torch's"  # as the end of a profiler's, or of a test's patch
+    shared.enter("second")
+    assert Owner.method == "ours"
+    Owner.method = "theirs"
+    shared.enter("third")
+    for user in ("first", "second", "third"):
+        shared.leave(user)
+    assert Owner.method == "theirs"
+    Owner.method = "torch's"
+
+
+def test_the_end_of_a_patch_puts_back_what_the_first_use_has_replaced():
+    with safecomm.patched():
+        stream_methods._first_use()
+        assert "torch.cuda.streams.Event.record" in replaced()
+    assert replaced() == []

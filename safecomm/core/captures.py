@@ -122,7 +122,6 @@ class CapturedGraph:
         # capture that it gives up as it begins; capture_end() calls it, and then makes the graph one that is replayed.
         self._end_method = "capture_end_pre" if hasattr(graph, "capture_end_pre") else "capture_end"
         self._during = contextlib.ExitStack()
-        self._ending, self._replaced = _torch.Replaced(), _torch.Replaced()  # of the graph, while it is captured; alive
         self._finalizer: weakref.finalize[[], torch.cuda.CUDAGraph] | None = None
 
     def __repr__(self) -> str:
@@ -253,10 +252,11 @@ class CapturedGraph:
             self._finalizer.atexit = False
             for context in DURING:
                 self._during.enter_context(context())
-            self._ending.attribute(graph, self._end_method, functools.partial(_end_capture, self))
+            # On the object, so that it ends with the capture.
+            graph.__dict__[self._end_method] = functools.partial(_end_capture, self)
             # Before the capture can end, because a replay that is not seen would leave no trace of its stream.
-            self._replaced.attribute(graph, "replay", self.replay)
-            self._replaced.attribute(graph, "reset", self.reset)
+            graph.__dict__["replay"] = self.replay
+            graph.__dict__["reset"] = self.reset
             RECORDING[self.capture] = self
         except BaseException:
             self._end()
@@ -272,7 +272,9 @@ class CapturedGraph:
         if RECORDING.get(self.capture) is self:  # without a driver all captures have one id
             RECORDING.pop(self.capture, None)
         self._during.close()
-        self._ending.close()
+        graph = self._graph()
+        if graph is not None:
+            graph.__dict__.pop(self._end_method, None)
 
     def _end(self) -> None:
         """Leave nothing behind: the graph is reset or dead, or its capture has failed. Again, it does nothing.
@@ -282,7 +284,10 @@ class CapturedGraph:
         self._give_back()
         self._leave_capture()
         _live.pop(id(self), None)
-        self._replaced.close()
+        graph = self._graph()
+        if graph is not None:
+            graph.__dict__.pop("replay", None)
+            graph.__dict__.pop("reset", None)
         if self._finalizer is not None:
             self._finalizer.detach()
 

@@ -131,6 +131,8 @@ def patched(*, strict: bool | None = None, avoid_record_streams: bool | None = N
         yield
     finally:
         _back_to(*before)
+        if not before[0]:
+            stream_methods.forget_uses()
 
 
 def _current() -> tuple[bool, bool, bool]:

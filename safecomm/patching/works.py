@@ -48,7 +48,7 @@ class Works:
     def __init__(self) -> None:
         gives = (Join.notify_join_context, _torch.register_work)
         self.changes: dict[Any, types.FunctionType] = {one: _giving(one) for one in gives if one is not None}
-        self._replaced = _torch.Replaced()
+        self._replaced, self._on = _torch.Replaced(), True
         for base in _BASES:
             kinds = base.__subclasses__()
             for kind in kinds:
@@ -59,12 +59,13 @@ class Works:
 
     def _made(self, base: Any, kind: Any, **kwargs: object) -> None:
         super(base, kind).__init_subclass__(**kwargs)
-        for original, replacement in _methods(base, kind).items():
+        for original, replacement in _methods(base, kind).items() if self._on else ():
             self._replaced.attribute(kind, original.__name__, replacement)
             self.changes[original] = replacement
 
     def remove(self) -> None:
         """Replace no more methods of classes that come later."""
+        self._on = False  # for what other code has put over ours, which goes on to it
         self._replaced.close()
 
 

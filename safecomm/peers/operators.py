@@ -11,7 +11,6 @@ that: the storage that was written to carries a :class:`_Launch`, and dies with 
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable
 from typing import Any, TypeAlias
@@ -271,16 +270,17 @@ _WAITS = ("wait_tensor", "wait_tensors")
 # --- kernels, while anybody wants them --------------------------------------------------------------------------
 
 
-@functools.cache
-def _replaced(key: str, *, waits: bool) -> _torch.Shared:
-    """Return what replaces the operators that wait, or those that launch, for the dispatch key ``key``."""
-
+def _replaces(key: str, *, waits: bool) -> _torch.Shared:
     def install(replaced: _torch.Replaced, _: object) -> None:
         for name in _present():
             if (name in _WAITS) is waits:
                 replaced.callback(_override(name, key, _OURS[name]).remove)
 
     return _torch.Shared(install)
+
+
+_SHARED = {(key, waits): _replaces(key, waits=waits) for key in ("CPU", "CUDA") for waits in (False, True)}
+"""What replaces the operators of a dispatch key that launch, and those that wait."""
 
 
 def install(user: object, key: str, group: Any = None) -> None:
@@ -292,7 +292,7 @@ def install(user: object, key: str, group: Any = None) -> None:
         _groups[group.group_name] = group
     try:
         for waits in (False, True):
-            _replaced(key, waits=waits).enter(user)
+            _SHARED[key, waits].enter(user)
     except BaseException:
         remove(user, key, group)
         raise
@@ -303,7 +303,7 @@ def why_not(key: str) -> str:
     if not _torch.keeps_attributes():
         return f"storages of torch {torch.__version__} have no attributes"
     for name in _present():
-        ours = _replaced(key, waits=name in _WAITS).users
+        ours = _SHARED[key, name in _WAITS].is_used()
         if not ours and _torch.kernel_of_all_devices(f"{NAMESPACE}::{name}", key) is None:
             return f"{NAMESPACE}::{name} has another kernel for {key}, or torch does not tell"
     return ""
@@ -333,8 +333,8 @@ def remove(user: object, key: str, group: Any = None, *, complete: bool = True) 
     """
     if group is not None:
         _groups.pop(group.group_name, None)
-    _replaced(key, waits=False).leave(user)
-    waits = _replaced(key, waits=True)
+    _SHARED[key, False].leave(user)
+    waits = _SHARED[key, True]
     if not complete:
         waits.enter(object())  # which never leaves
     waits.leave(user)
