@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -25,15 +26,18 @@ class Replaced:
     def attribute(self, owner: object, name: str, ours: object) -> None:
         """Let ``owner.name`` be ``ours``."""
         own = vars(owner).get(name, _NOTHING)
+        # A function in a set, where the sweep for aliases of torch's neither replaces it, nor takes a pass over all
+        # objects for what it is in. Other kinds may not have a hash.
+        kept = frozenset([own]) if isinstance(own, types.FunctionType) else (own,)
         # First, because an exception of a signal handler can come in between.
-        self.callback(_restore, owner, name, own, ours)
+        self.callback(_restore, owner, name, kept, ours)
         setattr(owner, name, ours)
 
     def again(self) -> None:
         """Let each attribute be ours again where other code has put torch's own back."""
         for undo, given in self._undo:
             if undo is _restore:
-                owner, name, own, ours = given
+                owner, name, (own,), ours = given
                 if vars(owner).get(name, _NOTHING) is own:
                     setattr(owner, name, ours)
 
@@ -51,7 +55,8 @@ class Replaced:
             raise failed
 
 
-def _restore(owner: object, name: str, own: object, ours: object) -> None:
+def _restore(owner: object, name: str, kept: frozenset[object] | tuple[object], ours: object) -> None:
+    (own,) = kept
     if vars(owner).get(name) is ours:
         if own is _NOTHING:
             delattr(owner, name)
