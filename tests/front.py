@@ -621,7 +621,7 @@ def record_stream(tensor: torch.Tensor, stream: Any) -> None:
     if "record_stream" in vars(torch.Tensor):
         tensor.record_stream(stream)
     elif _record_stream.policy() is not None:  # where references are not counted, the operator alone is replaced
-        _interceptions[-1].record_stream(tensor, stream)
+        _interceptions[0].record_stream(tensor, stream)
     else:
         Answers.device.record_stream(tensor, stream.stream_id)
 
@@ -645,14 +645,13 @@ def _block(nbytes: int, device: torch.device) -> tuple[None, torch.Tensor]:
 
 
 _torch.Override = _Kernel  # type: ignore[misc]
-_interceptions: list[Any] = []
+_interceptions: list[Any] = []  # the last one
 
 
 def _intercept() -> Any:
-    _interceptions[:] = [
-        _record_stream._Interception(_record_stream.LEDGER, "CPU", lambda stream: int(stream.stream_id))
-    ]
-    return _interceptions[0]
+    made = _record_stream._Interception(_record_stream.LEDGER, "CPU", lambda stream: int(stream.stream_id))
+    _interceptions[:] = [made]
+    return made
 
 
 _record_stream._intercept = _intercept

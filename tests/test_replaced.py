@@ -191,6 +191,14 @@ def block(rng, patches):
     made, there = rng.choice(kinds)
     return made(), there
 
+FAILED = []
+
+def in_a_thread(rng):
+    try:
+        order(rng, False)
+    except BaseException as error:  # which a thread would only print
+        FAILED.append(error)
+
 def order(rng, patches):
     '''Enter and leave blocks at random, as threads of two users would.'''
     open_blocks = []
@@ -231,11 +239,12 @@ def orders(seed, count, patches):
         if number % 10:
             order(rng, patches)
         else:
-            threads = [threading.Thread(target=order, args=(random.Random(rng.random()), False)) for _ in range(2)]
+            threads = [threading.Thread(target=in_a_thread, args=(random.Random(rng.random()),)) for _ in range(2)]
             for thread in threads:
                 thread.start()
             for thread in threads:
                 thread.join()
+        assert not FAILED, (seed, number, FAILED)
         stream_methods.forget_uses()
         assert not _torch.OVERRIDDEN, (seed, number)
         wrong = [

@@ -321,6 +321,23 @@ def test_the_methods_are_the_programs_again():
     assert "__init_subclass__" not in vars(stock.ProcessGroup)
 
 
+@on(1)
+def test_a_class_that_is_made_after_the_patch_has_its_own_methods():
+    """Also where other code has put something over what sees such classes, which goes on to ours."""
+    with safecomm.patched():
+        ours = stock.ProcessGroup.__init_subclass__.__func__
+        stock.ProcessGroup.__init_subclass__ = classmethod(lambda kind, **given: ours(kind, **given))
+    try:
+
+        class Later(stock.ProcessGroup):
+            def allreduce(self, *_):
+                """Reduce nothing."""
+
+        assert not hasattr(Later.allreduce, "__wrapped__")
+    finally:
+        del stock.ProcessGroup.__init_subclass__
+
+
 @on(2)
 def test_what_is_no_work_of_ours_stays_and_a_work_stays_held():
     assert for_cpp(3) == 3

@@ -215,7 +215,7 @@ class Queue:
         # Told from the oldest, so that it takes constant time.
         sample = self.oldest(8)
         nbytes: int = sum(hold.nbytes for hold in sample)
-        return bool(nbytes * len(self.holds) // max(len(sample), 1) > self.budget)
+        return nbytes * len(self.holds) // max(len(sample), 1) > self.budget
 
 
 class Holds:
