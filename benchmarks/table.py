@@ -15,7 +15,7 @@ from decimal import ROUND_HALF_UP, Decimal
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 BLOCK = re.compile(r"(<!-- figures:begin ?(\S*) -->\n).*?(<!-- figures:end -->)", re.DOTALL)
-NEWEST = "gpu_tests_h100.json"
+NEWEST = "gpu_tests.json"
 TORCH = "2.11.0"
 BETWEEN, BACK_TO_BACK = "us in graphs, a kernel between", "us in graphs, back to back"
 
