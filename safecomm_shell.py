@@ -11,14 +11,13 @@ from __future__ import annotations
 import argparse
 import os
 import runpy
+import signal
 import sys
 import types
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
-
-DONE, WRONG, USAGE, INTERRUPTED = 0, 1, 2, 130
 
 _PACKAGE = Path(__file__).with_name("safecomm")
 
@@ -46,7 +45,7 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         if speaks():
             super().error(message)
-        sys.exit(USAGE)
+        sys.exit(2)  # as argparse's own
 
     def unknown(self, what: str, word: str, known: Sequence[str]) -> NoReturn:
         """Say that there is no ``what`` such as ``word``, and which of those that are ``known`` may be meant."""
@@ -70,12 +69,12 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "safecomm") -> i
                 sys.modules["safecomm"].__path__ = [str(_PACKAGE)]
             from safecomm.tools import commands
     except KeyboardInterrupt:
-        status, text = INTERRUPTED, "interrupted"
+        status, text = 128 + signal.SIGINT, "interrupted"
     except ImportError as error:  # of a torch that is missing, or too old
-        status, text = WRONG, str(error)
+        status, text = 1, str(error)
     else:
         return commands.execute(options, prog)
-    if speaks() and (status != INTERRUPTED or "LOCAL_RANK" not in os.environ):  # else who started the ranks says so
+    if speaks() and (status == 1 or "LOCAL_RANK" not in os.environ):  # else who started the ranks says so
         print(f"{prog} {options.command}: {text}", file=sys.stderr)
     return status
 
@@ -88,6 +87,7 @@ def _parsed(arguments: list[str], prog: str) -> argparse.Namespace:
         formatter_class=_Formatter,
     )
     parser.add_argument("--version", action="version", version=f"safecomm {version()}")
+    parser.set_defaults(speaks=speaks())
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
     for name, (add_arguments, text, examples) in COMMANDS.items():
         command = commands.add_parser(

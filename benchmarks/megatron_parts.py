@@ -23,12 +23,12 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 import safecomm
-from safecomm import record_stream
 from safecomm._torch import native, segment_table
 from safecomm.collectives import coalesced, gates, holding
 from safecomm.core.ledger import Ledger, WorkQueue
 from safecomm.core.streams import CudaStreams
 from safecomm.core.uses import Uses
+from safecomm.interception import record_stream
 
 STEPS = 3  # of a part, in a turn
 

@@ -24,8 +24,8 @@ import torch
 import torch.distributed as stock
 
 import safecomm
-from safecomm import stream_methods
 from safecomm.core.ledger import LEDGER, Ledger
+from safecomm.interception import stream_methods
 
 CUDA = torch.cuda.is_available()
 CALLS = 50
@@ -43,7 +43,7 @@ def simulated():
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
     from simulated import INDEX, SimulatedDevice
 
-    from safecomm import record_stream
+    from safecomm.interception import record_stream
 
     device = SimulatedDevice()
     ledger = Ledger(device)

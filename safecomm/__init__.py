@@ -23,20 +23,17 @@ memory is. ``help(safecomm.all_reduce)`` ends with what safecomm does beside tor
 #     patching               patch(), unpatch(), and the runner
 #     diagnostics            where memory goes, and what keeps it; loaded when asked for
 #     functional, operators  autograd-aware collectives out of the arena; an all_reduce as an operator of torch
-#     graphs                 graph(): a capture in which collectives behave
 #     peers                  low_latency(): small collectives as one kernel over peer memory
-#     record_stream          avoid_record_streams(): intercept, convert, verify
-#     stream_methods         three methods of torch.cuda, which show how the program orders its streams
+#     interception           what sees and changes torch's own calls: record_stream, events, captures
 #     collectives            the wrapped collectives, a file a family
 #     arena                  one contiguous block of communication buffers
-#     guards, backends       which tensors are plain; what the works of each class of backend do
-#     core                   what is held, and until when: every release is decided there; its __init__ lists its files
-#     _torch, _submodules    private names of torch and of the driver; torch.distributed's submodules under our name
-#     versions               the versions of torch, and what was tested on them
-#     replacing              the switch that forbids what replaces anything of torch's
+#     core                   what is held, and until when: every release is decided there
+#     _torch                 private names of torch and of the driver; the versions of torch that were tested
 #     arguments              what arguments have to be, and how others are refused
-#     errors, block          few, flat; blocks of a with statement that no exception leaves open
+#     errors                 few, flat
 #     _version, _exported    the version; what type checkers are told of torch.distributed besides
+#
+# The head of each folder says what is inside, who may import it, and where to begin to read.
 
 import logging
 import os
@@ -51,7 +48,7 @@ if sys.argv[:1] == ["-m"] and sys.orig_argv[-1 - len(sys.argv) :][:3] == ["-m", 
     sys.exit(_main())
 
 # First, because it refuses a torch that lacks what the rest imports.
-from safecomm import versions as _versions
+from safecomm import _torch
 
 # isort: split
 
@@ -68,7 +65,6 @@ from torch.distributed import *  # type: ignore[assignment, no-redef]  # noqa: F
 if TYPE_CHECKING:
     from safecomm._exported import *  # noqa: F403
 
-from safecomm import _submodules
 from safecomm import functional as functional
 from safecomm import operators as _operators  # noqa: F401  which defines torch.ops.safecomm
 from safecomm._version import __version__ as __version__
@@ -132,8 +128,9 @@ from safecomm.errors import PendingWorkError as PendingWorkError
 from safecomm.errors import RecordStreamError as RecordStreamError
 from safecomm.errors import SafecommError as SafecommError
 from safecomm.errors import StaleGraphError as StaleGraphError
-from safecomm.graphs import graph as graph
-from safecomm.graphs import settle_before_capture as settle_before_capture
+from safecomm.interception.graphs import graph as graph
+from safecomm.interception.graphs import settle_before_capture as settle_before_capture
+from safecomm.interception.record_stream import avoid_record_streams as avoid_record_streams
 from safecomm.patching.patch import bypassed as bypassed
 from safecomm.patching.patch import is_patched as is_patched
 from safecomm.patching.patch import original as original
@@ -141,7 +138,6 @@ from safecomm.patching.patch import patch as patch
 from safecomm.patching.patch import patched as patched
 from safecomm.patching.patch import unpatch as unpatch
 from safecomm.patching.table import NAMES as _WRAPPED
-from safecomm.record_stream import avoid_record_streams as avoid_record_streams
 
 # What this torch does not have, safecomm has not either.
 for _name in [name for name in _WRAPPED if globals()[name] is None]:
@@ -185,11 +181,11 @@ def __dir__() -> list[str]:
     return sorted({*_OWN, *theirs, "__version__"})
 
 
-_submodules.install()
-_versions.warn_if_newer()
+_torch.submodules.install()
+_torch.versions.warn_if_newer()
 
 if (
-    _versions.HERE < "2.8"
+    _torch.versions.HERE < "2.8"
     and torch.distributed.is_nccl_available()
     and "TORCH_NCCL_AVOID_RECORD_STREAMS" not in os.environ
 ):

@@ -2,7 +2,7 @@
 
 Each version has an environment of its own outside of the tree, one at a time, because each takes some 5 GB: it is made,
 used and deleted. ``--keep`` leaves it in the cache, where the next run finds it; ``--clear`` empties the cache. Run it
-with the Python of an environment that has safecomm: the versions are those of ``safecomm/versions.py``.
+with the Python of an environment that has safecomm: the versions are those of ``safecomm/_torch/versions.py``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 from torch.torch_version import TorchVersion
 
-from safecomm.versions import COMPAT, TESTED, Tested
+from safecomm._torch.versions import COMPAT, TESTED, Tested
 
 ROOT = Path(__file__).resolve().parents[1]
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "safecomm" / "compat"

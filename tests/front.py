@@ -591,8 +591,8 @@ sys.modules["threading"] = threading
 assert sys.modules["safecomm._torch"] is _torch
 # --- record_stream and the arena --------------------------------------------------------------------------------------
 
-from safecomm import record_stream as _record_stream  # noqa: E402
 from safecomm.arena import arena as _arena  # noqa: E402
+from safecomm.interception import record_stream as _record_stream  # noqa: E402
 
 
 class _Kernel(_torch.Override):
@@ -660,7 +660,7 @@ _record_stream.stream_object = lambda index, stream: FakeStream(Answers.device, 
 _arena._allocate = _block
 _arena.device_of = lambda device: (torch.device("cpu"), INDEX)
 
-_CLASSES = safecomm.backends.CLASSES  # type: ignore[attr-defined]
-_KINDS = safecomm.backends  # type: ignore[attr-defined]
+_CLASSES = safecomm.collectives.backends.CLASSES  # type: ignore[attr-defined]
+_KINDS = safecomm.collectives.backends  # type: ignore[attr-defined]
 _CLASSES.update({Nccl: _KINDS.NCCL, Nccl2: _KINDS.NCCL2, Gloo: _KINDS.GLOO})
 _KINDS.SOME_ASK_IN_WAIT = True

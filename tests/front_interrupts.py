@@ -34,7 +34,7 @@ import safecomm
 from safecomm.core import ledger, work
 
 PACKAGE = str(Path(safecomm.__file__).parent)
-BLOCKS = tuple(f"{PACKAGE}/{name}.py" for name in ("record_stream", "graphs", "arena/use"))
+BLOCKS = tuple(f"{PACKAGE}/{name}.py" for name in ("interception/record_stream", "interception/graphs", "arena/use"))
 
 
 def seen(frame: types.FrameType) -> bool:

@@ -21,7 +21,7 @@ from fakes import FakeHostWork as FakeHostWork
 from fakes import FakeStream as FakeStream
 from fakes import events_of_torch as events_of_torch
 
-from safecomm import backends
+from safecomm.collectives import backends
 from safecomm.collectives.routes import Routes
 from safecomm.core import ledger as ledgers
 from safecomm.core.ledger import Ledger

@@ -11,10 +11,10 @@ import compiled
 import pytest
 import torch
 
-from safecomm import record_stream
 from safecomm._torch import driver, segment_table
 from safecomm.core import allocation
 from safecomm.core.allocation import GRANULE, Allocations
+from safecomm.interception import record_stream
 
 FIRST, SECOND, THIRD = (granule << GRANULE for granule in (8, 9, 10))
 

@@ -14,8 +14,8 @@ from ranks import launch, on
 from simulated import FakeGroup, FakeNccl, FakeNccl2, SimulatedDevice, routes_of
 
 import safecomm
-from safecomm import _torch, backends
-from safecomm.collectives import coalesced, general, holding
+from safecomm import _torch
+from safecomm.collectives import backends, coalesced, general, holding
 from safecomm.collectives import tensors as tensors_of_calls
 from safecomm.collectives.routes import ROUTES
 from safecomm.collectives.table import ROWS

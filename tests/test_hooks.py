@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from watching import Log
 
 import safecomm
+from safecomm._torch.versions import HERE
 from safecomm.peers import low_latency
-from safecomm.versions import HERE
 
 SETTINGS = (
     Setting(),

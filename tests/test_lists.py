@@ -20,10 +20,10 @@ from safecomm import _torch
 from safecomm.arena import use
 from safecomm.arena.use import IN_USE
 from safecomm.collectives import lists
+from safecomm.collectives.guards import KINDS, ListGuards
 from safecomm.collectives.holding import counted
 from safecomm.collectives.lists import whole_of
 from safecomm.collectives.routes import ROUTES
-from safecomm.guards import KINDS, ListGuards
 from safecomm.peers import list_exchange
 
 # --- finding the buffer ---------------------------------------------------------------------------------------------

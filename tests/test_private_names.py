@@ -27,7 +27,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from watching import Log
 
 import safecomm
-from safecomm import _torch, backends
+from safecomm import _torch
+from safecomm.collectives import backends
 
 HERE = TorchVersion(torch.__version__)
 NAMES = sorted(_torch.NAMES)

@@ -23,13 +23,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from watching import cpu_profile
 
 import safecomm
-from safecomm import record_stream
 from safecomm.collectives.routes import ROUTES
 from safecomm.core import captures, refcounts
 from safecomm.core.drain import drain_ledger
 from safecomm.core.ledger import Ledger
+from safecomm.interception import record_stream
+from safecomm.interception.record_stream import avoid_record_streams
 from safecomm.patching import functional
-from safecomm.record_stream import avoid_record_streams
 
 RESIZE = torch.UntypedStorage.resize_
 EVENT = torch.cuda.Event.record, torch.cuda.Event.wait

@@ -36,11 +36,11 @@ def not_counted(_, python):
     lines = log.messages
     log.__enter__()
     import safecomm
-    from safecomm import record_stream
     from safecomm.core import refcounts
     from safecomm.core.captures import CapturedGraph
     from safecomm.core.ledger import LEDGER
     from safecomm.core.streams import HOST
+    from safecomm.interception import record_stream
     from safecomm.tools import doctor
 
     assert not refcounts.COUNTED

@@ -6,9 +6,10 @@ import torch.distributed as stock
 from ranks import launch, run_program
 
 import safecomm
-from safecomm import _torch, stream_methods
+from safecomm import _torch
 from safecomm.__main__ import main
 from safecomm.diagnostics.replaced import replaced
+from safecomm.interception import stream_methods
 from safecomm.tools.doctor import diagnose
 
 KEPT = """
@@ -142,7 +143,8 @@ ORDERS = (
 import contextlib, random, threading
 import torch, torch.distributed, torch.distributed.distributed_c10d as c10d
 import safecomm
-from safecomm import _torch, stream_methods
+from safecomm import _torch
+from safecomm.interception import stream_methods
 from safecomm.core import captures
 from safecomm.peers import operators
 from safecomm.diagnostics.replaced import replaced

@@ -19,8 +19,8 @@ import torch.distributed.distributed_c10d as c10d
 from browser import Browser
 from pages import needs_browser
 
+from safecomm._torch.versions import HERE
 from safecomm.collectives import effects
-from safecomm.versions import HERE
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"

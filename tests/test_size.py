@@ -83,8 +83,9 @@ def test_modules_of_the_package_are_told_from_its_names(package):
     assert {"safecomm", "safecomm.arena", "safecomm.arena.stats"} <= known
     assert "safecomm.arena.stats" in package.imports["safecomm.arena"]
     assert "safecomm.arena" in package.imports["safecomm"]
-    assert "safecomm._submodules" in package.imports["safecomm"]
-    assert len(known) == len(list(size.ROOT.joinpath("safecomm").rglob("*.py")))
+    assert "safecomm._torch.submodules" in package.imports["safecomm._torch"]
+    assert len(known) == len(list(size.ROOT.joinpath("safecomm").rglob("*.py"))) + 1
+    assert "safecomm.tools.commands" in package.imports["safecomm_shell"]
     assert size.ROOT.joinpath("safecomm", "__init__.py").samefile(safecomm.__file__)
 
 

@@ -15,12 +15,13 @@ from device import Event, Stream
 from simulated import INDEX, FakeEvent, FakeGroup, FakeStream, SimulatedDevice, call, call_sync, events_of_torch
 
 import safecomm
-from safecomm import _torch, stream_methods
+from safecomm import _torch
 from safecomm.core.drain import drain_ledger
 from safecomm.core.holds import Queue
 from safecomm.core.ledger import LEDGER, Ledger
 from safecomm.core.uses import Events
 from safecomm.diagnostics.replaced import replaced
+from safecomm.interception import stream_methods
 
 
 def methods():

@@ -16,8 +16,7 @@ from simulated import FakeGroup, SimulatedDevice, call, routes_of
 from torch._C._distributed_c10d import Backend
 
 import safecomm
-from safecomm import backends
-from safecomm.collectives import holding
+from safecomm.collectives import backends, holding
 from safecomm.collectives.table import ROWS
 from safecomm.core.drain import await_before_capture, drain_ledger
 from safecomm.core.ledger import Ledger

@@ -9,7 +9,7 @@ import pytest
 import torch
 from ranks import run_program
 
-from safecomm import versions
+from safecomm._torch import versions
 from safecomm.tools import doctor
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -15,9 +15,9 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.algorithms.join import Join
 
 import safecomm
+from safecomm._torch.versions import HERE
 from safecomm.core.work import Work
 from safecomm.patching.works import for_cpp
-from safecomm.versions import HERE
 
 GATHER = "all_gather_single" if hasattr(stock, "all_gather_single") else "all_gather_into_tensor"
 SCATTER = "reduce_scatter_single" if hasattr(stock, "reduce_scatter_single") else "reduce_scatter_tensor"

@@ -31,7 +31,15 @@ the files here. A test that replaces ``_torch.x`` replaces it for the rest of sa
 #     links          NVML: how GPUs are connected
 #     allocator      the caching allocator
 #     names          how a name is looked up and tried out, and what is reported of it
+#     submodules     torch.distributed's submodules under our name
+#     versions       the versions of torch that were tested, and what is said of the others
 
+# First, because it refuses a torch that lacks what the rest imports.
+from safecomm._torch import versions as versions
+
+# isort: split
+
+from safecomm._torch import submodules as submodules
 from safecomm._torch.allocator import end_allocation_to_pool as end_allocation_to_pool
 from safecomm._torch.allocator import segments as segments
 from safecomm._torch.autograd import forward_ad as forward_ad

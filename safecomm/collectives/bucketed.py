@@ -24,6 +24,7 @@ from safecomm import _torch, arguments
 from safecomm.arena.staging import buffer
 from safecomm.collectives import gates
 from safecomm.collectives.block import Block
+from safecomm.collectives.guards import COMPLEX, PLAIN
 from safecomm.collectives.holding import Call, finish
 from safecomm.collectives.table import BUCKETED, GATHER, OP_IDS, REDUCE, ROWS, SCATTER, Row, fits
 from safecomm.collectives.takers import BUCKETS, default_group
@@ -35,7 +36,6 @@ from safecomm.core.holds import Pending, distinct_bytes
 from safecomm.core.ledger import LEDGER
 from safecomm.core.streams import HOST, capture_of
 from safecomm.errors import SafecommError
-from safecomm.guards import COMPLEX, PLAIN
 
 BUCKET_MB = 32.0
 """MiB of a bucket where the caller says nothing."""

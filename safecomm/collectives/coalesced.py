@@ -21,6 +21,7 @@ from safecomm import _torch
 from safecomm._torch import index_of
 from safecomm.collectives.block import Block
 from safecomm.collectives.general import DIRECT, SUM, TOGETHER, inside, stand_in
+from safecomm.collectives.guards import PLAIN
 from safecomm.collectives.holding import (
     Call,
     counter,
@@ -35,7 +36,6 @@ from safecomm.collectives.table import COLLECTIVE_OF, GATHER, REGION
 from safecomm.collectives.takers import BUCKETS, at_once, default_group
 from safecomm.core import captures
 from safecomm.core.ledger import LEDGER
-from safecomm.guards import PLAIN
 
 _original = _torch.coalescing_manager
 _NAME = "_coalescing_manager"

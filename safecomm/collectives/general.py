@@ -18,8 +18,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed.distributed_c10d as c10d
 
-from safecomm import _torch, backends
-from safecomm.collectives import effects
+from safecomm import _torch
+from safecomm.collectives import backends, effects
+from safecomm.collectives.guards import PLAIN
 from safecomm.collectives.holding import (
     SPAN,
     caller,
@@ -45,7 +46,6 @@ from safecomm.collectives.tensors import (
 )
 from safecomm.core import captures
 from safecomm.core.ledger import LEDGER
-from safecomm.guards import PLAIN
 
 log: logging.Logger = logging.getLogger("safecomm")
 

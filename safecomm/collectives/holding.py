@@ -15,9 +15,10 @@ from contextlib import AbstractContextManager
 import torch
 import torch.distributed.distributed_c10d as c10d
 
-from safecomm import _torch, backends
+from safecomm import _torch
 from safecomm._torch import index_of
-from safecomm.backends import Kind
+from safecomm.collectives import backends
+from safecomm.collectives.backends import Kind
 from safecomm.collectives.regions import REGIONS, Region
 from safecomm.collectives.routes import ROUTES, Route
 from safecomm.collectives.table import Row

@@ -26,6 +26,7 @@ from torch.nn import Parameter as _Parameter
 from safecomm import _torch
 from safecomm.arena.use import IN_USE, may_be_used, would_be_used
 from safecomm.collectives.general import forwarded, prepared, prepared_by_root, prepared_for_all
+from safecomm.collectives.guards import ListGuards
 from safecomm.collectives.holding import Call, counter, finish, span
 from safecomm.collectives.regions import REGIONS
 from safecomm.collectives.routes import ROUTES, Route
@@ -33,7 +34,6 @@ from safecomm.collectives.table import ROWS
 from safecomm.collectives.takers import BUCKETS, DECLINED, ENGINES, GENERAL, offer
 from safecomm.core import captures
 from safecomm.core.ledger import LEDGER
-from safecomm.guards import ListGuards
 
 # Bound once: each of these is read on every call.
 _compiling = torch.compiler.is_dynamo_compiling

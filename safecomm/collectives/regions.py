@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from safecomm import _torch
+from safecomm.collectives.guards import PLAIN
 from safecomm.core.work import MemberWork
-from safecomm.guards import PLAIN
 
 _Illegal = _torch.IllegalWork
 

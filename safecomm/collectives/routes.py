@@ -17,13 +17,14 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.distributed import ProcessGroup
 
-from safecomm import _torch, backends
+from safecomm import _torch
+from safecomm.collectives import backends
+from safecomm.collectives.guards import Guards
 from safecomm.core import captures
 from safecomm.core.holds import Hold, keys_of
 from safecomm.core.ledger import LEDGER, Ledger, W, WorkQueue
 from safecomm.core.refcounts import COUNTED
 from safecomm.core.streams import HOST, capture_of
-from safecomm.guards import Guards
 
 
 class HeldByHandles(weakref.WeakKeyDictionary[Hold, None]):

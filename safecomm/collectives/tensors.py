@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from safecomm import _torch
+from safecomm.collectives.guards import PLAIN
 from safecomm.core.ledger import LEDGER
 from safecomm.core.streams import HOST
-from safecomm.guards import PLAIN
 
 _NOTHING = contextlib.nullcontext()
 _index_of = _torch.index_of

@@ -518,4 +518,4 @@ def _here(index: int) -> CapturedGraph | None:
 
 def _caller() -> types.FrameType:
     """Return the innermost frame that is neither ours nor of torch's graphs."""
-    return outside((f"{__name__}.", "torch.cuda.graphs.", "safecomm.graphs.", "contextlib."))
+    return outside((f"{__name__}.", "torch.cuda.graphs.", "safecomm.interception.graphs.", "contextlib."))

@@ -13,16 +13,17 @@ from typing import Any
 import torch
 import torch.distributed
 
-from safecomm import _torch, arguments, replacing, stream_methods, versions
+from safecomm import _torch, arguments
 from safecomm.core import captures
 from safecomm.core.drain import drain, pending
+from safecomm.interception import replacing, stream_methods
+from safecomm.interception.record_stream import avoid_record_streams as _avoid_record_streams
 from safecomm.patching import aliases
 from safecomm.patching.functional import Functional
 from safecomm.patching.megatron import Buffers
 from safecomm.patching.strict import Strict
 from safecomm.patching.table import MODULES, NAMES, ORIGINALS, REPLACEMENTS
 from safecomm.patching.works import Works
-from safecomm.record_stream import avoid_record_streams as _avoid_record_streams
 
 log: logging.Logger = logging.getLogger("safecomm")
 
@@ -225,7 +226,7 @@ def wanted(strict: bool | None, avoid_record_streams: bool | None) -> tuple[bool
 
 def _apply() -> None:
     _state.on = True
-    version = versions.HERE
+    version = _torch.versions.HERE
     if version < "2.8" and torch.distributed.is_initialized():
         log.warning("torch %s: groups that exist already call record_stream; patch before they are made", version)
     remaps = _collectives_that_dynamo_knows()

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch.distributed import ProcessGroup
 
-from safecomm import _torch, replacing
+from safecomm import _torch
 from safecomm.arena.arena import OPEN
 from safecomm.arena.arguments import bytes_of
 from safecomm.arena.use import VARIABLE as ARENA
@@ -25,6 +25,7 @@ from safecomm.core.drain import pending
 from safecomm.core.ledger import LEDGER
 from safecomm.diagnostics.record import launched_as
 from safecomm.diagnostics.units import each, mib
+from safecomm.interception import replacing
 from safecomm.patching import patch as patching
 from safecomm.patching.strict import UNSEEN
 

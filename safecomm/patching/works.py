@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.join import Join
 from torch.distributed.distributed_c10d import Work as C10dWork
 
-from safecomm import _torch, versions
+from safecomm import _torch
 from safecomm.core.work import Work
 
 _BASES: tuple[Any, ...] = (ProcessGroup, _torch.Backend)
@@ -39,7 +39,7 @@ def for_cpp(value: Any) -> Any:
         value.has_future = True  # what C++ has stands for the handle from now on
         return value.inner
     # Before, C++ kept no reference to a work of Python, and waits without end for one that is gone (pytorch #146376).
-    return _StandIn(value) if issubclass(type(value), Work) and versions.HERE >= "2.7" else value
+    return _StandIn(value) if issubclass(type(value), Work) and _torch.versions.HERE >= "2.7" else value
 
 
 class Works:

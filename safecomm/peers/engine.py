@@ -13,7 +13,9 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed.distributed_c10d as c10d
 
-from safecomm import _torch, backends
+from safecomm import _torch
+from safecomm.collectives import backends
+from safecomm.collectives.guards import PLAIN
 from safecomm.collectives.holding import Call, finish, relaxed
 from safecomm.collectives.table import COLLECTIVE_OF, EXCHANGE, GATHER, LISTS, OPS, REDUCE, ROWS, SCATTER
 from safecomm.collectives.takers import DECLINED
@@ -22,7 +24,6 @@ from safecomm.core.call_site import outside, program
 from safecomm.core.ledger import LEDGER
 from safecomm.core.streams import HOST
 from safecomm.errors import LowLatencyError
-from safecomm.guards import PLAIN
 from safecomm.peers import bulk, list_exchange
 from safecomm.peers.host_word import LONG, REMEMBERED, HostWord
 from safecomm.peers.launched import LaunchedKernel

@@ -19,8 +19,8 @@ import torch
 from safecomm import _torch
 from safecomm.arena.use import IN_USE
 from safecomm.collectives.general import prepared_for_all
+from safecomm.collectives.guards import PLAIN, ListGuards
 from safecomm.core.streams import HOST
-from safecomm.guards import PLAIN, ListGuards
 
 LARGEST = 1 << 30
 """Elements of a tensor of the list. The kernel counts in 32 bits."""

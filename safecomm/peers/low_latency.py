@@ -18,13 +18,15 @@ from typing import Any
 import torch
 import torch.distributed.distributed_c10d as c10d
 
-from safecomm import _torch, arguments, backends, replacing
+from safecomm import _torch, arguments
+from safecomm.collectives import backends
 from safecomm.collectives.table import EXCHANGE, GATHER, REDUCE, SCATTER
 from safecomm.collectives.takers import DECLINED, ENGINES, default_group
 from safecomm.core import captures
 from safecomm.core.call_site import place
 from safecomm.core.streams import HOST
 from safecomm.errors import LowLatencyError, SafecommError
+from safecomm.interception import replacing
 from safecomm.peers import operators
 from safecomm.peers.bulk import around
 from safecomm.peers.engine import Engine, least_of_several, programs

@@ -19,6 +19,7 @@ import torch
 import torch.distributed.distributed_c10d as c10d
 
 from safecomm import _torch
+from safecomm.collectives.guards import PLAIN
 from safecomm.collectives.holding import finish_read
 from safecomm.collectives.table import OPS_BY_NAME as _OPS
 from safecomm.collectives.table import ROWS, Row
@@ -28,7 +29,6 @@ from safecomm.core.call_site import program
 from safecomm.core.ledger import LEDGER
 from safecomm.core.streams import HOST
 from safecomm.errors import CaptureBoundaryError, LowLatencyError
-from safecomm.guards import PLAIN
 from safecomm.peers.engine import Engine
 
 NAMESPACE = "_c10d_functional"

@@ -15,10 +15,12 @@ from safecomm._version import __version__
 from safecomm.diagnostics.checked import printable
 from safecomm.errors import SafecommError
 from safecomm.tools.progress import Progress
-from safecomm_shell import DONE, INTERRUPTED, USAGE, WRONG, speaks
 
 if TYPE_CHECKING:
     from safecomm.diagnostics.report import Report
+
+DONE, WRONG, USAGE, INTERRUPTED = 0, 1, 2, 130
+"""The exit statuses, as the head of ``safecomm_shell.py`` has them."""
 
 
 def _say(line: str) -> None:
@@ -166,7 +168,7 @@ def _tune(options: argparse.Namespace) -> Callable[[], int] | int:
         except RuntimeError as error:
             if not options.low_latency:
                 raise
-            if speaks():
+            if options.speaks:
                 _say(f"safecomm tune: {error}")
             return WRONG
         return DONE
@@ -215,7 +217,7 @@ def execute(options: argparse.Namespace, prog: str) -> int:
         return int(outcome() if callable(outcome) else outcome)
     lines = text.split("\n") if status == WRONG else [text]  # a stack of a rank that failed, or the name of a file
     # What is wrong with the arguments is wrong on all ranks, and one of them says so.
-    if status == WRONG or speaks():
+    if status == WRONG or options.speaks:
         for number, line in enumerate(lines):
             _say(line if number else f"{prog} {options.command}: {line}")
     return status

@@ -20,17 +20,17 @@ import torch
 import torch.distributed
 from torch.torch_version import TorchVersion
 
-from safecomm import _torch, versions
+from safecomm import _torch
 from safecomm.arena import use
 from safecomm.arena.arguments import bytes_of
 from safecomm.core import refcounts
 from safecomm.diagnostics.environment import level_of
 from safecomm.diagnostics.record import record_memory, unwaited_for
 from safecomm.diagnostics.replaced import replaced
+from safecomm.interception.replacing import VARIABLE, flag
 from safecomm.patching.patch import AVOID, STRICT
 from safecomm.peers.limits import DEFAULTS, read
 from safecomm.peers.low_latency import lacking
-from safecomm.replacing import VARIABLE, flag
 
 _PATIENCE = 20  # seconds for nvidia-smi
 
@@ -209,7 +209,7 @@ def _nvidia_smi(*arguments: str) -> list[str]:
 
 
 def _of_the_machine(machine: Machine) -> Iterator[Check]:
-    yield Check("torch", versions.standing(machine.torch) != "too old", versions.sentence(machine.torch))
+    yield Check("torch", _torch.versions.standing(machine.torch) != "too old", _torch.versions.sentence(machine.torch))
     for what in machine.missing:
         yield Check("private names of torch", False, what)
     yield Check(

@@ -14,8 +14,8 @@ import torch.distributed as stock
 from harness import MIB, case, rank, require, settle, slow
 
 import safecomm
-from safecomm import backends, functional
-from safecomm.collectives import lists
+from safecomm import functional
+from safecomm.collectives import backends, lists
 from safecomm.core.ledger import LEDGER
 
 ROOT = Path(__file__).parents[2]

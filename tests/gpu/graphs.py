@@ -11,7 +11,7 @@ from collectives import collectives, overlapped
 from harness import MIB, case, rank, require, settle, slow
 
 import safecomm
-from safecomm import backends
+from safecomm.collectives import backends
 
 RECORD = """
 #include <torch/extension.h>

@@ -11,7 +11,7 @@ import torch.distributed as stock
 from harness import LIBRARIES, MIB, case, held, rank, require, settle, slow
 
 import safecomm
-from safecomm import backends
+from safecomm.collectives import backends
 from safecomm.peers import low_latency as module
 from safecomm.peers import staging
 

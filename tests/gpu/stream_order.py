@@ -11,10 +11,10 @@ from collectives import launch
 from harness import MIB, case, rank, require, settle, slow
 
 import safecomm
-from safecomm import stream_methods
 from safecomm.core.ledger import LEDGER
 from safecomm.core.uses import Events
 from safecomm.diagnostics.replaced import replaced
+from safecomm.interception import stream_methods
 
 BUFFER = 4096 * 8192 * 2
 METHODS = [f"torch.cuda.streams.{name}" for name in ("Event.record", "Event.wait", "Stream.wait_stream")]

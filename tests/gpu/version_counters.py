@@ -10,7 +10,7 @@ import torch.distributed as stock
 from harness import case, require
 
 import safecomm
-from safecomm import backends
+from safecomm.collectives import backends
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # where the table is
 counters = importlib.import_module("counters")

@@ -20,7 +20,7 @@ from safecomm.collectives.gates import all_reduce
 from safecomm.collectives.groups import destroy_process_group
 from safecomm.core.drain import drain
 from safecomm.errors import SafecommError
-from safecomm.record_stream import avoid_record_streams
+from safecomm.interception.record_stream import avoid_record_streams
 
 RANKS = 2
 LAYERS, ITERATIONS = 8, 5

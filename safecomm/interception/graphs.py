@@ -10,13 +10,14 @@ from typing import Any, Literal, get_args
 import torch
 import torch.distributed
 
-from safecomm import arguments, replacing
+from safecomm import arguments
 from safecomm.core import captures
 from safecomm.core.captures import CapturedGraph
 from safecomm.core.drain import await_before_capture
 from safecomm.core.ledger import LEDGER
 from safecomm.errors import CaptureBoundaryError
-from safecomm.record_stream import avoid_record_streams
+from safecomm.interception import replacing
+from safecomm.interception.record_stream import avoid_record_streams
 
 CaptureErrorMode = Literal["global", "thread_local", "relaxed"]
 

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from safecomm import _torch, replacing
+from safecomm import _torch
 from safecomm.core.ledger import LEDGER, Ledger
+from safecomm.interception import replacing
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -22,15 +22,16 @@ from typing import Any, Literal, TypeVar, get_args
 
 import torch
 
-from safecomm import _torch, arguments, replacing, stream_methods
+from safecomm import _torch, arguments
 from safecomm.arena.arena import OPEN
+from safecomm.collectives.guards import PLAIN
 from safecomm.core import captures
 from safecomm.core.call_site import line_of, outside, place
 from safecomm.core.ledger import LEDGER, Ledger
 from safecomm.core.refcounts import COUNTED, WHY_NOT
 from safecomm.core.streams import HOST, stream_object
 from safecomm.errors import RecordStreamError
-from safecomm.guards import PLAIN
+from safecomm.interception import replacing, stream_methods
 
 log: logging.Logger = logging.getLogger("safecomm")
 
