@@ -20,6 +20,12 @@ not seen              the program's to keep                       released by th
 ====================  ==========================================  ===================================================
 
 A use of a capture that only the ledger still refers to is released before its end, by an edge of the graph (rule 3).
+
+torch 2.14 has hooks of captures (https://docs.pytorch.org/docs/stable/generated/torch.cuda.CUDAGraph.html). They would
+stand beside what is replaced here, and not in its place. None runs before a capture begins, when the arena has to be
+ready, or before it ends, when works have to be joined. The end hooks do not run where a capture fails. The destroy
+callback of a reset runs before torch has reset the graph, which could be replayed if that fails. So only the place of
+each capture is from a hook.
 """
 
 from __future__ import annotations
