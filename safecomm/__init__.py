@@ -140,7 +140,7 @@ from safecomm.patching.patch import unpatch as unpatch
 from safecomm.patching.table import NAMES as _WRAPPED
 
 # What this torch does not have, safecomm has not either.
-for _name in [name for name in _WRAPPED if globals()[name] is None]:
+for _name in [name for name in _WRAPPED if globals().get(name, name) is None]:
     del globals()[_name]
 
 if TYPE_CHECKING:

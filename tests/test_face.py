@@ -9,6 +9,7 @@ import subprocess
 import sys
 import types
 
+import calls
 import pytest
 import torch
 import torch.distributed as stock
@@ -18,6 +19,7 @@ from ranks import on, run_program
 
 import safecomm
 from safecomm.collectives import effects, objects
+from safecomm.collectives.table import ROWS
 from safecomm.core import captures
 from safecomm.core.captures import CapturedGraph
 from safecomm.patching.table import NAMES
@@ -203,6 +205,12 @@ def test_the_package_s_help_begins_with_its_use():
 
 def test_every_call_that_is_wrapped_is_in_the_table_of_effects():
     assert set(effects.TABLE) == set(NAMES)
+
+
+def test_every_collective_is_called_on_ranks():
+    there = {name for row in ROWS.values() if row.module == "gates" for name in (row.key, row.alias)}
+    tried = {*calls.ALL, *calls.NOT_ON_GLOO, "barrier"}  # which has no tensors, and is what the ranks meet by
+    assert {name for name in there if hasattr(c10d, name)} <= tried
 
 
 @pytest.mark.parametrize("name", WRAPPED)

@@ -23,6 +23,7 @@ FOUND = {
     "fsdp_by_record_stream": "record_stream_holds_nothing",
     "pipeline_1f1b": "a_batch_holds_nothing_of_its_second_operation",
     "moe_dispatch": "a_call_holds_its_first_storage_alone",
+    "second_group_on_a_third_stream": "a_synchronous_call_makes_no_handoff",
     "decode_by_graphs": "the_last_replay_of_a_graph_is_forgotten",
     "arena_by_turns": "slots_go_to_other_streams_as_they_are",
     "dropped_handles": "a_dropped_handle_releases_at_once",

@@ -360,6 +360,31 @@ def moe_dispatch(rank: Rank) -> None:
         del combined, shared, again
 
 
+@workload
+def second_group_on_a_third_stream(rank: Rank) -> None:
+    """One group reduces on a side stream, for which main waits; another gathers on a third, and main goes on."""
+    first, second = rank.group(3), rank.group(1)
+    main, side, third = rank.main, rank.side, FakeStream(rank.device, 2)
+    for _ in rank.steps():
+        grad = rank.empty(256)
+        rank.kernel(grad)
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            dist.all_reduce(grad, group=first)
+        third.wait_stream(side)
+        with torch.cuda.stream(third):
+            whole = rank.empty(512)
+            dist.all_gather_into_tensor(whole, grad, group=second)
+        main.wait_stream(side)
+        del grad
+        activation = rank.empty(256)
+        rank.kernel(activation)  # beside the second group, and not in memory that it reads
+        main.wait_stream(third)
+        rank.kernel(whole, activation)
+        third.wait_stream(main)
+        del whole, activation
+
+
 # --- serving, and what is beside training ---------------------------------------------------------------------------
 
 

@@ -216,6 +216,7 @@ def gate(row: Row) -> str:
         aliases = "[alias]"
     else:
         output, given = row.tensors
+        assert output.startswith("output"), f"{row.key}: a gate of two tensors writes to the first"
         both = f"{output}, {given}"
         guards = f"route.guards.guard2({both}) or route.guards.guard2_before({both})"
         written = both

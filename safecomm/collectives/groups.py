@@ -15,7 +15,7 @@ from safecomm.collectives.general import stand_in
 from safecomm.collectives.routes import ROUTES
 from safecomm.collectives.takers import ENGINES, default_group
 from safecomm.core import captures
-from safecomm.core.drain import await_works
+from safecomm.core.drain import await_works, deadline_of
 from safecomm.core.ledger import LEDGER
 from safecomm.errors import PendingWorkError
 
@@ -64,7 +64,7 @@ def destroy_process_group(group: Any = None) -> None:
         # A program that can't be edited may leave a receive posted for a message that never comes. torch ends at once.
         tolerant = captures.tolerant()
         try:
-            await_works(LEDGER, patience, target, unpollable=not tolerant)
+            await_works(LEDGER, deadline_of(patience), target, unpollable=not tolerant)
         except PendingWorkError as error:
             if not tolerant:
                 raise

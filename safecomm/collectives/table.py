@@ -38,7 +38,7 @@ class Row:
     key: str
     """c10d's name of it in the newest torch."""
     tensors: tuple[str, ...]
-    """The arguments that are tensors, or lists of them; the output first."""
+    """The arguments that are tensors, or lists of them, in the order of the signature."""
     given: tuple[str, ...] = ()
     """The arguments between the tensors and the group."""
     last: tuple[str, ...] = ()

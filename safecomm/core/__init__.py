@@ -1,9 +1,10 @@
 """What is held, by which call, and until when: all that decides about memory, and nothing else.
 
-The core imports torch's private names (``safecomm._torch``) and the errors, and nothing else of the package. It knows
-nothing of collectives, arenas or patches: those come here to have memory held. To read it in one sitting, read the head
-of ``ledger`` first, which has the three rules, then ``holds``, ``uses``, the rest of ``ledger``, ``work``, ``drain``,
-and ``captures`` last. The files below ``holds`` answer questions of theirs.
+The core imports torch's private names (``safecomm._torch``), the checks of arguments and the errors, and nothing else
+of the package. Collectives, arenas and patches come here to have memory held. To read it in one sitting, read the head
+of ``ledger`` first, which has the three rules, then ``holds``, ``uses``, ``stream_order``, the rest of ``ledger``,
+``work``, ``drain``, and ``captures`` last. ``streams``, ``allocation``, ``refcounts`` and ``call_site`` answer
+questions of these.
 
 The promises that the comments name, in a line each (``docs/contract.md`` has all ten):
 
@@ -14,15 +15,16 @@ The promises that the comments name, in a line each (``docs/contract.md`` has al
 - S5: inside a CUDA graph capture nothing is polled, and no capture is broken by safecomm.
 - S6: what a graph's collectives use is the graph's until it is reset or dies.
 
-What keeps them when an exception comes in between, also of a signal handler, or another thread does:
+What keeps these promises when an exception comes in between, also of a signal handler, and between threads:
 
 - Memory is held before what made it safe is given up, and released after it is safe. An exception may so keep memory
   held, never release it.
-- A hold stays in its queue until all is done for it, so that the next sweep finds it. Releasing twice does nothing.
-- Works need no lock: each thread orders what it needs, and one of them takes the hold out. Events do, because one that
-  was recycled is recorded again elsewhere: code that polls or waits for an event of a hold, or looks at uses that have
-  none, has ``Holds.lock`` and finds the hold still in its queue. That keeps events from other threads; the lock is
-  reentrant, so a handler that calls safecomm can get in between.
+- A hold stays in its queue until its streams are ordered, so that the next sweep finds it. Releasing twice does
+  nothing.
+- Works need no lock: each thread orders what it needs, and one of them takes the hold out. Events need one, because an
+  event that was recycled is recorded again elsewhere: code that polls or waits for the event of a hold, or records one,
+  has ``Holds.lock`` and finds the hold still in its queue. The lock keeps other threads away. It is reentrant, so a
+  signal handler that calls safecomm can get in between.
 """
 
 # The direction of dependency, top to bottom; nothing imports upwards (``tests/test_structure.py`` keeps it):

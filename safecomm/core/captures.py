@@ -11,11 +11,12 @@ What each end does with what is held:
 end                   arguments from outside                      works and uses of the capture
 ====================  ==========================================  ===================================================
 it ends well          leased                                      released
-a work is unjoined    released as by a reset, which is done       an error names them; if tolerant, the capture waits
-                                                                  for them, and ends well
-it fails              released as by a reset                      released
+a work is unjoined    released as by a reset, which is done       joined and released, and an error names them; if
+                                                                  tolerant, a warning does, and the capture ends well
+it fails              released as by a reset                      released, unless the capture goes on
 the graph replays     checked; its stream is noted                none are left
-reset, or death       become a use on each stream of a replay     none are left
+reset, or death       become a use on each stream of a replay,    none are left
+                      on the current one if there was none
 not seen              the program's to keep                       released by the next sweep that finds it over
 ====================  ==========================================  ===================================================
 
@@ -285,7 +286,7 @@ class CapturedGraph:
     def _end(self) -> None:
         """Leave nothing behind: the graph is reset or dead, or its capture has failed. Again, it does nothing.
 
-        The garbage collector may call it, so nothing is freed here, and no device is asked.
+        The garbage collector may call it, so no memory is let go here, and no event is asked.
         """
         self._give_back()
         self._leave_capture()
@@ -413,7 +414,6 @@ def _end_capture(captured: CapturedGraph) -> None:
     if not unjoined:
         return
     graph.reset()  # type: ignore[union-attr]
-    captured._end()  # after it, because as long as the graph can be replayed, it needs its memory
     raise CaptureBoundaryError(
         f"the capture at {captured.site} ended with works that were not waited for: {'; '.join(unjoined)}. "
         "Wait for each inside the capture. The graph was reset; nothing else was harmed."

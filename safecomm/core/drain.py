@@ -35,7 +35,8 @@ def pending() -> list[Pending]:
     What :func:`bucketed` has deferred comes last, as one of state ``"deferred"`` for each group.
 
     Asks no device and releases nothing, so a hold can already be complete; :func:`drain` looks. Bytes are those of the
-    storages held, whether or not the caller still refers to them too. Empty in a program that waits for its works.
+    storages held, whether or not the caller still refers to them too. Empty in a program that waits for its works, and
+    whose allocation streams wait for what other streams use.
 
     Examples
     --------
@@ -49,9 +50,9 @@ def drain(*, wait: bool = False, timeout: timedelta | float | None = None, group
     """Give back the memory of all works that are complete; with ``wait``, of all works, once they are complete.
 
     Every call of a collective does the first by itself, for the oldest works of each group; this is for the end of a
-    phase, or before a measurement. Returns the bytes that are still held, but for what captures and others who use the
-    memory too keep: 0 if all is back. It launches nothing, because ranks need not call it together: the bytes of calls
-    that :func:`bucketed` has deferred count as held until its block ends.
+    phase, or before a measurement. Returns the bytes that are still held (twice, what two calls hold), but for what
+    captures and others who use the memory too keep: 0 if all is back. It launches nothing, because ranks need not call
+    it together: the bytes of calls that :func:`bucketed` has deferred count as held until its block ends.
 
     Parameters
     ----------
@@ -85,10 +86,10 @@ def drain_ledger(
 ) -> int:
     """Do for ``ledger`` what :func:`drain` does."""
     if wait:
-        deadline = _deadline(timeout)
+        deadline = deadline_of(timeout)
         for give in BEFORE_WAITING:
             give()
-        await_works(ledger, timeout, group)
+        await_works(ledger, deadline, group)
         _empty_quarantine(ledger, group, deadline)
         _await_all(ledger, group, deadline)  # what a recorded use holds may have been held by one of those too
     else:
@@ -97,7 +98,7 @@ def drain_ledger(
     return sum(one.nbytes for one in _unfinished(ledger, group) + quarantined + ledger.deferred(group))
 
 
-def await_works(ledger: Ledger, timeout: timedelta | None, group: object, *, unpollable: bool = True) -> None:
+def await_works(ledger: Ledger, deadline: float | None, group: object, *, unpollable: bool = True) -> None:
     """Block the host until all works of ``group`` (None: of all groups) are complete, and release them.
 
     Works that fail go to the quarantine. Without ``unpollable`` not for works of which the backend does not tell, which
@@ -105,13 +106,13 @@ def await_works(ledger: Ledger, timeout: timedelta | None, group: object, *, unp
     stream of a device of anything held is part of a capture.
     """
     _refuse_in_capture(ledger, ())
-    _await_all(ledger, group, _deadline(timeout), unpollable=unpollable)
+    _await_all(ledger, group, deadline, unpollable=unpollable)
 
 
 def await_before_capture(ledger: Ledger, timeout: timedelta | None) -> None:
     """Block the host until all works are complete, so that there is nothing to wait for in a capture."""
-    deadline = _deadline(timeout)
-    await_works(ledger, timeout, None)
+    deadline = deadline_of(timeout)
+    await_works(ledger, deadline, None)
     # The program may still wait for those that were released before because a stream had waited for them: the host has
     # not, and the ledger does not know them any more.
     works: list[WorkHold] = [
@@ -140,7 +141,8 @@ def _refuse_in_capture(ledger: Ledger, queues: Iterable[Queue]) -> None:
         )
 
 
-def _deadline(timeout: timedelta | None) -> float | None:
+def deadline_of(timeout: timedelta | None) -> float | None:
+    """Return the moment at which ``timeout`` from now is over, by ``time.monotonic()``."""
     return None if timeout is None else time.monotonic() + timeout.total_seconds()
 
 
@@ -239,7 +241,7 @@ def _empty_quarantine(ledger: Ledger, group: object, deadline: float | None) -> 
                 synchronize()
             else:
                 _await_in_thread(ledger, synchronize, hold, deadline)
-        elif not _is_unpollable(hold):  # the threads of a work that timed out go on
+        elif not _is_unpollable(hold):  # a thread of the backend may still copy for a work that timed out
             _await([hold], ledger.is_idle, deadline)
         ledger.release(hold)
 

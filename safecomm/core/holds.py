@@ -1,9 +1,9 @@
 """What is held, the queues that holds wait in, and the one ``release()``.
 
-There are two kinds of holds. A *work* (``work.py``) holds what a running asynchronous collective reads and writes. A
-*use* (``uses.py``) holds what was used on another stream than its allocation stream, until the device has passed an
-event that was recorded there behind the last use. Which of them is released when is decided elsewhere: see the rules at
-the head of ``ledger.py``. All of it comes to :class:`Holds` to release, and shares what is the same for every hold: on
+In queues are two kinds of holds. A *work* (``work.py``) holds what a running asynchronous collective uses. A *use*
+(``uses.py``) holds what was used on another stream than its allocation stream, until the device has passed an event
+that was recorded there behind the last use. Which of them is released when is decided elsewhere: see the rules at the
+head of ``ledger.py``. All of it comes to :class:`Holds` to release, and shares what is the same for every hold: on
 which streams the memory can be given out again, and whether it would come back at all.
 
 Holds that end in the order in which they were made share a :class:`Queue`.
@@ -87,7 +87,7 @@ class Hold:
     waiter: threading.Event | None = None
 
     def on_release(self) -> None:
-        """Undo what else than ``storages`` tells of the memory: aliases, or a table. For ``Holds.release()`` alone."""
+        """Empty the aliases of the memory, or leave the table that it is found by. For ``Holds.release()`` alone."""
 
     def in_use(self) -> bool:
         """Return whether others still use the memory: it waits for them, and the device has nothing to do for it."""
@@ -232,7 +232,7 @@ class Holds:
     def __init__(self, streams: Streams, lag: int) -> None:
         self.streams, self.lag = streams, lag
         self.interval: float = 0  # seconds in which a queue is looked at once, while few holds come
-        self.nonempty: dict[Queue, object] = {}  # the queues that have holds: none if all works are waited for
+        self.nonempty: dict[Queue, object] = {}  # the queues that have holds
         self.quarantine: dict[Hold, None] = {}  # what has failed
         self.recording: dict[int, Any] = {}  # the captures that are seen and go on, by their id; see captures.py
         self.observer: Observer | None = None

@@ -5,26 +5,26 @@ before a release each rule makes sure that this stream is ordered after the last
 complete (S1):
 
 1. *Waited for.* ``wait()`` ordered the very stream that the memory was allocated on: release at once (S2). Memory that
-   was allocated on another stream becomes a use. For uses: the allocation stream waited for an event that the program
-   recorded behind the use (``stream_order.py``).
+   was allocated on another stream becomes a use. For uses of one known allocation stream: that stream waited for an
+   event that the program recorded behind the use (``stream_order.py``).
 2. *Complete.* The event is complete, or the work says that it is: release at the next call of safecomm, of any group
    (S3). A work is then waited for as the program could have, on the streams that its memory was allocated on, or on the
    current one where these may not be made to wait, and rule 1 says what follows. While all that is held are works
-   whose handles are kept, and which are younger than ``PATIENCE``, nothing is polled. Events are polled once in
-   ``INTERVAL``, and whenever more than ``LAG`` have come; those of ``record_stream`` at each call where they are more
-   than rule 3 leaves alone. After a future, which stands for the handle, the works of a group are left alone once for
-   ``INTERVAL``, or until more than ``LAG`` have come.
+   whose handles are kept, and which are younger than ``PATIENCE``, nothing is polled. The queue of a stream is looked
+   at once in ``INTERVAL``, and whenever more than ``LAG`` uses have come; what ``record_stream`` was called for at each
+   call, where it is more than rule 3 leaves alone. The first future of a work, which stands for the handle, lets the
+   works of its queue alone until the next sweep: for ``INTERVAL``, or until more than ``LAG`` have come.
 3. *Too far behind.* More than ``LAG`` holds and ``BUDGET`` bytes, estimated from the eight oldest, have piled up behind
-   the host, and the oldest can't be waited for any more. A work is waited for as by rule 2; the allocation streams of a
-   use are ordered after it, or while another thread captures none but the current one. Inside a graph capture nothing
-   can be polled. There uses that only the ledger still refers to are released by this rule at once, as an edge of the
-   graph (S5); works wait for their wait, or for the end of the capture.
+   the host, and the oldest can't be waited for any more. A work is waited for as by rule 2. The allocation streams of a
+   use are ordered after it; while another thread captures a graph, only the current stream may be. Inside a graph
+   capture nothing can be polled. There uses that only the ledger still refers to are released by this rule at once, as
+   an edge of the graph (S5); works wait for their wait, or for the end of the capture.
 
 A work that fails goes to the quarantine, and leaves it when the device is known to be idle, or when a second wait
 succeeds, if the first one timed out and the work did not fail (S4). Every release is made by ``Holds.release()``
 (``holds.py``), on the thread that called safecomm, never in a destructor or a callback. The ledger's references are
-strong, so that a dropped handle frees nothing. What exceptions and threads can do in between is said at the head of
-the package.
+strong, so that a dropped handle frees nothing; only of backends whose works never end, such as torch's fake one, they
+are weak. What exceptions and threads can do in between is said at the head of the package.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class WorkHold(Hold):
     has_future: bool = False  # a future stands for the call as well, so the handle may be dropped before a wait
 
     def on_release(self) -> None:
-        if self.aliases:
+        if self.aliases:  # another thread may have asked for the outputs since release() looked, and has them now
             self.aliases_emptied = True
             _torch.leave_all_empty(self.aliases)
             self.aliases: tuple[Any, ...] = ()
@@ -105,7 +105,8 @@ class WorkHold(Hold):
         if index == HOST or self.queue.pollable:
             self.inner.wait()
             return
-        # A wait orders a stream, and perhaps only the first one does: the caller's may still come. So the host waits.
+        # A wait orders the current stream, and with some backends only the first wait for a work does. The caller's own
+        # wait may still come, and finds the stream of this one. So the host waits.
         with streams.using(index, streams.spare(index)), streams.relaxed_capture_mode():
             self.inner.wait()
             event = streams.record_event(index, streams.spare(index))
@@ -307,7 +308,7 @@ class Ledger(Holds):
         queue = work.queue
         holds = queue.holds
         if queue.ordered and len(holds) > 1:
-            # All before it are complete with it, and waiting for them is free.
+            # All before it end before it does, so that to wait for them takes no longer.
             while work in holds and (earlier := queue.first()) is not work and earlier is not None:
                 if self._staging_is_captured(earlier):
                     break
@@ -367,13 +368,17 @@ class Ledger(Holds):
         if not hold.storages:  # another thread has released it since: its wait has succeeded
             self.quarantine.pop(hold, None)
             return
-        log.warning("%s failed (%s); its memory is kept until drain(wait=True)", hold.describe("quarantined"), error)
+        log.warning(
+            "%s failed (%s); its memory is kept until the device is known to be idle, as by drain(wait=True)",
+            hold.describe("quarantined"),
+            error,
+        )
 
     def is_idle(self, hold: Any) -> bool:
         """Return whether it is known that nothing touches the memory of a failed work any more."""
         # On the host, complete means that no thread of the backend does, whether the work failed or not.
         queue = hold.queue
-        return hold.in_use() or (queue.index == HOST and queue.pollable and bool(hold.inner.is_completed()))
+        return queue.index == HOST and queue.pollable and bool(hold.inner.is_completed())
 
     # --- rules 2 and 3: complete, or too far behind -----------------------------------------------------------
 
@@ -417,8 +422,9 @@ class Ledger(Holds):
             self.sweep(thorough=True, again=False)
 
     def can_skip_sweep(self) -> bool:
-        """Return whether all that a sweep would look at are young works with handles that are kept.
+        """Record events that are due, and return whether a sweep would find nothing to do.
 
+        That is so where all that is held are young works with handles that are kept, or what was looked at just now.
         The oldest of each queue is looked at, and the newest, as most handles that are dropped are dropped at once.
         Every call asks while anything is in flight, and most go on without a sweep.
         """
@@ -505,7 +511,7 @@ class Ledger(Holds):
         self.release(work)
 
     def _wait_and_release(self, work: WorkHold) -> None:
-        """Wait for ``work`` on the current stream, as the program could have, and release it by rule 1.
+        """Wait for ``work`` on the current stream, if it is a device's, and release it by rule 1.
 
         Also if it is complete. With an error NCCL's say that they are, while the kernel may still run
         (WorkNCCL::isCompleted), and their wait() need not raise; then the wait is what protects the memory. Also c10d's
@@ -522,7 +528,7 @@ class Ledger(Holds):
         if work.queue.pollable:
             fate = "its memory was held until it was over, but nothing has ordered your streams after it"
         else:
-            fate = "its memory is held until drain(wait=True) or the end of its group, as gloo does not tell before"
+            fate = "its memory may be held until drain(wait=True) or the end of its group, as gloo does not tell before"
         log.warning(
             "the handle of %s launched at %s was dropped without wait(): %s (reported once for this line)",
             work.op,
@@ -533,7 +539,10 @@ class Ledger(Holds):
     # --- captures -------------------------------------------------------------------------------------------
 
     def join_unwaited(self, capture: int, stream: int) -> list[str]:
-        """Order ``stream`` after all works of ``capture`` that were not waited for there; describe each."""
+        """Order ``stream`` after all works of ``capture`` that were not waited for there; describe each.
+
+        They are released whatever their allocation streams: the capture ends now, and its memory is the graph's.
+        """
         left = []
         for queue in keys_of(self.nonempty):
             if queue.capture == capture and isinstance(queue, WorkQueue):

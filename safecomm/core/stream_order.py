@@ -90,7 +90,7 @@ class StreamOrder:
     def wait_stream(self, index: int, stream: int, other: int) -> None:
         """Order ``stream`` after what ``other`` has to do now, and release what that makes safe.
 
-        The same as to record an event on the one, and to let the other wait for it, with an event of the pool. No
+        The same as to record an event on ``other``, and to let ``stream`` wait for it, with an event of the pool. No
         other code can record that again, so an eventless use that lies before it needs no event of its own.
         """
         streams, ledger = self._streams, self._ledger

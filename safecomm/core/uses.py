@@ -46,7 +46,7 @@ class Use(Hold):
     queue: UseQueue
     storages: tuple[Any, ...]
     pointer: int = 0  # of the memory for which record_stream was called last, which alloc_stream is of
-    release_by: str = "auto"  # or the one way to give it back: "order" or "defer"
+    release_by: str = "auto"  # "order": always by rule 3; "defer": never by rule 3
     unordered: bool = False  # the allocation stream does not matter: it is deferred
 
     def on_release(self) -> None:
@@ -82,7 +82,7 @@ class UseQueue(Queue):
         budget = uses.ledger.streams.capacity(index) // BUDGET_SHARE if uses.budget is None else uses.budget
         super().__init__(uses.ledger, uses.queues, key, index, stream, capture, budget)
         self.uses: Uses = uses
-        self.eventless: dict[Use, None] = {}  # without an event as yet, of those that are over
+        self.eventless: dict[Use, None] = {}  # those of Events that have no event as yet
         self.lasting: bool | None = None  # asked at the first use, when the stream is the current one
 
 
@@ -153,7 +153,7 @@ class Events(UseQueue):
                         break
                     if use.event is not None and not streams.query_event(use.event):
                         break
-                    uses.order_and_release(use, ())  # its event is complete
+                    uses.order_and_release(use, ())  # its event is complete, or an exception came as it was released
         self.look_later(_now())
         self._order_oldest()
 
@@ -247,11 +247,13 @@ class Uses:
     """
 
     def __init__(self, ledger: Holds, budget: int | None = None) -> None:
-        self.count: int = 0  # how often memory was used on another stream than its own
+        self.count: int = 0  # how often use() has held memory
         self.queues: dict[Hashable, Any] = {}
         self.used_on: set[StreamKey] = set()  # the streams that have, or had, queues here
-        self.on_use: Callable[[], None] | None = None  # called at each use, such as to see from then on what orders it
-        # What record_stream was called for, by stream, device index and capture: each device has a default stream 0.
+        # Called at each use() of a stream, such as to see from then on what orders it.
+        self.on_use: Callable[[], None] | None = None
+        # What record_stream was called for: by the storage's address in C++, then by stream, device index (each device
+        # has a default stream 0) and capture.
         self.by_storage: dict[int, dict[tuple[int, int, int], Use]] = {}
         self.ledger: Holds = ledger
         self._streams, self.budget = ledger.streams, budget

@@ -111,8 +111,8 @@ class Work(WorkHold, _Base):
                 queue.ledger.fail(self, error)
             raise
         if done and self.storages:
-            # The ordinary program: the oldest work of its queue, waited for on the stream that its memory was
-            # allocated on.
+            # The ordinary program waits for the oldest work of its queue, on the stream that its memory was allocated
+            # on. All else is the ledger's.
             if full or self.alloc_stream != stream or (len(queue.holds) != 1 and queue.first() is not self):
                 queue.ledger.waited(self)
             else:
@@ -179,7 +179,7 @@ class Work(WorkHold, _Base):
             ledger.waited(self)
 
     def is_completed(self) -> bool:
-        """Return whether the collective is complete; if so, its memory is given back.
+        """Return whether the collective is complete; if so, its memory is given back as by a wait on this stream.
 
         Raises CaptureBoundaryError for a work that was captured into a CUDA graph, which is not a work that ever runs,
         and inside a capture, which asking would break.

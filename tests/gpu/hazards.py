@@ -128,7 +128,7 @@ def kept(dist, program):
 
 @hazard()
 def wait_on_another_stream(dist):
-    """Allocated and launched on main, waited for on a side stream, dropped (A1)."""
+    """Allocated and launched on main, waited for on a side stream, dropped."""
     side = torch.cuda.Stream()
 
     def program(late):
@@ -160,18 +160,45 @@ def on_a_side_stream(dist, async_op):
 
 @hazard()
 def launched_and_waited_for_on_a_side_stream(dist):
-    """torch's issue 188655 (A1)."""
+    """torch's issue 188655."""
     return on_a_side_stream(dist, True)
 
 
 @hazard()
 def synchronous_on_a_side_stream(dist):
-    """A synchronous call under a side stream, with a tensor of main (A2)."""
+    """A synchronous call under a side stream, with a tensor of main."""
     return on_a_side_stream(dist, False)
 
 
+@hazard()
+def read_by_a_second_group_on_a_third_stream(dist):
+    """A synchronous call under a side stream; main waits for that, and not for a second group that reads on a third."""
+    main, side, third = torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()
+    stock.all_reduce(torch.ones(1, device="cuda"), group=other_group())  # makes the communicator
+    wrong = 0
+    for trial in range(TRIALS):
+        settle()
+        tensor = ones(NUMEL // 2)
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            dist.all_reduce(tensor)
+        third.wait_stream(side)
+        with torch.cuda.stream(third):
+            whole = torch.empty(NUMEL, device="cuda")
+            if stock.get_rank() == trial % 2:
+                slow()
+            gather(dist, whole, tensor, group=other_group())
+        main.wait_stream(side)
+        del tensor
+        victim = ones(NUMEL // 2, -7.0)
+        torch.cuda.synchronize()
+        wrong += bool((whole != 2.0).any())
+        del whole, victim
+    return wrong > 0, f"gathered what came later {wrong} of {TRIALS}"
+
+
 def dropped_with_its_output(dist, call):
-    """The handle and the output are dropped at once, and the memory is used again (A6)."""
+    """The handle and the output are dropped at once, and the memory is used again."""
     bad, given = 0, torch.ones(256 * MIB, dtype=torch.uint8, device="cuda")
     for _ in range(10):
         settle()
@@ -312,19 +339,19 @@ def version_counters_of_lists(dist):
 
 @hazard()
 def works_that_nobody_waits_for(dist):
-    """16 handles of 32 MiB dropped: held after they are done, and a call on another group (A3)."""
+    """16 handles of 32 MiB dropped: held after they are done, and a call on another group."""
     return kept(dist, lambda: [dist.all_reduce(ones(8 * MIB), async_op=True) for _ in range(16)].clear())
 
 
 @hazard()
 def get_future_waited_for(dist):
-    """Waiting for the future instead of the work (A7)."""
+    """Waiting for the future instead of the work."""
     return kept(dist, lambda: dist.all_reduce(ones(), async_op=True).get_future().wait() and None)
 
 
 @hazard()
 def coalesced(dist):
-    """A region with async_ops=True, waited for and deleted (A8)."""
+    """A region with async_ops=True, waited for and deleted."""
 
     def program():
         tensors = [ones(4 * MIB) for _ in range(4)]
@@ -339,7 +366,7 @@ def coalesced(dist):
 
 @hazard()
 def functional_results_that_nobody_waits_for(dist):
-    """20 functional all_reduces of 16 MiB, whose results are dropped (E1)."""
+    """20 functional all_reduces of 16 MiB, whose results are dropped."""
     import torch.distributed._functional_collectives as functional
 
     given = ones(4 * MIB)
@@ -355,7 +382,7 @@ def functional_results_that_nobody_waits_for(dist):
 
 @hazard()
 def dropped_in_a_loop(dist):
-    """The peak of 40 works of 64 MiB, or 96, whose handles are dropped; above six and the call's own (A3)."""
+    """The peak of 40 works of 64 MiB, or 96, whose handles are dropped; above six and the call's own."""
     figures = dropped(dist, (lambda: 0) if LIBRARY == "stock" else sys.modules["safecomm"].drain)
     nbytes = {"all_reduce": 64, "all_gather": 96, "send_and_receive": 64}
     crowded = any(figure["peak allocated"] > 7 * nbytes[call] for call, figure in figures.items())
@@ -364,7 +391,7 @@ def dropped_in_a_loop(dist):
 
 @hazard()
 def point_to_point_leaves_memory_unusable(dist):
-    """20 batches of 64 MiB each way, waited for: MiB that were freed and can't be used (A5)."""
+    """20 batches of 64 MiB each way, waited for: MiB that were freed and can't be used."""
     peak = 0
     for _ in range(20):
         output, given = torch.empty(NUMEL, device="cuda"), ones()
@@ -378,7 +405,7 @@ def point_to_point_leaves_memory_unusable(dist):
 
 @hazard()
 def peak_with_record_stream(dist):
-    """Layers of matmul, and all_reduce on a side stream with record_stream: the peak without it, in buffers (A4)."""
+    """Layers of matmul, and all_reduce on a side stream with record_stream: the peak without it, in buffers."""
     x = torch.randn(4096, 8192, device="cuda", dtype=torch.bfloat16)
     w = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) / 90
     main, side = torch.cuda.current_stream(), torch.cuda.Stream()
@@ -411,7 +438,7 @@ def peak_with_record_stream(dist):
 
 @hazard()
 def a_capture_grows_by_layer(dist):
-    """Layers of 32 MiB with an asynchronous all_reduce each: MiB of the graph at 4, 16, 32 (B3)."""
+    """Layers of 32 MiB with an asynchronous all_reduce each: MiB of the graph at 4, 16, 32."""
     with avoided(dist):
         sizes = [captured(dist, layers) for layers in (4, 16, 32)]
     return sizes[2] > sizes[0] + 64, sizes
@@ -419,7 +446,7 @@ def a_capture_grows_by_layer(dist):
 
 @hazard()
 def record_stream_in_a_capture(dist):
-    """Layers of 32 MiB, each on a side stream with record_stream: MiB of the graph at 4, 16, 32 (B3)."""
+    """Layers of 32 MiB, each on a side stream with record_stream: MiB of the graph at 4, 16, 32."""
     sizes = []
     for layers in (4, 16, 32):
         settle()
@@ -448,7 +475,7 @@ def record_stream_in_a_capture(dist):
 
 @hazard(alone=True)
 def dropped_in_a_capture(dist):
-    """A work is dropped in a capture, and a later one waited for: replays write to what was allocated since (B4)."""
+    """A work is dropped in a capture, and a later one waited for: replays write to what was allocated since."""
     source, graph, wrong = ones(), torch.cuda.CUDAGraph(), 0
     with capture(dist, graph):
         first = source * 1
@@ -466,7 +493,7 @@ def dropped_in_a_capture(dist):
 
 @hazard(alone=True)
 def freed_argument_of_a_captured_collective(dist):
-    """Memory from outside of a graph is freed, given to somebody else, and the graph replayed (B7)."""
+    """Memory from outside of a graph is freed, given to somebody else, and the graph replayed."""
     outside, graph = ones(), torch.cuda.CUDAGraph()
     with capture(dist, graph):
         dist.all_reduce(outside)
@@ -533,7 +560,7 @@ def captured_work_waited_for_outside(dist):
 
 @hazard(alone=True)
 def launches_beside_a_capture(dist):
-    """A thread captures in torch's default mode, while another one waits for works and launches them (B5)."""
+    """A thread captures in torch's default mode, while another one waits for works and launches them."""
     began, go_on, said = threading.Event(), threading.Event(), []
     device, tensor, inner = torch.cuda.current_device(), ones(1 << 20), ones(8)
     graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
@@ -574,7 +601,7 @@ def launches_beside_a_capture(dist):
 
 @hazard(alone=True)
 def an_exception_leaves_a_coalescing_region(dist):
-    """The next call must run, and not be collected (A8)."""
+    """The next call must run, and not be collected."""
     device, x = torch.device("cuda", torch.cuda.current_device()), ones(1024)
     with contextlib.suppress(KeyError), dist._coalescing_manager(device=device, async_ops=True):
         dist.all_reduce(ones(1024))
@@ -587,7 +614,7 @@ def an_exception_leaves_a_coalescing_region(dist):
 
 @hazard(alone=True)
 def a_handle_outlives_its_group(dist):
-    """A work is asked and dropped after its group was destroyed (A12)."""
+    """A work is asked and dropped after its group was destroyed."""
     works = [dist.all_reduce(ones(1024), async_op=True) for _ in range(4)]
     works[0].wait()
     torch.cuda.synchronize()
@@ -600,7 +627,7 @@ def a_handle_outlives_its_group(dist):
 
 @hazard(alone=True)
 def group_destroyed_while_a_graph_lives(dist):
-    """It must end, or be refused by an error that names the graph (B8)."""
+    """It must end, or be refused by an error that names the graph."""
     x, out, graph = ones(1024), ones(1024), torch.cuda.CUDAGraph()
     dist.all_to_all_single(out, x)
     torch.cuda.synchronize()
