@@ -37,7 +37,7 @@ TESTED = (
     Tested("2.11.0", ("3.10", "3.13"), COMPAT, "GPU tests, benchmarks: 2, 4 H100; 2, 4 H200; CUDA 13.0, NCCL 2.28.9"),
     Tested("2.13.0", ("3.11",), f"{WHOLE}, at each push"),
     Tested("2.14.1", ("3.10", "3.13"), COMPAT),
-    Tested("2.15.0", ("3.11", "3.13"), f"{COMPAT}, {WHOLE}", "GPU tests: 2 H100; 2 H200; CUDA 13.2, NCCL 2.30.7"),
+    Tested("2.15.0", ("3.11", "3.13"), f"{COMPAT}, {WHOLE}", "GPU tests: 2 H100/H200; CUDA 13.2, NCCL 2.30.7"),
 )
 """From the oldest to the newest. Versions between them work as far as safecomm's checks of torch go."""
 
