@@ -14,6 +14,7 @@ import argparse
 import ast
 import io
 import sys
+import textwrap
 import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -22,9 +23,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 
-STATEMENTS, FILE, ROOMS, PATH, CIRCLES, INTO_CORE, ANY = (
+STATEMENTS, FILE, DEVICE, ROOMS, PATH, CIRCLES, INTO_CORE, ANY = (
     "statements of the core",
     "lines of code of the largest file",
+    "lines of code that a device runs",
     "rooms",
     "rooms on the longest path of imports",
     "circles of imports",
@@ -32,10 +34,10 @@ STATEMENTS, FILE, ROOMS, PATH, CIRCLES, INTO_CORE, ANY = (
     "uses of Any",
 )
 
-LIMITS = {STATEMENTS: 900, FILE: 450, ROOMS: 17, PATH: 9, CIRCLES: 0, INTO_CORE: 0, ANY: 300}
+LIMITS = {STATEMENTS: 900, FILE: 450, DEVICE: 524, ROOMS: 17, PATH: 9, CIRCLES: 0, INTO_CORE: 0, ANY: 300}
 """What each figure may be at the most."""
 
-NOW = {STATEMENTS: 1477}
+NOW = {STATEMENTS: 1477, DEVICE: 777}
 """What figures that are beyond their limits are."""
 
 CORE = "safecomm/core"
@@ -87,6 +89,18 @@ def lines(text: str) -> int:
         if isinstance(node, ast.stmt) and is_text(node):
             found.difference_update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     return len(found)
+
+
+def of_device(node: ast.AST) -> bool:
+    """Return whether a device runs what a node defines: a function in Triton's language, or PTX in a string.
+
+    >>> of_device(ast.parse("@triton.jit(x=1)\\ndef f(): pass").body[0])
+    True
+    """
+    if isinstance(node, ast.FunctionDef):
+        return any(ast.unparse(one).startswith("triton.jit") for one in node.decorator_list)
+    # PTX has the names of its types.
+    return isinstance(node, ast.Assign) and node.lineno != node.end_lineno and ".b32" in ast.unparse(node.value)
 
 
 def uses_of_any(tree: ast.AST) -> int:
@@ -189,6 +203,17 @@ class Package:
         return {name: lines(path.read_text()) for name, path in by_path.items() if name not in NOT_BY_HAND}
 
     @cached_property
+    def lines_of_device(self) -> dict[str, int]:
+        """Lines of code that a device runs, by module."""
+        found: dict[str, int] = {}
+        for module, path in self.paths.items():
+            text = path.read_text(encoding="utf-8")
+            for node in filter(of_device, ast.walk(self.trees[module])):
+                segment = textwrap.dedent(ast.get_source_segment(text, node, padded=True) or "")
+                found[module] = found.get(module, 0) + lines(segment)
+        return found
+
+    @cached_property
     def into_core(self) -> list[str]:
         """The imports of the core that it may not make."""
         core = {self._module(path) for path in self.core}
@@ -214,6 +239,7 @@ class Package:
         return {
             STATEMENTS: sum(self.statements_of_core.values()),
             FILE: max(self.lines.values()),
+            DEVICE: sum(self.lines_of_device.values()),
             ROOMS: len(self.rooms),
             PATH: len(self.longest_path),
             CIRCLES: len(self.circles),
@@ -226,6 +252,7 @@ class Package:
         return {
             STATEMENTS: [f"{name} {count}" for name, count in ranked(self.statements_of_core)],
             FILE: [f"{name} {count}" for name, count in ranked(self.lines) if count > LIMITS[FILE]],
+            DEVICE: [f"{name} {count}" for name, count in ranked(self.lines_of_device)],
             ROOMS: [", ".join(module.removeprefix(f"{self.name}.") for module in self.rooms)],
             PATH: [" > ".join(module.removeprefix(f"{self.name}.") for module in self.longest_path)],
             CIRCLES: [", ".join(circle) for circle in self.circles],

@@ -1375,16 +1375,16 @@ for kernel, kind, dtype, bits, world in (
     (kernels.two_shot, 0, tl.bfloat16, tl.int16, 4),
     (kernels.scatter_pieces, None, tl.bfloat16, tl.int16, 2),
     (kernels.scatter_pieces, None, tl.float32, tl.int32, 8),
-    (kernels.exact, 2, None, tl.int8, 4),
-    (kernels.exact, 3, None, tl.int16, 2),
-    (kernels.exact, 3, None, tl.int32, 8),
+    (kernels.one_shot, 2, None, tl.int8, 4),
+    (kernels.one_shot, 3, None, tl.int16, 2),
+    (kernels.one_shot, 3, None, tl.int32, 8),
     (kernels.combine, None, tl.bfloat16, tl.int16, 4),
 ):
     for once in (True, False) if "ONCE" in kernel.arg_names else (None,):
         width = bits.primitive_bitwidth // 8
         constants = dict(
             KIND=kind, DTYPE=dtype, BITS=bits, WORLD=world, ME=1, ALIGNED=True, AREA=0,
-            BEGUN=1 << 20, FIRST_PHASE=16, BLOCK=SLOT // width, CHANNELS=256, ONCE=once,
+            BEGUN=1 << 20, FIRST_PHASE=16, BLOCK=SLOT // width, CHANNELS=256, ONCE=once, EXACT=dtype is None,
         )
         constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
         parameters = kernel.signature.parameters
@@ -1395,7 +1395,8 @@ for kernel, kind, dtype, bits, world in (
         options = {"num_warps": WARPS, "maxnreg": registers(world)}
         compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
         ptx = compiled.asm["ptx"]
-        found.append([world, kernel.__name__, once, re.findall(r"\\s((?:ld|st|red|fence)[.][\\w.:]+)", ptx), ptx])
+        name = "exact" if dtype is None and kernel is kernels.one_shot else kernel.__name__
+        found.append([world, name, once, re.findall(r"\\s((?:ld|st|red|fence)[.][\\w.:]+)", ptx), ptx])
 print(json.dumps(found))
 """
 

@@ -396,13 +396,15 @@ class Engine:
                 "WORLD": self._world,
                 "ME": self._rank,
                 "ALIGNED": aligned,
+                "EXACT": True,
+                "DTYPE": None,
                 "AREA": layout.exact_area,
                 "BEGUN": layout.begun,
                 "FIRST_PHASE": self._first_phase + layout.channels,
                 "BLOCK": SLOT // width,
                 "ONCE": once,
             }
-            launcher = self._launchers[key] = self._load(self._kernels.exact, constants, grid)
+            launcher = self._launchers[key] = self._load(self._kernels.one_shot, constants, grid)
         return launcher
 
     def _launcher(
@@ -419,6 +421,8 @@ class Engine:
                 "ALIGNED": aligned,
                 "ONCE": once,
             }
+            if not two_shot:
+                constants |= {"EXACT": False, "AREA": 0}
             kernel = self._kernels.two_shot if two_shot else self._kernels.one_shot
             launcher = self._launchers[key] = self._load(kernel, constants, grid)
         return launcher

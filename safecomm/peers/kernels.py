@@ -264,9 +264,7 @@ def _tell_begun(base, BEGUN: tl.constexpr):
 
 
 @triton.jit
-def _keep_pace(
-    table, call, b0, b1, b2, b3, b4, b5, b6, b7, BEGUN: tl.constexpr, WORLD: tl.constexpr, ME: tl.constexpr
-):  # fmt: skip
+def _keep_pace(table, call, bases, BEGUN: tl.constexpr, WORLD: tl.constexpr, ME: tl.constexpr):
     """See that every peer has begun the call before this one.
 
     Another program of its own does this, for the next kernel, which begins when all of this one is over. It hardly ever
@@ -276,9 +274,9 @@ def _keep_pace(
     offsets = tl.arange(0, THREADS)
     peers = offsets + (offsets >= ME).to(tl.int32)
     wanted = peers < WORLD
-    bases = tl.full([THREADS], 0, tl.int64)
+    theirs = tl.full([THREADS], 0, tl.int64)
     for rank in tl.static_range(WORLD):
-        bases = tl.where(peers == rank, _piece(rank, b0, b1, b2, b3, b4, b5, b6, b7), bases)
+        theirs = tl.where(peers == rank, bases[rank], theirs)
     over = tl.load(table + TURN).to(tl.int32)
     wait_budget, _, timed_out = _wait_budget(table, 0)
     waiting = 1
@@ -286,7 +284,7 @@ def _keep_pace(
     began = tl.full([], 0, tl.int64)
     while waiting != 0:
         # By difference, because the count begins again; and a peer may be a call ahead.
-        missing = ((strong.acquire(bases + BEGUN, wanted) - over < 0) & wanted).to(tl.int32)
+        missing = ((strong.acquire(theirs + BEGUN, wanted) - over < 0) & wanted).to(tl.int32)
         waiting = tl.max(missing, axis=0)
         looks += 1
         if looks == LOOKS:
@@ -301,15 +299,12 @@ def _keep_pace(
 
 
 @triton.jit
-def _work_beside(
-    program, table, call, base, b0, b1, b2, b3, b4, b5, b6, b7, BEGUN: tl.constexpr, WORLD: tl.constexpr,
-    ME: tl.constexpr,
-):  # fmt: skip
+def _work_beside(program, table, call, bases, BEGUN: tl.constexpr, WORLD: tl.constexpr, ME: tl.constexpr):
     """Do what one of the programs does that touch no data, whose numbers are below 0."""
     if program == -BESIDE:
-        _tell_begun(base, BEGUN)
+        _tell_begun(bases[ME], BEGUN)
     else:
-        _keep_pace(table, call, b0, b1, b2, b3, b4, b5, b6, b7, BEGUN, WORLD, ME)
+        _keep_pace(table, call, bases, BEGUN, WORLD, ME)
 
 
 @triton.jit
@@ -344,23 +339,14 @@ def _rounded(total, op, timed_out, DTYPE: tl.constexpr, BITS: tl.constexpr, WORL
 
 
 @triton.jit
-def _piece(rank: tl.constexpr, p0, p1, p2, p3, p4, p5, p6, p7):
-    address = p0
-    if rank == 1:
-        address = p1
-    elif rank == 2:
-        address = p2
-    elif rank == 3:
-        address = p3
-    elif rank == 4:
-        address = p4
-    elif rank == 5:
-        address = p5
-    elif rank == 6:
-        address = p6
-    elif rank == 7:
-        address = p7
-    return address
+def _reduced(own, a, b, c, d, op, DTYPE: tl.constexpr, BITS: tl.constexpr, WORLD: tl.constexpr, ME: tl.constexpr):
+    """Return the sum, or what ``op`` makes, of ``own`` and what the peers have sent: in the order of the ranks."""
+    total = tl.zeros([own.shape[0]], tl.float32)
+    for rank in tl.static_range(WORLD):
+        bits = own if rank == ME else _of(a, b, c, d, rank - (rank > ME), BITS)
+        value = bits.to(DTYPE, bitcast=True).to(tl.float32)
+        total = value if rank == 0 else _combine(total, value, op)
+    return total
 
 
 @triton.jit
@@ -381,6 +367,13 @@ def _multiple(count, ALIGNED: tl.constexpr):
 
 
 @triton.jit
+def _given(address, out, data, size, BITS: tl.constexpr, ALIGNED: tl.constexpr):
+    """Return the table of the group, the tensors that are written to and read, and the number of their elements."""
+    table = _pointer(address, tl.int64, True)
+    return table, _pointer(out, BITS, ALIGNED), _pointer(data, BITS, ALIGNED), _multiple(size, ALIGNED)
+
+
+@triton.jit
 def _rounds(chunks, ONCE: tl.constexpr):
     """Return how many chunks this program has. ``ONCE``: each program has just one.
 
@@ -391,31 +384,63 @@ def _rounds(chunks, ONCE: tl.constexpr):
     return 1 if ONCE else tl.cdiv(chunks - (tl.program_id(0) - BESIDE), tl.num_programs(0) - BESIDE)
 
 
+@triton.jit
+def _phase_and_epoch(counter, EXACT: tl.constexpr):
+    """Return the phase of a channel's next call, and its number if it sends bit for bit: both halves of its counter.
+
+    The phase is not the remainder of the number, which took 0.02 us on an H100 before anything was sent.
+    """
+    halves = tl.load(counter)
+    phase = (halves >> 32 if EXACT else halves).to(tl.int32)
+    epoch = halves.to(tl.int32) + 1 if EXACT else 0
+    return phase, epoch
+
+
+@triton.jit
+def _count(counter, phase, epoch, EXACT: tl.constexpr):
+    """Store what the next call finds there.
+
+    No exact call has the number 0, which staging begins with. The largest is left out too: how many there are is then
+    no multiple of 3, and both halves are the same again only after three times as many calls.
+    """
+    if EXACT:
+        number = tl.where(epoch == -2, 0, epoch)
+        tl.store(counter, (((phase + 1) % PHASES).to(tl.int64) << 32) | (number.to(tl.int64) & 0xFFFFFFFF))
+    else:
+        tl.store(counter, ((phase + 1) % PHASES).to(tl.int64))
+
+
 @triton.jit(do_not_specialize=["out", "data", "address", "call", "size", "op", *BASES])
 def one_shot(
     out: tl.int64, data: tl.int64, address: tl.int64, call: tl.int32, size: tl.int32, op: tl.int32,
     b0: tl.int64, b1: tl.int64, b2: tl.int64, b3: tl.int64, b4: tl.int64, b5: tl.int64, b6: tl.int64, b7: tl.int64,
     KIND: tl.constexpr, DTYPE: tl.constexpr, BITS: tl.constexpr, WORLD: tl.constexpr, ME: tl.constexpr,
-    ALIGNED: tl.constexpr, BEGUN: tl.constexpr, FIRST_PHASE: tl.constexpr, BLOCK: tl.constexpr, ONCE: tl.constexpr,
+    ALIGNED: tl.constexpr, EXACT: tl.constexpr, AREA: tl.constexpr, BEGUN: tl.constexpr, FIRST_PHASE: tl.constexpr,
+    BLOCK: tl.constexpr, ONCE: tl.constexpr,
 ):  # fmt: skip
     """Exchange ``size`` elements with every rank, all in one go.
 
     ``REDUCE``: each rank sends its tensor to all, and each adds up all of them, in the order of the ranks, in fp32.
     ``SCATTER``: the same with the pieces of ``size`` elements that are each rank's. ``GATHER``: nothing is added up.
+    ``EXCHANGE``: each rank sends a piece of ``size`` elements to each.
+
+    ``EXACT``: bit for bit, in packets of 4 bytes and the number of the call. A packet is stored by one store, so what
+    has this call's number is this call's, and nothing is cleared.
     """
     behind: tl.constexpr = 0 if ONCE else 1
-    table = _pointer(address, tl.int64, True)
-    target = _pointer(out, BITS, ALIGNED)
-    source = _pointer(data, BITS, ALIGNED)
-    count = _multiple(size, ALIGNED)
-    padded = (count + 15) // 16 * 16  # staging is used in pieces of 16 bytes; what is after the tensor's end is zero
+    pieces: tl.constexpr = KIND % 2 == 1  # SCATTER, EXCHANGE: what is sent is another for each rank
+    reduces: tl.constexpr = KIND < GATHER
+    spread: tl.constexpr = 2 if EXACT else 1  # packets are twice as long as what they carry
+    bases = b0, b1, b2, b3, b4, b5, b6, b7
+    table, target, source, count = _given(address, out, data, size, BITS, ALIGNED)
+    # Staging is used in pieces of 16 bytes; what is after the tensor's end is zero.
+    padded = count if EXACT else (count + 15) // 16 * 16
     within = tl.arange(0, BLOCK)
     width: tl.constexpr = BITS.primitive_bitwidth // 8
-    base = _piece(ME, b0, b1, b2, b3, b4, b5, b6, b7)
     programs = tl.num_programs(0) - BESIDE
     program = tl.program_id(0) - BESIDE
     if program < 0:
-        _work_beside(program, table, call, base, b0, b1, b2, b3, b4, b5, b6, b7, BEGUN, WORLD, ME)
+        _work_beside(program, table, call, bases, BEGUN, WORLD, ME)
         return
     wait_budget, sendable, timed_out = _wait_budget(table, padded)
     rounds = _rounds(tl.cdiv(count, BLOCK), ONCE)
@@ -424,44 +449,44 @@ def one_shot(
             chunk = program + turn * programs
             at = chunk * BLOCK + within
             left = (sendable - chunk * BLOCK) * width
-            phase = tl.load(table + FIRST_PHASE + chunk).to(tl.int32)
-            place = _slots(chunk, phase, WORLD)
-            bits = tl.load(source + at, mask=at < count, other=0)
-            if KIND == GATHER:
+            phase, epoch = _phase_and_epoch(table + FIRST_PHASE + chunk, EXACT)
+            place = AREA + spread * _slots(chunk, phase, WORLD)
+            bits = tl.load(source + (ME * count if KIND == EXCHANGE else 0) + at, mask=at < count, other=0)
+            if not (EXACT or reduces):
                 bits = _as_arrived(bits)  # the same on all ranks
+            own = bits
             for step in tl.static_range(1, WORLD):
                 peer = (ME + step) % WORLD
-                if KIND == SCATTER:
+                if pieces:
                     bits = tl.load(source + peer * count + at, mask=at < count, other=0)
-                there = place + _slot(ME, (ME + step) % WORLD) * SLOT
-                _send(_piece((ME + step) % WORLD, b0, b1, b2, b3, b4, b5, b6, b7), there, bits, left)
-            if KIND == GATHER:  # before a peer's part is stored, which the input may overlap
-                tl.store(target + ME * count + at, bits, mask=at < count)
+                there = place + _slot(ME, (ME + step) % WORLD) * (spread * SLOT)
+                if EXACT:
+                    _send_packets(bases[(ME + step) % WORLD], there, bits, epoch, left)
+                else:
+                    _send(bases[(ME + step) % WORLD], there, bits, left)
+            if not reduces:  # before a peer's part is stored, which the input may overlap
+                tl.store(target + ME * count + at, own, mask=at < count)
         if turn >= behind:
             chunk = program + (turn - behind) * programs
             at = chunk * BLOCK + within
-            phase = tl.load(table + FIRST_PHASE + chunk).to(tl.int32)
-            used = base + _slots(chunk, phase, WORLD)
-            if KIND != GATHER:
+            phase, epoch = _phase_and_epoch(table + FIRST_PHASE + chunk, EXACT)
+            used = bases[ME] + AREA + spread * _slots(chunk, phase, WORLD)
+            if reduces:
                 own = tl.load(source + (ME * count if KIND == SCATTER else 0) + at, mask=at < count, other=0)
             a, b, c, d, timed_out = _arrived(
-                table, call, used, (padded - chunk * BLOCK) * width, wait_budget, timed_out, WORLD, ME
+                table, call, used, (padded - chunk * BLOCK) * width, wait_budget, timed_out, WORLD, ME, 0, epoch, EXACT
             )
-            _clear(used, WORLD, ME)
-            total = tl.zeros([BLOCK], tl.float32)
-            for rank in tl.static_range(WORLD):
-                if rank != ME:
-                    bits = _of(a, b, c, d, rank - (rank > ME), BITS)
-                elif KIND != GATHER:
-                    bits = own
-                if KIND != GATHER:
-                    value = bits.to(DTYPE, bitcast=True).to(tl.float32)
-                    total = value if rank == 0 else _combine(total, value, op)
-                elif rank != ME:
-                    tl.store(target + rank * count + at, _unless(timed_out, bits, BITS), mask=at < count)
-            if KIND != GATHER:
+            if not EXACT:
+                _clear(used, WORLD, ME)
+            if reduces:
+                total = _reduced(own, a, b, c, d, op, DTYPE, BITS, WORLD, ME)
                 tl.store(target + at, _rounded(total, op, timed_out, DTYPE, BITS, WORLD), mask=at < count)
-            tl.store(table + FIRST_PHASE + chunk, ((phase + 1) % PHASES).to(tl.int64))
+            else:
+                for rank in tl.static_range(WORLD):
+                    if rank != ME:
+                        bits = _of(a, b, c, d, rank - (rank > ME), BITS)
+                        tl.store(target + rank * count + at, _unless(timed_out, bits, BITS), mask=at < count)
+            _count(table + FIRST_PHASE + chunk, phase, epoch, EXACT)
             _fail(table, timed_out, call)
 
 
@@ -478,18 +503,15 @@ def two_shot(
     have for the piece that is this rank's, and through the second the results of the pieces that are theirs.
     """
     behind: tl.constexpr = 0 if ONCE else 1
-    table = _pointer(address, tl.int64, True)
-    target = _pointer(out, BITS, ALIGNED)
-    source = _pointer(data, BITS, ALIGNED)
-    count = _multiple(size, ALIGNED)
+    table, target, source, count = _given(address, out, data, size, BITS, ALIGNED)
     padded = (count + 15) // 16 * 16  # staging is used in pieces of 16 bytes; what is after the tensor's end is zero
     within = tl.arange(0, BLOCK)
     width: tl.constexpr = BITS.primitive_bitwidth // 8
-    base = _piece(ME, b0, b1, b2, b3, b4, b5, b6, b7)
+    bases = b0, b1, b2, b3, b4, b5, b6, b7
     programs = tl.num_programs(0) - BESIDE
     program = tl.program_id(0) - BESIDE
     if program < 0:
-        _work_beside(program, table, call, base, b0, b1, b2, b3, b4, b5, b6, b7, BEGUN, WORLD, ME)
+        _work_beside(program, table, call, bases, BEGUN, WORLD, ME)
         return
     wait_budget, sendable, timed_out = _wait_budget(table, padded)
     rounds = _rounds(tl.cdiv(count, WORLD * BLOCK), ONCE)
@@ -502,13 +524,13 @@ def two_shot(
             first = (chunk * WORLD + peer) * BLOCK
             bits = tl.load(source + first + within, mask=first + within < count, other=0)
             there = place + _slot(ME, (ME + step) % WORLD) * SLOT
-            _send(_piece((ME + step) % WORLD, b0, b1, b2, b3, b4, b5, b6, b7), there, bits, (sendable - first) * width)
+            _send(bases[(ME + step) % WORLD], there, bits, (sendable - first) * width)
     result_timed_out = timed_out
     for turn in range(rounds + behind):
         if turn < rounds:
             chunk = program + turn * programs
             phase = tl.load(table + FIRST_PHASE + 2 * chunk).to(tl.int32)
-            used = base + _slots(2 * chunk, phase, WORLD)
+            used = bases[ME] + _slots(2 * chunk, phase, WORLD)
             place = _slots(2 * chunk + 1, tl.load(table + FIRST_PHASE + 2 * chunk + 1).to(tl.int32), WORLD)
             first = (chunk * WORLD + ME) * BLOCK
             at = first + within
@@ -517,23 +539,19 @@ def two_shot(
                 table, call, used, (padded - first) * width, wait_budget, timed_out, WORLD, ME
             )
             _clear(used, WORLD, ME)
-            total = tl.zeros([BLOCK], tl.float32)
-            for rank in tl.static_range(WORLD):
-                bits = own if rank == ME else _of(a, b, c, d, rank - (rank > ME), BITS)
-                value = bits.to(DTYPE, bitcast=True).to(tl.float32)
-                total = value if rank == 0 else _combine(total, value, op)
+            total = _reduced(own, a, b, c, d, op, DTYPE, BITS, WORLD, ME)
             result = _rounded(total, op, timed_out, DTYPE, BITS, WORLD)
             for step in tl.static_range(1, WORLD):
                 there = place + _slot(ME, (ME + step) % WORLD) * SLOT
                 left = (sendable * (1 - timed_out) - first) * width
-                _send(_piece((ME + step) % WORLD, b0, b1, b2, b3, b4, b5, b6, b7), there, result, left)
+                _send(bases[(ME + step) % WORLD], there, result, left)
             tl.store(target + at, result, mask=at < count)
             tl.store(table + FIRST_PHASE + 2 * chunk, ((phase + 1) % PHASES).to(tl.int64))
             _fail(table, timed_out, call)
         if turn >= behind:
             chunk = program + (turn - behind) * programs
             phase = tl.load(table + FIRST_PHASE + 2 * chunk + 1).to(tl.int32)
-            used = base + _slots(2 * chunk + 1, phase, WORLD)
+            used = bases[ME] + _slots(2 * chunk + 1, phase, WORLD)
             first = chunk * WORLD * BLOCK
             a, b, c, d, result_timed_out = _arrived(
                 table, call, used, (padded - first) * width, wait_budget, timed_out | result_timed_out, WORLD, ME, SLOT
@@ -571,11 +589,12 @@ def scatter_pieces(
     padded = (count + 15) // 16 * 16
     within = tl.arange(0, BLOCK)
     width: tl.constexpr = BITS.primitive_bitwidth // 8
-    base = _piece(ME, b0, b1, b2, b3, b4, b5, b6, b7)
+    pieces = p0, p1, p2, p3, p4, p5, p6, p7
+    bases = b0, b1, b2, b3, b4, b5, b6, b7
     programs = tl.num_programs(0) - BESIDE
     program = tl.program_id(0) - BESIDE
     if program < 0:
-        _work_beside(program, table, call, base, b0, b1, b2, b3, b4, b5, b6, b7, BEGUN, WORLD, ME)
+        _work_beside(program, table, call, bases, BEGUN, WORLD, ME)
         return
     wait_budget, sendable, timed_out = _wait_budget(table, padded)
     several = tl.cdiv(count, BLOCK) > CHANNELS
@@ -588,109 +607,23 @@ def scatter_pieces(
             left = (sendable * (1 - timed_out) - block * BLOCK) * width
             place = _slots(chunk, phase, WORLD)
             for step in tl.static_range(1, WORLD):
-                source = _piece((ME + step) % WORLD, p0, p1, p2, p3, p4, p5, p6, p7)
-                bits = tl.load(_pointer(source, BITS, ALIGNED) + at, mask=at < count, other=0)
+                source = _pointer(pieces[(ME + step) % WORLD], BITS, ALIGNED)
+                bits = tl.load(source + at, mask=at < count, other=0)
                 there = place + _slot(ME, (ME + step) % WORLD) * SLOT
-                _send(_piece((ME + step) % WORLD, b0, b1, b2, b3, b4, b5, b6, b7), there, bits, left)
-            used = base + place
-            own = tl.load(
-                _pointer(_piece(ME, p0, p1, p2, p3, p4, p5, p6, p7), BITS, ALIGNED) + at, mask=at < count, other=0
-            )
+                _send(bases[(ME + step) % WORLD], there, bits, left)
+            used = bases[ME] + place
+            own = tl.load(_pointer(pieces[ME], BITS, ALIGNED) + at, mask=at < count, other=0)
             a, b, c, d, timed_out = _arrived(
                 table, call, used, (padded - block * BLOCK) * width, wait_budget, timed_out, WORLD, ME
             )
             _clear(used, WORLD, ME)
-            total = tl.zeros([BLOCK], tl.float32)
-            for rank in tl.static_range(WORLD):
-                bits = own if rank == ME else _of(a, b, c, d, rank - (rank > ME), BITS)
-                value = bits.to(DTYPE, bitcast=True).to(tl.float32)
-                total = value if rank == 0 else _combine(total, value, op)
+            total = _reduced(own, a, b, c, d, op, DTYPE, BITS, WORLD, ME)
             tl.store(target + at, _rounded(total, op, timed_out, DTYPE, BITS, WORLD), mask=at < count)
             phase = (phase + 1) % PHASES
         if several:
             strong.fence(THREADS)
         tl.store(table + FIRST_PHASE + chunk, phase.to(tl.int64))
         _fail(table, timed_out, call)
-
-
-@triton.jit
-def _phase_and_epoch(counter):
-    """Return the phase, and the number, of a call that sends bit for bit: both halves of a counter of its channel.
-
-    The phase is not the remainder of the number, which took 0.02 us on an H100 before anything was sent.
-    """
-    halves = tl.load(counter)
-    return (halves >> 32).to(tl.int32), halves.to(tl.int32) + 1
-
-
-@triton.jit
-def _count_exact(counter, phase, epoch):
-    """Store what the next call finds there.
-
-    No call has the number 0, which staging begins with. The largest is left out too: how many there are is then no
-    multiple of 3, and both halves are the same again only after three times as many calls.
-    """
-    number = tl.where(epoch == -2, 0, epoch)
-    tl.store(counter, (((phase + 1) % PHASES).to(tl.int64) << 32) | (number.to(tl.int64) & 0xFFFFFFFF))
-
-
-@triton.jit(do_not_specialize=["out", "data", "address", "call", "size", "op", *BASES])
-def exact(
-    out: tl.int64, data: tl.int64, address: tl.int64, call: tl.int32, size: tl.int32, op: tl.int32,
-    b0: tl.int64, b1: tl.int64, b2: tl.int64, b3: tl.int64, b4: tl.int64, b5: tl.int64, b6: tl.int64, b7: tl.int64,
-    KIND: tl.constexpr, BITS: tl.constexpr, WORLD: tl.constexpr, ME: tl.constexpr, ALIGNED: tl.constexpr,
-    AREA: tl.constexpr, BEGUN: tl.constexpr, FIRST_PHASE: tl.constexpr, BLOCK: tl.constexpr, ONCE: tl.constexpr,
-):  # fmt: skip
-    """Exchange ``size`` elements with every rank bit for bit, in packets of 4 bytes and the number of the call.
-
-    ``GATHER``: each rank sends all of its elements to all. ``EXCHANGE``: each sends a piece of ``size`` elements to
-    each. A packet is stored by one store, so what has this call's number is this call's. Nothing is cleared.
-    """
-    behind: tl.constexpr = 0 if ONCE else 1
-    table = _pointer(address, tl.int64, True)
-    target = _pointer(out, BITS, ALIGNED)
-    source = _pointer(data, BITS, ALIGNED)
-    count = _multiple(size, ALIGNED)
-    within = tl.arange(0, BLOCK)
-    width: tl.constexpr = BITS.primitive_bitwidth // 8
-    base = _piece(ME, b0, b1, b2, b3, b4, b5, b6, b7)
-    programs = tl.num_programs(0) - BESIDE
-    program = tl.program_id(0) - BESIDE
-    if program < 0:
-        _work_beside(program, table, call, base, b0, b1, b2, b3, b4, b5, b6, b7, BEGUN, WORLD, ME)
-        return
-    wait_budget, sendable, timed_out = _wait_budget(table, count)
-    rounds = _rounds(tl.cdiv(count, BLOCK), ONCE)
-    for turn in range(rounds + behind):
-        if turn < rounds:
-            chunk = program + turn * programs
-            at = chunk * BLOCK + within
-            left = (sendable - chunk * BLOCK) * width
-            phase, epoch = _phase_and_epoch(table + FIRST_PHASE + chunk)
-            place = AREA + 2 * _slots(chunk, phase, WORLD)
-            own = tl.load(source + (ME * count if KIND == EXCHANGE else 0) + at, mask=at < count, other=0)
-            bits = own
-            for step in tl.static_range(1, WORLD):
-                peer = (ME + step) % WORLD
-                if KIND == EXCHANGE:
-                    bits = tl.load(source + peer * count + at, mask=at < count, other=0)
-                there = place + _slot(ME, (ME + step) % WORLD) * (2 * SLOT)
-                _send_packets(_piece((ME + step) % WORLD, b0, b1, b2, b3, b4, b5, b6, b7), there, bits, epoch, left)
-            tl.store(target + ME * count + at, own, mask=at < count)
-        if turn >= behind:
-            chunk = program + (turn - behind) * programs
-            at = chunk * BLOCK + within
-            phase, epoch = _phase_and_epoch(table + FIRST_PHASE + chunk)
-            used = base + AREA + 2 * _slots(chunk, phase, WORLD)
-            a, b, c, d, timed_out = _arrived(
-                table, call, used, (count - chunk * BLOCK) * width, wait_budget, timed_out, WORLD, ME, 0, epoch, True
-            )
-            for rank in tl.static_range(WORLD):
-                if rank != ME:
-                    bits = _of(a, b, c, d, rank - (rank > ME), BITS)
-                    tl.store(target + rank * count + at, _unless(timed_out, bits, BITS), mask=at < count)
-            _count_exact(table + FIRST_PHASE + chunk, phase, epoch)
-            _fail(table, timed_out, call)
 
 
 @triton.jit(do_not_specialize=["out", "own", "others", "size", "op"])

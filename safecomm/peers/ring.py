@@ -32,8 +32,7 @@ from safecomm.peers.kernels import (
     _combine,
     _constants,
     _fail,
-    _multiple,
-    _piece,
+    _given,
     _pointer,
     _word,
 )
@@ -200,14 +199,14 @@ def _bases(table, TICKET: tl.constexpr, WORLD: tl.constexpr):
 
 @triton.jit
 def _tell(
-    number, turn, begin, rounds, sent, back, b0, b1, b2, b3, b4, b5, b6, b7, FLAGS: tl.constexpr, PHASES: tl.constexpr,
-    WORLD: tl.constexpr, ME: tl.constexpr,
+    number, turn, begin, rounds, sent, back, bases, FLAGS: tl.constexpr, PHASES: tl.constexpr, WORLD: tl.constexpr,
+    ME: tl.constexpr,
 ):  # fmt: skip
     """Set the flags at all peers of what was stored for iteration ``sent``, and of what goes back for another."""
     _release()
     for step in tl.static_range(1, WORLD):
         peer = (ME + step) % WORLD
-        flags = _piece(peer, b0, b1, b2, b3, b4, b5, b6, b7) + FLAGS
+        flags = bases[(ME + step) % WORLD] + FLAGS
         if sent < rounds:
             place = _place(number, (begin + sent) % PHASES, 0, ME, peer, PHASES, WORLD)
             _set(flags + place * FLAG, (turn + sent + 1).to(tl.int32))
@@ -254,13 +253,10 @@ def ring_reduce(
 
     ``BLOCK``: elements of a piece, of at most ``PLACE`` bytes.
     """
-    table = _pointer(address, tl.int64, True)
-    target = _pointer(out, BITS, ALIGNED)
-    source = _pointer(data, BITS, ALIGNED)
-    count = _multiple(size, ALIGNED)
+    table, target, source, count = _given(address, out, data, size, BITS, ALIGNED)
     within = tl.arange(0, BLOCK)
-    b0, b1, b2, b3, b4, b5, b6, b7 = _bases(table, TICKET, WORLD)
-    own = _piece(ME, b0, b1, b2, b3, b4, b5, b6, b7)
+    bases = _bases(table, TICKET, WORLD)
+    own = bases[ME]
     wait_budget = tl.load(table + LIMIT)
     timed_out = (tl.load(table + FAILED) != 0).to(tl.int32)
     number = _number(table, TICKET)
@@ -292,7 +288,7 @@ def ring_reduce(
                 at = (first + peer) * BLOCK + within
                 there = AREA + _place(number, phase, 0, ME, peer, PHASES, WORLD).to(tl.int64) * PLACE
                 bits = loaded if WORLD == 2 else tl.load(source + at, mask=at < count, other=0)
-                there += _piece(peer, b0, b1, b2, b3, b4, b5, b6, b7)
+                there += bases[(ME + step) % WORLD]
                 tl.store(_pointer(there, BITS, True) + within, bits, mask=at < count)
             if WORLD == 2:
                 at = (first + tl.num_programs(0) * WORLD + peer) * BLOCK + within
@@ -319,13 +315,11 @@ def ring_reduce(
                 for step in tl.static_range(1, WORLD):
                     peer = (ME + step) % WORLD
                     there = AREA + _place(number, phase, 1, ME, peer, PHASES, WORLD).to(tl.int64) * PLACE
-                    there += _piece(peer, b0, b1, b2, b3, b4, b5, b6, b7)
+                    there += bases[(ME + step) % WORLD]
                     tl.store(_pointer(there, BITS, True) + within, result, mask=at < count)
             tl.store(target + at, result, mask=at < count)
         if (turned < rounds + 1) & (timed_out == 0):
-            _tell(
-                number, turn, begin, rounds, turned, reduced, b0, b1, b2, b3, b4, b5, b6, b7, FLAGS, PHASES, WORLD, ME
-            )
+            _tell(number, turn, begin, rounds, turned, reduced, bases, FLAGS, PHASES, WORLD, ME)
     tl.store(table + TICKET + 1 + WORLD + number, turn + rounds)
     _fail(table, timed_out, call)
 
@@ -341,13 +335,10 @@ def ring_one_way(
 
     Pieces go where :func:`ring_reduce` has its results, so what that sends first always finds its places free.
     """
-    table = _pointer(address, tl.int64, True)
-    target = _pointer(out, BITS, ALIGNED)
-    source = _pointer(data, BITS, ALIGNED)
-    count = _multiple(size, ALIGNED)
+    table, target, source, count = _given(address, out, data, size, BITS, ALIGNED)
     within = tl.arange(0, BLOCK)
-    b0, b1, b2, b3, b4, b5, b6, b7 = _bases(table, TICKET, WORLD)
-    own = _piece(ME, b0, b1, b2, b3, b4, b5, b6, b7)
+    bases = _bases(table, TICKET, WORLD)
+    own = bases[ME]
     wait_budget = tl.load(table + LIMIT)
     timed_out = (tl.load(table + FAILED) != 0).to(tl.int32)
     number = _number(table, TICKET)
@@ -389,7 +380,7 @@ def ring_one_way(
                 for step in tl.static_range(1, WORLD):
                     peer = (ME + step) % WORLD
                     there = AREA + _place(number, phase, 1, ME, peer, PHASES, WORLD).to(tl.int64) * PLACE
-                    there += _piece(peer, b0, b1, b2, b3, b4, b5, b6, b7)
+                    there += bases[(ME + step) % WORLD]
                     bits = loaded if KIND == GATHER else tl.load(source + peer * count + at, mask=at < count, other=0)
                     tl.store(_pointer(there, BITS, True) + within, bits, mask=at < count)
             if KIND == GATHER:
@@ -397,25 +388,6 @@ def ring_one_way(
                 at += tl.num_programs(0) * BLOCK
                 loaded = tl.load(source + at, mask=at < count, other=0)
             if timed_out == 0:
-                _tell(
-                    number,
-                    turn,
-                    begin,
-                    rounds,
-                    rounds,
-                    turned,
-                    b0,
-                    b1,
-                    b2,
-                    b3,
-                    b4,
-                    b5,
-                    b6,
-                    b7,
-                    FLAGS,
-                    PHASES,
-                    WORLD,
-                    ME,
-                )
+                _tell(number, turn, begin, rounds, rounds, turned, bases, FLAGS, PHASES, WORLD, ME)
     tl.store(table + TICKET + 1 + WORLD + number, turn + rounds)
     _fail(table, timed_out, call)
