@@ -109,7 +109,11 @@ def test_what_is_compiled_and_tried_at_first_has_one_chunk_a_program_and_several
         switched_on(limits=limits),
     ):
         compiled = [(call.args[0].__name__, call.args[1]) for call in launcher.call_args_list]
-    found = {(name, constants["KIND"], constants["ONCE"]) for name, constants in compiled if "ONCE" in constants}
+    found = {
+        ("exact" if constants.get("EXACT") else name, constants["KIND"], constants["ONCE"])
+        for name, constants in compiled
+        if "ONCE" in constants
+    }
     kinds = [("one_shot", 0), ("one_shot", 1), ("one_shot", 2), ("two_shot", 0), ("exact", 2), ("exact", 3)]
     gathers_small = ("one_shot", 2, True)  # which are exact
     assert found == {(*kind, once) for kind in kinds for once in (False, True)} - {gathers_small}
