@@ -20,7 +20,7 @@ from safecomm.core.drain import drain_ledger
 from safecomm.core.holds import Hold
 from safecomm.core.ledger import Ledger
 from safecomm.core.streams import HOST
-from safecomm.errors import PendingWorkError
+from safecomm.errors import CaptureBoundaryError, PendingWorkError
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
@@ -105,6 +105,20 @@ def test_a_device_that_is_idle_in_time_gives_back_what_failed_s3_s4(device, ledg
     with mock.patch.object(device, "synchronize", notes):
         assert drain_ledger(ledger, wait=True, timeout=LONG) == 0
     assert seen == [INDEX]
+    device.settle()
+    assert device.is_free(block)
+
+
+def test_memory_of_failed_works_waits_for_the_end_of_a_capture_of_another_thread_s4_s5(device, ledger) -> None:
+    block = failed(device, ledger, FakeGroup(device, "nccl"))
+    device.begin_capture(1)
+    ledger.recording[device.capturing] = SimpleNamespace(stream=1, capture=device.capturing)
+    device.switch(0)
+    with pytest.raises(CaptureBoundaryError, match="another thread captures"):
+        drain_ledger(ledger, wait=True)
+    assert [entry.state for entry in ledger.pending()] == ["quarantined"]
+    device.end_capture()
+    assert drain_ledger(ledger, wait=True) == 0
     device.settle()
     assert device.is_free(block)
 

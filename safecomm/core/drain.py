@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import functools
 import gc
 import logging
 import threading
@@ -69,7 +70,7 @@ def drain(*, wait: bool = False, timeout: timedelta | float | None = None, group
     PendingWorkError
         With ``wait``, if works are not complete in time. Their memory is still held.
     CaptureBoundaryError
-        With ``wait``, inside a CUDA graph capture.
+        With ``wait``, inside a CUDA graph capture; where works have failed, also while another thread captures one.
 
     Examples
     --------
@@ -233,10 +234,13 @@ def _empty_quarantine(ledger: Ledger, group: object, deadline: float | None) -> 
         if not hold.belongs_to(group):
             continue
         if hold.queue.index != HOST:
+            if ledger.records_capture():  # which would end with an error, and so would the wait
+                raise CaptureBoundaryError(
+                    "the host can't wait for the device, as it has to for memory of works that have failed, while "
+                    "another thread captures a CUDA graph. That memory is still held, and the capture is unharmed."
+                )
             # A kernel whose peer is gone can keep the device busy without end.
-            def synchronize(index: int = hold.queue.index) -> None:
-                ledger.streams.synchronize(index)
-
+            synchronize = functools.partial(ledger.streams.synchronize, hold.queue.index)
             if deadline is None:
                 synchronize()
             else:

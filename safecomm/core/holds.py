@@ -227,11 +227,12 @@ class Holds:
         Answers for the device.
     lag
         Holds of one queue that rule 3 leaves alone, however large they are.
+    interval
+        Seconds in which a queue is looked at once, while at most ``lag`` holds come.
     """
 
-    def __init__(self, streams: Streams, lag: int) -> None:
-        self.streams, self.lag = streams, lag
-        self.interval: float = 0  # seconds in which a queue is looked at once, while few holds come
+    def __init__(self, streams: Streams, lag: int, interval: float = 0.0) -> None:
+        self.streams, self.lag, self.interval = streams, lag, interval
         self.nonempty: dict[Queue, object] = {}  # the queues that have holds
         self.quarantine: dict[Hold, None] = {}  # what has failed
         self.recording: dict[int, Any] = {}  # the captures that are seen and go on, by their id; see captures.py
@@ -289,6 +290,10 @@ class Holds:
             if capture := capture_of(self.streams, self.streams.current(index)):
                 return capture
         return 0
+
+    def records_capture(self) -> bool:
+        """Return whether a capture that is seen goes on, of any thread."""
+        return any(self.streams.capture(one.stream) == one.capture for one in list(self.recording.values()))
 
     def only_holder(self, hold: Hold) -> bool:
         """Return whether the memory of ``hold`` would come back if it was released."""

@@ -252,9 +252,9 @@ class Ledger(Holds):
         use_budget: int | None = None,
         patience: float = PATIENCE,
     ) -> None:
-        super().__init__(streams, lag)
+        super().__init__(streams, lag, INTERVAL)
         self.current: Callable[[int], int] = streams.current
-        self.budget = budget
+        self.budget, self._patience = budget, patience
         self.uses: Uses = Uses(self, use_budget)
         self.hand_off = self.uses.use
         self.stream_order: StreamOrder = StreamOrder(self, self.uses)
@@ -262,8 +262,6 @@ class Ledger(Holds):
         self.deferring: dict[object, Any] = {}
         self.dropped_at: set[tuple[types.CodeType, int]] = set()  # the call sites of dropped handles
         self.failures: int = 0
-        self._patience = patience
-        self.interval = INTERVAL
 
     # --- rule 1: waited for ---------------------------------------------------------------------------------
 
@@ -377,8 +375,7 @@ class Ledger(Holds):
     def is_idle(self, hold: Any) -> bool:
         """Return whether it is known that nothing touches the memory of a failed work any more."""
         # On the host, complete means that no thread of the backend does, whether the work failed or not.
-        queue = hold.queue
-        return queue.index == HOST and queue.pollable and bool(hold.inner.is_completed())
+        return hold.queue.index == HOST and hold.queue.pollable and bool(hold.inner.is_completed())
 
     # --- rules 2 and 3: complete, or too far behind -----------------------------------------------------------
 

@@ -356,8 +356,7 @@ class Uses:
         # Another thread that captures may take any other stream in before the wait, which would end its capture.
         elsewhere = known and known - {self._streams.current(hold.queue.index)}
         captured = elsewhere and (
-            any(self._streams.capture(one.stream) == one.capture for one in list(self.ledger.recording.values()))
-            or any(capture_of(self._streams, stream) for stream in elsewhere)
+            self.ledger.records_capture() or any(capture_of(self._streams, stream) for stream in elsewhere)
         )
         return None if captured else known
 
