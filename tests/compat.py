@@ -41,7 +41,7 @@ NEEDS = ("pytest>=8", "pytest-xdist>=3.7", "hypothesis>=6.100", "typing-extensio
 
 HANGS = "2.5"
 """Before it, gloo now and then hangs when a group is destroyed, with or without safecomm: torch 2.4.1 did in 3 of 60
-plain programs of five all_reduces of a new tensor each. A few tests that fail there are run again, some three times."""
+plain programs of five all_reduces of a new tensor each. A few tests that fail there are run again, thrice at most."""
 
 REASONS = {entry["reason"] for entry in json.loads((Path(__file__).parent / "compat_skips.json").read_text())}
 """Why a test may be skipped: ``conftest.py`` skips those of the committed list. A skip of another reason fails."""
@@ -169,7 +169,9 @@ def main() -> int:
         try:
             files = [] if options.whole else [f"tests/{file}.py" for file in FILES]
             counts, failed, skipped = run(folder, files, CACHE / "results.xml")
-            while TorchVersion(tested.torch) < HANGS and 0 < len(failed) <= 5 and len(again) < 3:
+            for _ in range(3):
+                if not (TorchVersion(tested.torch) < HANGS and 0 < len(failed) <= 5):
+                    break
                 print(f"{name}: once more, {', '.join(failed)}", flush=True)
                 before, failed = failed, run(folder, [node(test) for test in failed], CACHE / "results.xml")[1]
                 again += before

@@ -109,6 +109,16 @@ def test_a_device_that_is_idle_in_time_gives_back_what_failed_s3_s4(device, ledg
     assert device.is_free(block)
 
 
+def test_what_only_the_program_keeps_does_not_fail_as_its_group_ends_s4(device, ledger) -> None:
+    """As a kept result of a functional collective, with which the device is done."""
+    kept = call(ledger, FakeGroup(device, "nccl"), [device.allocate(0, 64)]).work
+    device.finish()
+    with mock.patch.object(type(kept), "in_use", return_value=True):
+        ledger.fail(kept, RuntimeError("its group was destroyed"))
+    assert ledger.pending() == []
+    assert drain_ledger(ledger) == 0
+
+
 def test_memory_of_failed_works_waits_for_the_end_of_a_capture_of_another_thread_s4_s5(device, ledger) -> None:
     block = failed(device, ledger, FakeGroup(device, "nccl"))
     device.begin_capture(1)

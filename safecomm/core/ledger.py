@@ -375,7 +375,8 @@ class Ledger(Holds):
     def is_idle(self, hold: Any) -> bool:
         """Return whether it is known that nothing touches the memory of a failed work any more."""
         # On the host, complete means that no thread of the backend does, whether the work failed or not.
-        return hold.queue.index == HOST and hold.queue.pollable and bool(hold.inner.is_completed())
+        # What others still use, such as a kept result of a functional collective, the device is done with.
+        return hold.in_use() or (hold.queue.index == HOST and hold.queue.pollable and bool(hold.inner.is_completed()))
 
     # --- rules 2 and 3: complete, or too far behind -----------------------------------------------------------
 
