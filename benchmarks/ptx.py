@@ -33,6 +33,9 @@ from safecomm.peers.staging import RING_PHASES, SLOT
 REDUCE, SCATTER, GATHER, EXCHANGE = range(4)
 TYPES = ((tl.bfloat16, tl.int16, tl.float32), (tl.float32, tl.int32, tl.float32))
 
+TOLD = ("KIND", "BITS", "WORLD", "ME", "ALIGNED", "ONCE")
+"""The constants that the name of a variant has."""
+
 
 def variants():
     """Yield names, kernels and constants: each kind, two types, worlds of two to eight, first and other ranks."""
@@ -83,11 +86,8 @@ def main():
     before = json.loads(options.compare.read_text())["variants"] if options.compare else None
     made, differ = {}, []
     for label, kernel, known in itertools.islice(variants(), 0, None, options.every):
-        shown = {name: getattr(known[name], "name", known[name]) for name in known if name in kernel.arg_names}
-        shown = {
-            name: value for name, value in shown.items() if name in ("KIND", "BITS", "WORLD", "ME", "ALIGNED", "ONCE")
-        }
-        name = f"{label} {' '.join(f'{key}={value}' for key, value in shown.items())}"
+        shown = [one for one in known if one in TOLD and one in kernel.arg_names]
+        name = " ".join([label, *(f"{one}={getattr(known[one], 'name', known[one])}" for one in shown)])
         if name in made:
             continue
         text = ptx(kernel, known)

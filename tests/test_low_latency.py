@@ -21,6 +21,7 @@ import threading
 import types
 import warnings
 from datetime import timedelta
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -1357,13 +1358,11 @@ def test_tuning_writes_limits_that_low_latency_reads(tmp_path):
 
 COMPILE = """
 import json, re, sys
-import triton
 from triton import language as tl
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+sys.path.append(sys.argv[1])
+from ptx import ptx as made
 from safecomm.peers import kernels
 from safecomm.peers.engine import WARPS
-from safecomm.peers.room import registers
 from safecomm.peers.staging import SLOT
 
 assert kernels.THREADS == 32 * WARPS  # one lane a thread: what one of them adds is added once
@@ -1386,15 +1385,7 @@ for kernel, kind, dtype, bits, world in (
             KIND=kind, DTYPE=dtype, BITS=bits, WORLD=world, ME=1, ALIGNED=True, AREA=0,
             BEGUN=1 << 20, FIRST_PHASE=16, BLOCK=SLOT // width, CHANNELS=256, ONCE=once, EXACT=dtype is None,
         )
-        constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
-        parameters = kernel.signature.parameters
-        signature = {name: f"i{str(parameters[name].annotation)[-2:]}" for name in kernel.arg_names}
-        signature |= dict.fromkeys(constants, "constexpr")
-        given = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-        source = ASTSource(kernel, signature, given)
-        options = {"num_warps": WARPS, "maxnreg": registers(world)}
-        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-        ptx = compiled.asm["ptx"]
+        ptx = made(kernel, constants)
         name = "exact" if dtype is None and kernel is kernels.one_shot else kernel.__name__
         found.append([world, name, once, re.findall(r"\\s((?:ld|st|red|fence)[.][\\w.:]+)", ptx), ptx])
 print(json.dumps(found))
@@ -1455,7 +1446,7 @@ def a_thread_looks_until_all_is_there(loop, *, packets):
 
 def test_the_kernels_compile_for_hopper_with_strong_words_in_pieces_of_16_bytes():
     done = subprocess.run(
-        [sys.executable, "-c", COMPILE],
+        [sys.executable, "-c", COMPILE, str(Path(__file__).parents[1] / "benchmarks")],
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": ":".join(filter(None, sys.path)), "TRITON_INTERPRET": "0"},
