@@ -26,8 +26,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from safecomm.peers import kernels, ring
-from safecomm.peers.engine import WARPS
-from safecomm.peers.room import registers
+from safecomm.peers.room import RING_THREADS, registers, ring_registers
 from safecomm.peers.staging import RING_PHASES, SLOT
 
 REDUCE, SCATTER, GATHER, EXCHANGE = range(4)
@@ -45,8 +44,8 @@ def variants():
         width = bits.primitive_bitwidth // 8
         known = {
             "EXACT": False, "DTYPE": dtype, "BITS": bits, "REDUCED": reduced, "WORLD": world, "ME": me,
-            "ALIGNED": aligned, "AREA": 0, "BEGUN": 1 << 20, "FIRST_PHASE": 16, "BLOCK": SLOT // width,
-            "CHANNELS": 256, "FLAGS": 1 << 22, "TICKET": 600, "PLACE": 8 << 10, "PHASES": RING_PHASES,
+            "ALIGNED": aligned, "AREA": 0, "STRIDE": 1 << 20, "BEGUN": 1 << 20, "BLOCK": SLOT // width,
+            "FLAGS": 1 << 22, "TICKET": 600, "PLACE": 8 << 10, "PHASES": RING_PHASES,
         }  # fmt: skip
         for once in (True, False):
             for kind in (REDUCE, SCATTER, GATHER):
@@ -55,7 +54,7 @@ def variants():
             for kind in (GATHER, EXCHANGE):
                 packets = {"ONCE": once, "KIND": kind, "EXACT": True, "AREA": 1 << 16, "DTYPE": None}
                 yield "exact", kernels.one_shot, {**known, **packets}
-        yield "scatter_pieces", kernels.scatter_pieces, known
+            yield "scatter_pieces", kernels.scatter_pieces, {**known, "ONCE": once}
         yield "combine", kernels.combine, known
         known = {**known, "AREA": 1 << 16}
         large = {**known, "BLOCK": (8 << 10) // width}
@@ -71,7 +70,11 @@ def ptx(kernel, known):
     signature = {name: f"i{str(parameters[name].annotation)[-2:]}" for name in kernel.arg_names}
     signature |= dict.fromkeys(constants, "constexpr")
     given = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-    options = {"num_warps": WARPS, "maxnreg": registers(known["WORLD"])}
+    if "TICKET" in kernel.arg_names:
+        options = {"num_warps": RING_THREADS // 32, "maxnreg": ring_registers(known["WORLD"])}
+    else:
+        nbytes = known["BLOCK"] * known["BITS"].primitive_bitwidth // 8
+        options = {"num_warps": nbytes // 16 // 32, "maxnreg": registers(known["WORLD"])}
     compiled = triton.compile(ASTSource(kernel, signature, given), target=GPUTarget("cuda", 90, 32), options=options)
     return compiled.asm["ptx"]
 

@@ -344,6 +344,21 @@ def latency():
     return table(("us", *three, *(f"{one}, back to back" for one in three)), rows) + source("low_latency_4.json")
 
 
+def since():
+    """Return what the kernels of today take of the time of those that the other figures are of, by collective."""
+    results = load("low_latency_parent.json")
+    ratios = {}
+    for name, row in results["us"].items():
+        collective, size = name.split(", ")
+        if int(size) >= 8 << 10:  # of smaller calls, which vary more, the ratio is about 1
+            ratios.setdefault(collective, []).append(row["ratio"])
+    told = ", ".join(f"`{collective}` {span(found)}" for collective, found in ratios.items())
+    return (
+        f"- Since then the small kernels are faster. On two {card(results)}, side by side and back to back, from 8 KiB "
+        f"to 32 MiB, those of today take of the time of commit {results['parent']}: {told}.\n"
+    )
+
+
 def latency_of_two():
     results, soaks = load("low_latency.json"), ("low_latency_soak.json", "low_latency_soak_4.json")
     kinds = results["ratio by operation and type"]
@@ -355,8 +370,9 @@ def latency_of_two():
         f"- The largest ratio to NCCL over {len(kinds)} operations and types was "
         f"{max(ratio for sizes in kinds.values() for ratio in sizes.values())}.\n"
         f"- An eager `all_reduce` of 8 KiB takes {results['host us, 8 KiB']['ratio']} of the host time of torch's.\n"
+        + since()
         + "".join(map(soaked, soaks))
-        + source("low_latency.json", *soaks)
+        + source("low_latency.json", "low_latency_parent.json", *soaks)
     )
 
 
@@ -364,9 +380,10 @@ def soaked(name):
     soak = load(name)
     errors = [run["seconds until an error"] for run in soak["runs"] if "seconds until an error" in run]
     stopped = max((f"; of a rank that stops, an error after {one['took']:g} seconds" for one in errors), default="")
+    kernels = " of earlier kernels" if soak["date"] < load("low_latency_parent.json")["date"] else ""
     return (
-        f"- A soak on {soak['world']} GPUs made {soak['replayed']:,} replayed calls and {soak['eager']:,} eager ones: "
-        f"{soak['wrong']} wrong elements, {soak['stuck']} hangs{stopped}.\n"
+        f"- A soak{kernels} on {soak['world']} GPUs made {soak['replayed']:,} replayed calls and {soak['eager']:,} "
+        f"eager ones: {soak['wrong']} wrong elements, {soak['stuck']} hangs{stopped}.\n"
     )
 
 

@@ -1,13 +1,14 @@
 """The protocol of the low-latency kernels as a model: ranks, calls, phases, and stores that arrive when they like.
 
-Few channels of one word stand for all, because a call shares no others. It may be one of the one-shot kernel, through
-the first or through two, or one of the two-shot kernel, of one chunk or of two, whose results go through every second
-channel, or a list that goes through the first several times, with fences between. A store, to a peer or to clear, is
-issued and arrives at any time after that. The end of a kernel waits for nothing: that a clear arrives before a peer's
-later store to the same place is what the ranks' *signals* are for. A signal is stored in a rank's own staging, where
-peers look; it arrives there after all that the rank has cleared in earlier calls, and the end of a call waits for the
-signals of all peers in the call before. (Where CUDA is ``kind``, the end of a kernel waits for its clears, as GPUs do
-although no rule of PTX says so; then nothing is lost without signals either.)
+Few channels of one word stand for all. A call may be one of the one-shot kernel, through the first or through two, or
+one of the two-shot kernel, of one chunk or of two, whose results go through every second channel. What of a chunk of a
+large piece is two channels here is two chunks of small pieces in another call, each of a program of its own. All
+channels of a call have the same phase, which all programs count, also those that a call has not. A store, to a peer or
+to clear, is issued and arrives at any time after that. The end of a kernel waits for nothing: that a clear arrives
+before a peer's later store to the same place is what the ranks' *signals* are for. A signal is stored in a rank's own
+staging, where peers look; it arrives there after all that the rank has cleared in earlier calls, and the end of a call
+waits for the signals of all peers in the call before. (Where CUDA is ``kind``, the end of a kernel waits for its
+clears, as GPUs do although no rule of PTX says so; then nothing is lost without signals either.)
 
 A call clears what it has read. An ``exact`` call clears nothing: it waits for what has its number, in one of
 ``sections``.
@@ -21,20 +22,19 @@ from collections.abc import Sequence
 
 FREE = None
 PHASES = 3
-ROUNDS = 4
 SIGNAL = "signal"
-ONE, BOTH = "one-shot", "one-shot of two chunks"
+ONE, BOTH, FINE = "one-shot", "one-shot of a large piece", "one-shot of two small pieces"
 TWO, CHUNKS = "two-shot", "two-shot of two chunks"
-LIST = "a list in four rounds through one channel"
 KINDS = {
     ONE: "send 0, poll 0",
     BOTH: "send 0, send 1, poll 0, poll 1",
+    FINE: "send 0, send 1, poll 0, poll 1",
     TWO: "send 0, poll 0, send 1, poll 1",
     CHUNKS: "send 0, send 2, poll 0, send 1, poll 2, send 3, poll 1, poll 3",
-    LIST: ", ".join(["fence 0, send 0, poll 0"] * ROUNDS),
 }
-"""What a program does in a call of each kind, through which channels. A poll clears what it has found."""
-CHANNELS = 4
+"""What the programs do in a call of each kind, through which channels. A poll clears what it has found."""
+SECOND = {FINE: {1}}
+"""Through which channels a second program goes; all others are the first one's."""
 
 
 class Wrong(AssertionError):
@@ -55,32 +55,30 @@ def exact(rank: int, ranks: int, calls: int, *, sections: int) -> list[tuple]:
 
 def program(
     rank: int, ranks: int, kinds: Sequence[str], *, phases: int, signals: bool, lag: int, seen: int | None,
-    fences: tuple[bool, bool],
+    counted: bool,
 ) -> list[tuple]:  # fmt: skip
     """Return what a rank does in calls of ``kinds``, a list of steps.
 
-    ``lag``: of how many calls before are the signals that it waits for. ``seen``: of how many peers. ``fences``: before
-    the first round of a list, and before the others.
+    ``lag``: of how many calls before are the signals that it waits for. ``seen``: of how many peers. ``counted``:
+    whether a call is counted for a program that it has not.
     """
     peers = [peer for peer in range(ranks) if peer != rank]
-    turns = [0] * CHANNELS
+    turns = [0, 0]  # of each program
     steps = []
     for call, kind in enumerate(kinds):
         if signals:
             steps.append(("store", [(rank, SIGNAL, 0, rank, call)]))
-        first = True
+        second = SECOND.get(kind, set())
         for act in KINDS[kind].split(", "):
             channel = int(act[-1])
-            phase, turn = turns[channel] % phases, turns[channel]
-            if act.startswith("fence"):
-                steps += [("fence",)] * fences[not first]
-                first = False
-            elif act.startswith("send"):
-                steps.append(("store", [(peer, phase, channel, rank, (call, rank, channel, turn)) for peer in peers]))
+            phase = turns[channel in second] % phases
+            if act.startswith("send"):
+                steps.append(("store", [(peer, phase, channel, rank, (call, rank, channel)) for peer in peers]))
             else:
-                steps += [("poll", phase, channel, peer, (call, peer, channel, turn)) for peer in peers]
+                steps += [("poll", phase, channel, peer, (call, peer, channel)) for peer in peers]
                 steps.append(("store", [(rank, phase, channel, peer, FREE) for peer in peers]))
-                turns[channel] += 1
+        turns[0] += 1
+        turns[1] += counted or bool(second)
         if signals and call >= lag:
             steps += [("await", peer, SIGNAL, 0, peer, call - lag) for peer in peers[:seen]]
         steps.append(("end",))
@@ -136,7 +134,7 @@ class State:
             elif step[0] == "await":
                 if self.staging.get(step[1:5], -1) >= step[5]:
                     return [("step", rank)]
-            elif not (step[0] == "fence" or self.kind) or not any(
+            elif not self.kind or not any(
                 issuer == rank and store[0] == rank and store[-1] is FREE for issuer, store in self.flying
             ):
                 return [("step", rank)]
@@ -179,11 +177,11 @@ class State:
 
 def start(
     ranks: int, kinds: Sequence[str], *, phases: int = PHASES, signals: bool = True, lag: int = 1, kind: bool = False,
-    seen: int | None = None, fences: tuple[bool, bool] = (True, True),
+    seen: int | None = None, counted: bool = True,
 ) -> State:  # fmt: skip
     """Return the state before the first of calls of ``kinds``."""
     programs = [
-        program(rank, ranks, kinds, phases=phases, signals=signals, lag=lag, seen=seen, fences=fences)
+        program(rank, ranks, kinds, phases=phases, signals=signals, lag=lag, seen=seen, counted=counted)
         for rank in range(ranks)
     ]
     return State(programs, kind=kind)

@@ -1,8 +1,9 @@
 """Programs of the kernels that have several chunks: how they send and poll, and what they do when a peer is late.
 
-One program in place of 256 has them here, as each has of a tensor of several MiB.
+One program in place of hundreds has them here, as each has of a tensor of several MiB.
 """
 
+import contextlib
 import itertools
 from datetime import timedelta
 from unittest import mock
@@ -20,6 +21,19 @@ from safecomm.peers import low_latency
 from safecomm.peers.limits import LowLatencyLimits
 
 CHUNKS = 6
+
+
+@contextlib.contextmanager
+def with_programs(count):
+    """Have so many programs in the largest grid, of large pieces."""
+    with (
+        mock.patch.object(engine_module, "most_threads", return_value=256 * count),
+        mock.patch.object(engine_module, "FINE", 0),
+        mock.patch.object(low_latency, "FINE", 0),
+    ):
+        yield
+
+
 LIMITS = LowLatencyLimits(
     one_shot=CHUNKS * 4 * KIB, two_shot=CHUNKS * 8 * KIB, scatter=CHUNKS * 4 * KIB, gather=2 * CHUNKS * 4 * KIB,
     exact=CHUNKS * 4 * KIB, exchange=CHUNKS * 4 * KIB,
@@ -49,7 +63,7 @@ def test_a_program_takes_many_chunks_in_turn_and_each_arrives_s8():
     limits = LowLatencyLimits(
         one_shot=20 * KIB, two_shot=56 * KIB, scatter=20 * KIB, gather=20 * KIB, exact=8 * KIB, exchange=20 * KIB
     )
-    with mock.patch.object(engine_module, "PROGRAMS", 3), switched_on(limits=limits, tried=True) as ours:
+    with with_programs(3), switched_on(limits=limits, tried=True) as ours:
         for number, count in enumerate((5120, 4100, 14000, 3100, 14000, 5120, 14000, 14000)):  # of fp32
             sent = [of_rank(peer, count, torch.float32) + number for peer in range(world)]
             tensor = sent[rank].clone()
@@ -76,7 +90,7 @@ def test_a_program_sends_one_chunk_ahead_of_what_it_polls_for():
         one_shot=12 * KIB, two_shot=12 * KIB * world, scatter=12 * KIB, gather=12 * KIB, exchange=12 * KIB
     )
     done = []
-    notes = dict.fromkeys(("_send", "_send_packets"), lambda: done.append("s")) | {"_arrived": lambda: done.append("p")}
+    notes = {"_send": lambda: done.append("s"), "_arrived": lambda: done.append("p")}
     small, large = torch.ones(3 * 1024), torch.ones(3 * 1024 * world)
     calls = {
         "SSpSpp": [
@@ -87,7 +101,7 @@ def test_a_program_sends_one_chunk_ahead_of_what_it_polls_for():
         ],
         "SSS" + "pS" + "pSp" + "pSp" + "p": [lambda: safecomm.all_reduce(large)],
     }
-    with mock.patch.object(engine_module, "PROGRAMS", 1), switched_on(limits=limits), around(notes):
+    with with_programs(1), switched_on(limits=limits), around(notes):
         for order, made in calls.items():
             for call in made:
                 done.clear()
@@ -104,17 +118,25 @@ def test_what_is_compiled_and_tried_at_first_has_one_chunk_a_program_and_several
         one_shot=28 * KIB, two_shot=52 * KIB, scatter=28 * KIB, gather=32 * KIB, exact=28 * KIB, exchange=28 * KIB
     )
     with (
-        mock.patch.object(engine_module, "PROGRAMS", 6),
+        with_programs(6),
         mock.patch.object(kernels, "launcher", wraps=kernels.launcher) as launcher,
         switched_on(limits=limits),
     ):
         compiled = [(call.args[0].__name__, call.args[1]) for call in launcher.call_args_list]
     found = {
-        ("exact" if constants.get("EXACT") else name, constants["KIND"], constants["ONCE"])
+        ("exact" if constants.get("EXACT") else name, constants.get("KIND", 0), constants["ONCE"])
         for name, constants in compiled
         if "ONCE" in constants
     }
-    kinds = [("one_shot", 0), ("one_shot", 1), ("one_shot", 2), ("two_shot", 0), ("exact", 2), ("exact", 3)]
+    kinds = [
+        ("one_shot", 0),
+        ("one_shot", 1),
+        ("one_shot", 2),
+        ("two_shot", 0),
+        ("scatter_pieces", 0),
+        ("exact", 2),
+        ("exact", 3),
+    ]
     gathers_small = ("one_shot", 2, True)  # which are exact
     assert found == {(*kind, once) for kind in kinds for once in (False, True)} - {gathers_small}
 
@@ -123,7 +145,7 @@ def test_what_is_compiled_and_tried_at_first_has_one_chunk_a_program_and_several
 @on(2, interpreted=True)
 def test_as_many_chunks_as_programs_and_then_more_and_again_s8(kernel):
     programs = 4 if kernel == "two-shot" else 2  # three chunks of two-shot go by the other kernel
-    with mock.patch.object(engine_module, "PROGRAMS", programs), switched_on(limits=LIMITS) as ours:
+    with with_programs(programs), switched_on(limits=LIMITS) as ours:
         # What was tried when it was switched on is forgotten: a call has to find its own form after one of the other.
         ours._engine._launchers.clear()
         for chunks in (programs, programs + 2, programs):
@@ -138,7 +160,6 @@ def test_what_comes_after_a_program_has_given_up_is_no_result_and_a_slow_peer_ha
     from safecomm.peers.kernels import FAILED
 
     rank = stock.get_rank()
-    send = "_send_packets" if kernel == "exact" else "_send"
     sends = 2 * CHUNKS if kernel == "two-shot" else CHUNKS
     begun, done, told = itertools.count(1), itertools.count(1), []
 
@@ -150,7 +171,7 @@ def test_what_comes_after_a_program_has_given_up_is_no_result_and_a_slow_peer_ha
         if rank == 1 and next(done) == sends:
             signal_to_peers(f"sent all, {kernel}")
 
-    with mock.patch.object(engine_module, "PROGRAMS", 1), switched_on(limits=LIMITS) as ours:
+    with with_programs(1), switched_on(limits=LIMITS) as ours:
         table = ours._engine._table
 
         def tell_given_up():
@@ -160,7 +181,7 @@ def test_what_comes_after_a_program_has_given_up_is_no_result_and_a_slow_peer_ha
 
         stock.barrier()
         ours._engine.set_patience(timedelta(seconds=0.5 if rank == 0 else 20))
-        with around({send: stop}, {send: tell_sent, "_fail": tell_given_up}):
+        with around({"_send": stop}, {"_send": tell_sent, "_arrived": tell_given_up}):
             come, right, missing = called(kernel, CHUNKS)
         by_chunk = [bool(chunk.any()) for chunk in missing.split(KERNELS[kernel])]
         assert by_chunk == ([False] * 2 + [True] * 4 if rank == 0 else [False] * 6)

@@ -5,7 +5,7 @@ import random
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from protocol import BOTH, CHUNKS, KINDS, LIST, ONE, TWO, Wrong, explore, start, start_exact, walk
+from protocol import BOTH, CHUNKS, FINE, KINDS, ONE, TWO, Wrong, explore, start, start_exact, walk
 from simulated import INDEX, SimulatedDevice
 
 from safecomm.peers.order import Order
@@ -15,7 +15,15 @@ from safecomm.peers.order import Order
 
 @pytest.mark.parametrize(
     "kinds",
-    [[ONE] * 4, [TWO] * 3, [ONE, TWO, ONE, ONE], [TWO, ONE, TWO], [BOTH, ONE, TWO], [TWO, BOTH, ONE], [ONE, LIST]],
+    [
+        [ONE] * 4,
+        [TWO] * 3,
+        [ONE, TWO, ONE, ONE],
+        [TWO, ONE, TWO],
+        [BOTH, ONE, TWO],
+        [TWO, BOTH, ONE],
+        [BOTH, FINE, ONE],
+    ],
 )
 def test_two_ranks_never_read_wrong_or_wait_for_ever_whatever_happens(kinds):
     """Four calls use a phase again; of those through two channels, which have too many states, three are made."""
@@ -69,17 +77,17 @@ def test_a_clear_that_comes_late_loses_data_then(fault, kinds, ranks):
     assert found_wrong(ranks, kinds, **FAULTS[fault])
 
 
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_pieces_of_other_sizes_need_calls_that_all_programs_count(ranks):
+    kinds = [BOTH, BOTH, FINE, FINE] * 2
+    assert found_wrong(ranks, kinds, counted=False)
+    assert not found_wrong(ranks, kinds)
+
+
 @pytest.mark.parametrize("ranks", [3, 4])
 @pytest.mark.parametrize("kind", [ONE, TWO, CHUNKS])
 def test_the_signals_of_all_peers_but_one_are_not_enough(kind, ranks):
     assert found_wrong(ranks, [kind] * 8, seen=ranks - 2)
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("fences", [(False, True), (True, False)], ids=["not the first", "only the first"])
-def test_a_list_needs_a_fence_before_each_round(fences, ranks):
-    """What is behind the last is for what a rank has received, which the model has no need of."""
-    assert found_wrong(ranks, [ONE, ONE, LIST] * 3, fences=fences)
 
 
 def test_numbered_packets_need_two_sections_and_no_clears():

@@ -189,7 +189,7 @@ def test_calls_of_all_kinds_with_ranks_that_are_late_at_any_point_s8():
     rank, world = stock.get_rank(), stock.get_world_size()
     dice = random.Random(4)  # the same on every rank
     taken = 0
-    with small_ring(4) as ours, slowed("ring", _seen=0.05, _release=0.1, _arrived=0.05, _number=0.3, _poisoned=0.05):
+    with small_ring(4) as ours, slowed("ring", _release=0.1, _arrived=0.05, _number=0.3, _poisoned=0.05):
         for number in range(25):
             kind, count = dice.choice(("reduce", "reduce", "gather", "scatter")), dice.choice((65, 2000, 7000))
             dtype, asynchronous = dice.choice((torch.int32, torch.float32)), dice.random() < 0.5

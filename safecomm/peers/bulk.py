@@ -20,11 +20,8 @@ from safecomm.core.ledger import LEDGER
 from safecomm.core.streams import HOST
 from safecomm.peers.limits import COPIED
 from safecomm.peers.order import Order
-from safecomm.peers.room import registers
+from safecomm.peers.room import RING_THREADS, ring_registers
 from safecomm.peers.staging import RING_PHASES, RING_PROGRAMS, StagingLayout
-
-WARPS = 16
-"""Of 32 threads, of a program. With 8, calls of 16 MiB took 55.4 us on two H100, with 16 they take 54.8."""
 
 _MOST = (1 << 31) - 1
 """Elements, which the kernels count in 32 bits."""
@@ -153,7 +150,9 @@ class Bulk:
                 LEDGER.streams.relaxed_capture_mode()
             ):  # loading a kernel is not allowed in a capture that is not relaxed
                 launcher = self._in_order(
-                    self._kernels.launcher(kernel, constants, grid, WARPS, registers(self._layout.world))
+                    self._kernels.launcher(
+                        kernel, constants, grid, RING_THREADS // 32, ring_registers(self._layout.world)
+                    )
                 )
             self._launchers[key] = launcher
         return launcher

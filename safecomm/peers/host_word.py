@@ -61,8 +61,8 @@ class HostWord:
             if not self.failure:
                 self.failure = (
                     f"{self._who} has waited {self._timeout} for its peers in {self._site_of(failed)}: a rank has "
-                    "died, is stuck, or has not made that call. Its result is NaN, and so are those of the calls after "
-                    "it. The group can't be used with low_latency() any more; end the job, or make the group anew."
+                    "died, is stuck, or has not made that call. Its result has NaN, and those of the calls after it "
+                    "are NaN. The group can't be used with low_latency() any more; end the job, or make the group anew."
                 )
             raise PeerTimeoutError(self.failure)  # a new one: an old one's traceback would keep the caller's tensors
         self._each[1] = 0

@@ -15,15 +15,12 @@ low_latency() is switched on, and not before: it imports Triton.
 """
 
 import ctypes
-import os
 import re
-import time
 from collections.abc import Callable
 from typing import Any
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import globaltimer
 
 from safecomm import _torch
 from safecomm.peers import staging, strong
@@ -40,23 +37,15 @@ SUM, AVG, MAX, MIN = _constants(4)
 
 REDUCE, SCATTER, GATHER, EXCHANGE = _constants(4)
 
-# What the table of a group holds, in numbers of 8 bytes; behind it comes the phase of each channel.
-LIMIT, WORD, FAILED, LONG, TURN = _constants(5)
+# What the table of a group holds, in numbers of 8 bytes: what strong.py knows, then how many calls there were, and what
+# each program of the largest grid knows of that.
+LIMIT, WORD, FAILED, LONG, TURN, COUNTERS = _constants(6)
 
-*_, PHASES = _constants(4)
-SLOT, THREADS = (4096, 256) if INTERPRETED else (tl.constexpr(4096), tl.constexpr(256))
-*_, LOOKS = _constants(strong.LOOKS + 1)
+*_, PHASES = _constants(staging.PHASES + 1)
 *_, BESIDE = _constants(staging.BESIDE + 1)
-FREE, OTHER = (one if INTERPRETED else tl.constexpr(one) for one in (staging.FREE, staging.OTHER))
-
-if INTERPRETED:
-
-    def _clock() -> Any:
-        os.sched_yield()  # to the peers, which may have fewer processors than they are
-        return tl.full([], time.monotonic_ns(), tl.int64)
-
-else:
-    _clock = globaltimer
+FREE, OTHER, PROGRAMS = (
+    one if INTERPRETED else tl.constexpr(one) for one in (staging.FREE, staging.OTHER, staging.PROGRAMS)
+)
 
 
 @triton.jit
@@ -96,27 +85,6 @@ def _sent(word):
 
 
 @triton.jit
-def _row(words, row: tl.constexpr):
-    """Return one of the rows of ``words``."""
-    rows = tl.arange(0, words.shape[0])[:, None]
-    return tl.sum(tl.where(rows == row, words, 0), axis=0)
-
-
-@triton.jit
-def _of(a, b, c, d, row: tl.constexpr, BITS: tl.constexpr):
-    """Return the elements that the peer of a row has sent."""
-    return _elements(_row(a, row), _row(b, row), _row(c, row), _row(d, row), BITS)
-
-
-@triton.jit
-def _peers(WORLD: tl.constexpr, ME: tl.constexpr):
-    """Return the ranks of the peers, as a column of a power of two; the last may be none."""
-    rows: tl.constexpr = 1 if WORLD == 2 else 2 if WORLD == 3 else 4 if WORLD <= 5 else 8
-    peers = tl.arange(0, rows)
-    return (peers + (peers >= ME).to(tl.int32))[:, None]
-
-
-@triton.jit
 def _pointer(address, BITS: tl.constexpr, ALIGNED: tl.constexpr):
     pointer = address.to(tl.pointer_type(BITS))
     return tl.multiple_of(pointer, 16) if ALIGNED else pointer
@@ -141,90 +109,50 @@ def _as_arrived(bits):
 
 
 @triton.jit
-def _word(table):
-    """Return a pointer to what the host is told: that a call has given up, and that one has waited long."""
-    return tl.load(table + WORD).to(tl.pointer_type(tl.int32))
+def _send(address, bits, left, epoch, EXACT: tl.constexpr):
+    """Store elements at ``address`` in a peer's staging: the first ``left`` bytes of them.
 
-
-@triton.jit
-def _fail(table, timed_out, call):
-    """Tell the calls that come after that a peer has timed out; and the host, if this call is the first."""
-    if timed_out != 0:
-        if tl.atomic_cas(table + FAILED, tl.full([], 0, tl.int64), tl.full([], 1, tl.int64)) == 0:
-            tl.store(_word(table), call)
-
-
-@triton.jit
-def _seen(addresses, wanted, epoch, EXACT: tl.constexpr):
-    """Return what lies at each address, and for each thread whether something there has not arrived."""
-    if addresses.shape[0] == 1:
-        # Each thread looks for itself until all is there. Of several peers that would be one load after the other.
-        if EXACT:
-            a, b, c, d, missing = strong.await_packets(addresses, epoch, wanted)
-        else:
-            a, b, c, d, missing = strong.await_words(addresses, wanted)
-    elif EXACT:
-        a, b, c, d, missing = strong.look_at_packets(addresses, epoch, wanted)
+    ``EXACT``: in packets of ``epoch``. Neighbours store next to each other, so a slot has first the first half of each
+    16 bytes, and then the second.
+    """
+    SLOT: tl.constexpr = bits.shape[0] * bits.dtype.primitive_bitwidth // 8
+    offsets = tl.arange(0, SLOT // 16) * 16
+    if EXACT:
+        a, b, c, d = _words(bits)
+        number = tl.full([SLOT // 16], 0, tl.int32) + epoch
+        strong.store_packets(address + offsets, a, b, number, offsets < left)
+        strong.store_packets(address + SLOT + offsets, c, d, number, offsets < left)
     else:
-        a, b, c, d, missing = strong.look_at_words(addresses, wanted)
-    return a, b, c, d, tl.max(missing.to(tl.int32), axis=0)
+        strong.store(address + offsets, _as_sent(bits), offsets < left)
 
 
 @triton.jit
 def _arrived(
-    table, call, slots, left, wait_budget, timed_out, WORLD: tl.constexpr, ME: tl.constexpr, STEP: tl.constexpr = 0,
-    epoch=0, EXACT: tl.constexpr = False,
+    slots, left, address, call, well, WORLD: tl.constexpr, ME: tl.constexpr, SLOT: tl.constexpr,
+    STEP: tl.constexpr = 0, epoch=0, EXACT: tl.constexpr = False,
 ):  # fmt: skip
-    """Return what the peers have sent to ``slots``, once it is all there; and 1 if it takes, or has taken, too long.
+    """Return what the peers have sent to ``slots``, once it is there; and which threads have waited in vain.
 
-    ``left``: the bytes that the peers send; ``STEP``: how many less a peer sends than the one before. The clock is slow
-    to read, so it is left alone until some looks were in vain. Each thread reads its own, so whether it took too long
-    is reduced like the elements: all threads must leave the loop, which has barriers, together.
+    ``left``, ``STEP`` and the others: see :func:`strong.arrived`, for which each thread has its own 16 bytes.
     """
-    peers = _peers(WORLD, ME)
-    offsets = tl.arange(0, THREADS)[None, :] * 16
-    numbers = peers - (peers > ME).to(tl.int32)  # as in _slot()
-    addresses = slots + numbers * (2 * SLOT if EXACT else SLOT) + offsets
-    wanted = (peers < WORLD) & (offsets < left - peers * STEP)
-    a, b, c, d, missing = _seen(addresses, wanted, epoch, EXACT)
-    waiting = tl.max(missing, axis=0)
-    looks = 0
-    most: tl.constexpr = 1 if addresses.shape[0] == 1 else LOOKS  # for one peer, _seen() has looked as often
-    began = tl.full([], 0, tl.int64)
-    while waiting != 0:
-        a, b, c, d, missing = _seen(addresses, wanted, epoch, EXACT)
-        waiting = tl.max(missing, axis=0)
-        looks += 1
-        if looks == most:
-            looks = 0
-            now = _clock()
-            began = tl.where(began == 0, now, began)
-            tl.store(_word(table) + 1, call, mask=now - began >= tl.load(table + LONG))
-            tired = tl.max(missing & (now - began >= wait_budget).to(tl.int32), axis=0)
-            if (timed_out | tired) != 0:
-                timed_out = 1
-                waiting = 0
-    return a, b, c, d, timed_out
+    offsets = tl.arange(0, SLOT // 16) * 16
+    return strong.arrived(slots + offsets, left - offsets, address, call, well, epoch, WORLD, ME, SLOT, STEP, EXACT)
 
 
 @triton.jit
-def _send(base, place, bits, left):
-    """Store elements at ``place`` of the staging at ``base``: the first ``left`` bytes of them."""
-    offsets = tl.arange(0, THREADS) * 16
-    strong.store(base + place + offsets, _as_sent(bits), offsets < left)
+def _from(arrived, peer: tl.constexpr, ME: tl.constexpr, BITS: tl.constexpr):
+    """Return the elements that a peer has sent."""
+    row: tl.constexpr = 4 * (peer - (peer > ME))  # as _slot()
+    return _elements(arrived[row], arrived[row + 1], arrived[row + 2], arrived[row + 3], BITS)
 
 
 @triton.jit
-def _send_packets(base, place, bits, epoch, left):
-    """Store elements at ``place`` of the staging at ``base`` in packets of ``epoch``: the first ``left`` bytes of them.
+def _unless(late, bits, BITS: tl.constexpr):
+    """Return ``bits``, and all ones where a thread has waited in vain: NaN to every type that has one.
 
-    Neighbours store next to each other, so a slot has first the first half of each 16 bytes, and then the second.
+    So it can't be taken for a result.
     """
-    offsets = tl.arange(0, THREADS) * 16
-    a, b, c, d = _words(bits)
-    number = tl.full([THREADS], 0, tl.int32) + epoch
-    strong.store_packets(base + place + offsets, a, b, number, offsets < left)
-    strong.store_packets(base + place + SLOT + offsets, c, d, number, offsets < left)
+    return bits | _elements(late, late, late, late, BITS)
 
 
 @triton.jit
@@ -234,37 +162,39 @@ def _slot(sender: tl.constexpr, owner: tl.constexpr):
 
 
 @triton.jit
-def _slots(channel, phase, WORLD: tl.constexpr):
-    """Return where the slots of a phase of a channel are, in bytes from where the first channel begins."""
-    return ((channel * PHASES + phase) * (WORLD - 1)).to(tl.int64) * SLOT
+def _next(counter):
+    """Return the counter of the next call: its phase, and the number of the call, in half of the bits each.
 
-
-@triton.jit
-def _clear(slots, WORLD: tl.constexpr, ME: tl.constexpr):
-    """Make the slots of a phase free.
-
-    By weak stores: peers' stores to the same places, and this rank's loads, are ordered against them.
+    The phase is not the remainder of the number, which took 0.02 us on an H100 before anything was sent. What is sent
+    bit for bit has the number plus 1, which is never 0, that staging begins with. The largest is left out too: how many
+    there are is then no multiple of 3, and both halves are the same again only after three times as many calls.
     """
-    pointers = _pointer(slots, tl.int32, True) + tl.arange(0, SLOT // 4)
-    for rank in tl.static_range(WORLD):
-        if rank != ME:
-            tl.store(pointers + _slot(rank, ME) * (SLOT // 4), tl.full([SLOT // 4], FREE, tl.int32))
+    number = counter.to(tl.int32) + 1
+    phase = ((counter >> 32) + 1) % PHASES
+    return (phase << 32) | (tl.where(number == -2, 0, number).to(tl.int64) & 0xFFFFFFFF)
 
 
 @triton.jit
-def _tell_begun(base, BEGUN: tl.constexpr):
+def _tell_begun(table, base, BEGUN: tl.constexpr, THREADS: tl.constexpr):
     """Tell the peers that a call has begun here, and so that all before it are over, with what they have cleared.
 
     A program of its own does this beside the others, and waits for no peer. It counts in this rank's own staging, where
     the peers look: a kernel is over when its stores are there, and a release to a peer's memory takes 0.1 us longer.
+    Then it counts the call for the programs that this one has not, so that all counters are the same in the end.
     """
     offsets = tl.arange(0, THREADS)
     # It waits for what its thread has under way, so nothing is loaded before.
     strong.release(base + BEGUN + 4 * offsets, offsets == 0)
+    counter = _next(tl.load(table + COUNTERS + PROGRAMS))  # its own
+    tl.store(table + COUNTERS + PROGRAMS, counter)
+    others = tl.arange(0, PROGRAMS)
+    tl.store(table + COUNTERS + others, counter, mask=others >= tl.num_programs(0) - BESIDE)
 
 
 @triton.jit
-def _keep_pace(table, call, bases, BEGUN: tl.constexpr, WORLD: tl.constexpr, ME: tl.constexpr):
+def _keep_pace(
+    table, address, call, bases, BEGUN: tl.constexpr, THREADS: tl.constexpr, WORLD: tl.constexpr, ME: tl.constexpr
+):
     """See that every peer has begun the call before this one.
 
     Another program of its own does this, for the next kernel, which begins when all of this one is over. It hardly ever
@@ -273,38 +203,25 @@ def _keep_pace(table, call, bases, BEGUN: tl.constexpr, WORLD: tl.constexpr, ME:
     """
     offsets = tl.arange(0, THREADS)
     peers = offsets + (offsets >= ME).to(tl.int32)
-    wanted = peers < WORLD
     theirs = tl.full([THREADS], 0, tl.int64)
     for rank in tl.static_range(WORLD):
         theirs = tl.where(peers == rank, bases[rank], theirs)
     over = tl.load(table + TURN).to(tl.int32)
-    wait_budget, _, timed_out = _wait_budget(table, 0)
-    waiting = 1
-    looks = 0
-    began = tl.full([], 0, tl.int64)
-    while waiting != 0:
-        # By difference, because the count begins again; and a peer may be a call ahead.
-        missing = ((strong.acquire(theirs + BEGUN, wanted) - over < 0) & wanted).to(tl.int32)
-        waiting = tl.max(missing, axis=0)
-        looks += 1
-        if looks == LOOKS:
-            looks = 0
-            now = _clock()
-            began = tl.where(began == 0, now, began)
-            if tl.max(missing & (now - began >= wait_budget).to(tl.int32), axis=0) != 0:
-                timed_out = 1
-                waiting = 0
+    wanted = peers < tl.where(tl.load(table + FAILED) == 0, WORLD, 0)
+    strong.await_begun(theirs + BEGUN, over, wanted, address, call)
     tl.store(table + TURN, (over + 1).to(tl.int64))
-    _fail(table, timed_out, call)
 
 
 @triton.jit
-def _work_beside(program, table, call, bases, BEGUN: tl.constexpr, WORLD: tl.constexpr, ME: tl.constexpr):
+def _work_beside(
+    program, table, address, call, bases, BEGUN: tl.constexpr, THREADS: tl.constexpr, WORLD: tl.constexpr,
+    ME: tl.constexpr,
+):  # fmt: skip
     """Do what one of the programs does that touch no data, whose numbers are below 0."""
     if program == -BESIDE:
-        _tell_begun(bases[ME], BEGUN)
+        _tell_begun(table, bases[ME], BEGUN, THREADS)
     else:
-        _keep_pace(table, call, bases, BEGUN, WORLD, ME)
+        _keep_pace(table, address, call, bases, BEGUN, THREADS, WORLD, ME)
 
 
 @triton.jit
@@ -319,45 +236,22 @@ def _combine(total, value, op):
 
 
 @triton.jit
-def _unless(timed_out, bits, BITS: tl.constexpr):
-    """Return ``bits``, and all ones in their place if a peer has timed out: NaN to every type that has one."""
-    return tl.where(timed_out != 0, -1, bits).to(BITS)
-
-
-@triton.jit
-def _averaged(total, op, WORLD: tl.constexpr):
+def _rounded(total, op, DTYPE: tl.constexpr, BITS: tl.constexpr, WORLD: tl.constexpr):
+    """Return the bits of the result."""
     if op == AVG:
         total = tl.div_rn(total, tl.full(total.shape, WORLD, tl.float32))
-    return total
-
-
-@triton.jit
-def _rounded(total, op, timed_out, DTYPE: tl.constexpr, BITS: tl.constexpr, WORLD: tl.constexpr):
-    """Return the bits of the result: NaN if a peer has timed out, so that it can't be taken for one."""
-    total = tl.where(timed_out != 0, float("nan"), _averaged(total, op, WORLD))
     return total.to(DTYPE).to(BITS, bitcast=True)
 
 
 @triton.jit
-def _reduced(own, a, b, c, d, op, DTYPE: tl.constexpr, BITS: tl.constexpr, WORLD: tl.constexpr, ME: tl.constexpr):
-    """Return the sum, or what ``op`` makes, of ``own`` and what the peers have sent: in the order of the ranks."""
+def _reduced(own, arrived, op, DTYPE: tl.constexpr, BITS: tl.constexpr, WORLD: tl.constexpr, ME: tl.constexpr):
+    """Return the sum, or what ``op`` makes, of ``own`` and what has arrived: in the order of the ranks, in fp32."""
     total = tl.zeros([own.shape[0]], tl.float32)
     for rank in tl.static_range(WORLD):
-        bits = own if rank == ME else _of(a, b, c, d, rank - (rank > ME), BITS)
+        bits = own if rank == ME else _from(arrived, rank, ME, BITS)
         value = bits.to(DTYPE, bitcast=True).to(tl.float32)
         total = value if rank == 0 else _combine(total, value, op)
-    return total
-
-
-@triton.jit
-def _wait_budget(table, padded):
-    """Return how long to wait for a peer, how many elements to send, and 1 if an earlier call has given up.
-
-    A call after one that has given up waits for no peer. It sends nothing either, because a peer that is only slow may
-    still be in the earlier one; and it takes nothing for a result, because what such a peer sends late lies there.
-    """
-    well = tl.load(table + FAILED) == 0
-    return tl.where(well, tl.load(table + LIMIT), 0), tl.where(well, padded, 0), 1 - well.to(tl.int32)
+    return _unless(arrived[4 * (WORLD - 1)], _rounded(total, op, DTYPE, BITS, WORLD), BITS)
 
 
 @triton.jit
@@ -385,29 +279,65 @@ def _rounds(chunks, ONCE: tl.constexpr):
 
 
 @triton.jit
-def _phase_and_epoch(counter, EXACT: tl.constexpr):
-    """Return the phase of a channel's next call, and its number if it sends bit for bit: both halves of its counter.
-
-    The phase is not the remainder of the number, which took 0.02 us on an H100 before anything was sent.
-    """
-    halves = tl.load(counter)
-    phase = (halves >> 32 if EXACT else halves).to(tl.int32)
-    epoch = halves.to(tl.int32) + 1 if EXACT else 0
-    return phase, epoch
-
-
-@triton.jit
-def _count(counter, phase, epoch, EXACT: tl.constexpr):
-    """Store what the next call finds there.
-
-    No exact call has the number 0, which staging begins with. The largest is left out too: how many there are is then
-    no multiple of 3, and both halves are the same again only after three times as many calls.
-    """
-    if EXACT:
-        number = tl.where(epoch == -2, 0, epoch)
-        tl.store(counter, (((phase + 1) % PHASES).to(tl.int64) << 32) | (number.to(tl.int64) & 0xFFFFFFFF))
-    else:
-        tl.store(counter, ((phase + 1) % PHASES).to(tl.int64))
+def _exchange(
+    program, table, address, call, target, sources, count, op, bases, KIND: tl.constexpr, DTYPE: tl.constexpr,
+    BITS: tl.constexpr, WORLD: tl.constexpr, ME: tl.constexpr, EXACT: tl.constexpr, AREA: tl.constexpr,
+    STRIDE: tl.constexpr, BLOCK: tl.constexpr, ONCE: tl.constexpr,
+):  # fmt: skip
+    """Exchange ``count`` elements with every rank; ``sources``: what is sent to each. See :func:`one_shot`."""
+    behind: tl.constexpr = 0 if ONCE else 1
+    pieces: tl.constexpr = KIND % 2 == 1  # SCATTER, EXCHANGE: what is sent is another for each rank
+    reduces: tl.constexpr = KIND < GATHER
+    width: tl.constexpr = BITS.primitive_bitwidth // 8
+    SLOT: tl.constexpr = BLOCK * width
+    SPREAD: tl.constexpr = 2 * SLOT if EXACT else SLOT  # packets are twice as long as what they carry
+    within = tl.arange(0, BLOCK)
+    # Staging is used in pieces of 16 bytes; what is after the tensor's end is zero.
+    padded = count if EXACT else (count + 15) // 16 * 16
+    programs = tl.num_programs(0) - BESIDE
+    counter = tl.load(table + COUNTERS + program)
+    epoch = counter.to(tl.int32) + 1
+    area = AREA + (counter >> 32) * STRIDE
+    sends = (tl.load(table + FAILED) == 0).to(tl.int32)
+    well = tl.full([SLOT // 16], 0, tl.int32) + sends
+    rounds = _rounds(tl.cdiv(count, BLOCK), ONCE)
+    for turn in range(rounds + behind):
+        if turn < rounds:
+            chunk = program + turn * programs
+            at = chunk * BLOCK + within
+            left = (padded - chunk * BLOCK) * width * sends
+            place = area + chunk.to(tl.int64) * (WORLD - 1) * SPREAD
+            bits = tl.load(sources[ME] + at, mask=at < count, other=0)
+            if not (EXACT or reduces):
+                bits = _as_arrived(bits)  # the same on all ranks
+            own = bits
+            for step in tl.static_range(1, WORLD):
+                if pieces:
+                    bits = tl.load(sources[(ME + step) % WORLD] + at, mask=at < count, other=0)
+                there = place + _slot(ME, (ME + step) % WORLD) * SPREAD
+                _send(bases[(ME + step) % WORLD] + there, bits, left, epoch, EXACT)
+            if not reduces:  # before a peer's part is stored, which the input may overlap
+                tl.store(target + ME * count + at, own, mask=at < count)
+            # Every thread has loaded what it sends before another stores what has come in its place.
+            tl.debug_barrier()
+        if turn >= behind:
+            chunk = program + (turn - behind) * programs
+            at = chunk * BLOCK + within
+            used = bases[ME] + area + chunk.to(tl.int64) * (WORLD - 1) * SPREAD
+            if reduces:
+                own = tl.load(sources[ME] + at, mask=at < count, other=0)
+            left = (padded - chunk * BLOCK) * width
+            found = _arrived(used, left, address, call, well, WORLD, ME, SLOT, 0, epoch, EXACT)
+            late = found[4 * (WORLD - 1)]
+            if reduces:
+                tl.store(target + at, _reduced(own, found, op, DTYPE, BITS, WORLD, ME), mask=at < count)
+            else:
+                for rank in tl.static_range(WORLD):
+                    if rank != ME:
+                        bits = _unless(late, _from(found, rank, ME, BITS), BITS)
+                        tl.store(target + rank * count + at, bits, mask=at < count)
+            well &= late + 1
+    tl.store(table + COUNTERS + program, _next(counter))
 
 
 @triton.jit(do_not_specialize=["out", "data", "address", "call", "size", "op", *BASES])
@@ -415,7 +345,7 @@ def one_shot(
     out: tl.int64, data: tl.int64, address: tl.int64, call: tl.int32, size: tl.int32, op: tl.int32,
     b0: tl.int64, b1: tl.int64, b2: tl.int64, b3: tl.int64, b4: tl.int64, b5: tl.int64, b6: tl.int64, b7: tl.int64,
     KIND: tl.constexpr, DTYPE: tl.constexpr, BITS: tl.constexpr, WORLD: tl.constexpr, ME: tl.constexpr,
-    ALIGNED: tl.constexpr, EXACT: tl.constexpr, AREA: tl.constexpr, BEGUN: tl.constexpr, FIRST_PHASE: tl.constexpr,
+    ALIGNED: tl.constexpr, EXACT: tl.constexpr, AREA: tl.constexpr, STRIDE: tl.constexpr, BEGUN: tl.constexpr,
     BLOCK: tl.constexpr, ONCE: tl.constexpr,
 ):  # fmt: skip
     """Exchange ``size`` elements with every rank, all in one go.
@@ -427,145 +357,21 @@ def one_shot(
     ``EXACT``: bit for bit, in packets of 4 bytes and the number of the call. A packet is stored by one store, so what
     has this call's number is this call's, and nothing is cleared.
     """
-    behind: tl.constexpr = 0 if ONCE else 1
-    pieces: tl.constexpr = KIND % 2 == 1  # SCATTER, EXCHANGE: what is sent is another for each rank
-    reduces: tl.constexpr = KIND < GATHER
-    spread: tl.constexpr = 2 if EXACT else 1  # packets are twice as long as what they carry
-    bases = b0, b1, b2, b3, b4, b5, b6, b7
     table, target, source, count = _given(address, out, data, size, BITS, ALIGNED)
-    # Staging is used in pieces of 16 bytes; what is after the tensor's end is zero.
-    padded = count if EXACT else (count + 15) // 16 * 16
-    within = tl.arange(0, BLOCK)
-    width: tl.constexpr = BITS.primitive_bitwidth // 8
-    programs = tl.num_programs(0) - BESIDE
+    bases = b0, b1, b2, b3, b4, b5, b6, b7
     program = tl.program_id(0) - BESIDE
     if program < 0:
-        _work_beside(program, table, call, bases, BEGUN, WORLD, ME)
+        _work_beside(program, table, address, call, bases, BEGUN, BLOCK * BITS.primitive_bitwidth // 128, WORLD, ME)
         return
-    wait_budget, sendable, timed_out = _wait_budget(table, padded)
-    rounds = _rounds(tl.cdiv(count, BLOCK), ONCE)
-    for turn in range(rounds + behind):
-        if turn < rounds:
-            chunk = program + turn * programs
-            at = chunk * BLOCK + within
-            left = (sendable - chunk * BLOCK) * width
-            phase, epoch = _phase_and_epoch(table + FIRST_PHASE + chunk, EXACT)
-            place = AREA + spread * _slots(chunk, phase, WORLD)
-            bits = tl.load(source + (ME * count if KIND == EXCHANGE else 0) + at, mask=at < count, other=0)
-            if not (EXACT or reduces):
-                bits = _as_arrived(bits)  # the same on all ranks
-            own = bits
-            for step in tl.static_range(1, WORLD):
-                peer = (ME + step) % WORLD
-                if pieces:
-                    bits = tl.load(source + peer * count + at, mask=at < count, other=0)
-                there = place + _slot(ME, (ME + step) % WORLD) * (spread * SLOT)
-                if EXACT:
-                    _send_packets(bases[(ME + step) % WORLD], there, bits, epoch, left)
-                else:
-                    _send(bases[(ME + step) % WORLD], there, bits, left)
-            if not reduces:  # before a peer's part is stored, which the input may overlap
-                tl.store(target + ME * count + at, own, mask=at < count)
-        if turn >= behind:
-            chunk = program + (turn - behind) * programs
-            at = chunk * BLOCK + within
-            phase, epoch = _phase_and_epoch(table + FIRST_PHASE + chunk, EXACT)
-            used = bases[ME] + AREA + spread * _slots(chunk, phase, WORLD)
-            if reduces:
-                own = tl.load(source + (ME * count if KIND == SCATTER else 0) + at, mask=at < count, other=0)
-            a, b, c, d, timed_out = _arrived(
-                table, call, used, (padded - chunk * BLOCK) * width, wait_budget, timed_out, WORLD, ME, 0, epoch, EXACT
-            )
-            if not EXACT:
-                _clear(used, WORLD, ME)
-            if reduces:
-                total = _reduced(own, a, b, c, d, op, DTYPE, BITS, WORLD, ME)
-                tl.store(target + at, _rounded(total, op, timed_out, DTYPE, BITS, WORLD), mask=at < count)
-            else:
-                for rank in tl.static_range(WORLD):
-                    if rank != ME:
-                        bits = _of(a, b, c, d, rank - (rank > ME), BITS)
-                        tl.store(target + rank * count + at, _unless(timed_out, bits, BITS), mask=at < count)
-            _count(table + FIRST_PHASE + chunk, phase, epoch, EXACT)
-            _fail(table, timed_out, call)
-
-
-@triton.jit(do_not_specialize=["out", "data", "address", "call", "size", "op", *BASES])
-def two_shot(
-    out: tl.int64, data: tl.int64, address: tl.int64, call: tl.int32, size: tl.int32, op: tl.int32,
-    b0: tl.int64, b1: tl.int64, b2: tl.int64, b3: tl.int64, b4: tl.int64, b5: tl.int64, b6: tl.int64, b7: tl.int64,
-    KIND: tl.constexpr, DTYPE: tl.constexpr, BITS: tl.constexpr, WORLD: tl.constexpr, ME: tl.constexpr,
-    ALIGNED: tl.constexpr, BEGUN: tl.constexpr, FIRST_PHASE: tl.constexpr, BLOCK: tl.constexpr, ONCE: tl.constexpr,
-):  # fmt: skip
-    """Reduce as :func:`one_shot` does, with less to send: a rank reduces one piece of each chunk, for all of them.
-
-    A chunk has ``WORLD`` pieces of ``BLOCK`` elements, and two channels: the peers send through the first what they
-    have for the piece that is this rank's, and through the second the results of the pieces that are theirs.
-    """
-    behind: tl.constexpr = 0 if ONCE else 1
-    table, target, source, count = _given(address, out, data, size, BITS, ALIGNED)
-    padded = (count + 15) // 16 * 16  # staging is used in pieces of 16 bytes; what is after the tensor's end is zero
-    within = tl.arange(0, BLOCK)
-    width: tl.constexpr = BITS.primitive_bitwidth // 8
-    bases = b0, b1, b2, b3, b4, b5, b6, b7
-    programs = tl.num_programs(0) - BESIDE
-    program = tl.program_id(0) - BESIDE
-    if program < 0:
-        _work_beside(program, table, call, bases, BEGUN, WORLD, ME)
-        return
-    wait_budget, sendable, timed_out = _wait_budget(table, padded)
-    rounds = _rounds(tl.cdiv(count, WORLD * BLOCK), ONCE)
-    for turn in range(rounds):
-        chunk = program + turn * programs
-        phase = tl.load(table + FIRST_PHASE + 2 * chunk).to(tl.int32)
-        place = _slots(2 * chunk, phase, WORLD)
-        for step in tl.static_range(1, WORLD):
-            peer = (ME + step) % WORLD
-            first = (chunk * WORLD + peer) * BLOCK
-            bits = tl.load(source + first + within, mask=first + within < count, other=0)
-            there = place + _slot(ME, (ME + step) % WORLD) * SLOT
-            _send(bases[(ME + step) % WORLD], there, bits, (sendable - first) * width)
-    result_timed_out = timed_out
-    for turn in range(rounds + behind):
-        if turn < rounds:
-            chunk = program + turn * programs
-            phase = tl.load(table + FIRST_PHASE + 2 * chunk).to(tl.int32)
-            used = bases[ME] + _slots(2 * chunk, phase, WORLD)
-            place = _slots(2 * chunk + 1, tl.load(table + FIRST_PHASE + 2 * chunk + 1).to(tl.int32), WORLD)
-            first = (chunk * WORLD + ME) * BLOCK
-            at = first + within
-            own = tl.load(source + at, mask=at < count, other=0)
-            a, b, c, d, timed_out = _arrived(
-                table, call, used, (padded - first) * width, wait_budget, timed_out, WORLD, ME
-            )
-            _clear(used, WORLD, ME)
-            total = _reduced(own, a, b, c, d, op, DTYPE, BITS, WORLD, ME)
-            result = _rounded(total, op, timed_out, DTYPE, BITS, WORLD)
-            for step in tl.static_range(1, WORLD):
-                there = place + _slot(ME, (ME + step) % WORLD) * SLOT
-                left = (sendable * (1 - timed_out) - first) * width
-                _send(bases[(ME + step) % WORLD], there, result, left)
-            tl.store(target + at, result, mask=at < count)
-            tl.store(table + FIRST_PHASE + 2 * chunk, ((phase + 1) % PHASES).to(tl.int64))
-            _fail(table, timed_out, call)
-        if turn >= behind:
-            chunk = program + (turn - behind) * programs
-            phase = tl.load(table + FIRST_PHASE + 2 * chunk + 1).to(tl.int32)
-            used = bases[ME] + _slots(2 * chunk + 1, phase, WORLD)
-            first = chunk * WORLD * BLOCK
-            a, b, c, d, result_timed_out = _arrived(
-                table, call, used, (padded - first) * width, wait_budget, timed_out | result_timed_out, WORLD, ME, SLOT
-            )
-            _clear(used, WORLD, ME)
-            for rank in tl.static_range(WORLD):
-                if rank != ME:
-                    at = first + rank * BLOCK + within
-                    bits = _of(a, b, c, d, rank - (rank > ME), BITS)
-                    tl.store(target + at, _unless(result_timed_out, bits, BITS), mask=at < count)
-            tl.store(table + FIRST_PHASE + 2 * chunk + 1, ((phase + 1) % PHASES).to(tl.int64))
-            _fail(table, result_timed_out, call)
-            # What comes after that is waited for no longer; but what the peers have sent is reduced, and sent to them.
-            wait_budget = tl.where(result_timed_out != 0, 0, wait_budget)
+    part = count if KIND % 2 == 1 else 0
+    sources = (
+        source, source + 1 % WORLD * part, source + 2 % WORLD * part, source + 3 % WORLD * part,
+        source + 4 % WORLD * part, source + 5 % WORLD * part, source + 6 % WORLD * part, source + 7 % WORLD * part,
+    )  # fmt: skip
+    _exchange(
+        program, table, address, call, target, sources, count, op, bases, KIND, DTYPE, BITS, WORLD, ME, EXACT, AREA,
+        STRIDE, BLOCK, ONCE,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["out", *PIECES, "address", "call", "size", "op", *BASES])
@@ -574,56 +380,93 @@ def scatter_pieces(
     p7: tl.int64, address: tl.int64, call: tl.int32, size: tl.int32, op: tl.int32,
     b0: tl.int64, b1: tl.int64, b2: tl.int64, b3: tl.int64, b4: tl.int64, b5: tl.int64, b6: tl.int64, b7: tl.int64,
     DTYPE: tl.constexpr, BITS: tl.constexpr, WORLD: tl.constexpr, ME: tl.constexpr, ALIGNED: tl.constexpr,
-    BEGUN: tl.constexpr, FIRST_PHASE: tl.constexpr, BLOCK: tl.constexpr, CHANNELS: tl.constexpr,
+    STRIDE: tl.constexpr, BEGUN: tl.constexpr, BLOCK: tl.constexpr, ONCE: tl.constexpr,
 ):  # fmt: skip
-    """``SCATTER`` of :func:`one_shot`, with a piece for each rank at an address of its own, and of more elements.
+    """``SCATTER`` of :func:`one_shot`, with a piece for each rank at an address of its own."""
+    table, target, _, count = _given(address, out, p0, size, BITS, ALIGNED)
+    bases = b0, b1, b2, b3, b4, b5, b6, b7
+    program = tl.program_id(0) - BESIDE
+    if program < 0:
+        _work_beside(program, table, address, call, bases, BEGUN, BLOCK * BITS.primitive_bitwidth // 128, WORLD, ME)
+        return
+    sources = (
+        _pointer(p0, BITS, ALIGNED), _pointer(p1, BITS, ALIGNED), _pointer(p2, BITS, ALIGNED),
+        _pointer(p3, BITS, ALIGNED), _pointer(p4, BITS, ALIGNED), _pointer(p5, BITS, ALIGNED),
+        _pointer(p6, BITS, ALIGNED), _pointer(p7, BITS, ALIGNED),
+    )  # fmt: skip
+    _exchange(
+        program, table, address, call, target, sources, count, op, bases, SCATTER, DTYPE, BITS, WORLD, ME, False, 0,
+        STRIDE, BLOCK, ONCE,
+    )  # fmt: skip
 
-    What is more than ``CHANNELS`` blocks goes through the same channels again, as in a next call: for each of them that
-    is what it is, because they share nothing. Between calls :func:`_keep_pace` orders what is cleared. Here fences do,
-    before each block and after the last: what was cleared must be so before a peer, which what is sent next lets go on,
-    can store there.
+
+@triton.jit(do_not_specialize=["out", "data", "address", "call", "size", "op", *BASES])
+def two_shot(
+    out: tl.int64, data: tl.int64, address: tl.int64, call: tl.int32, size: tl.int32, op: tl.int32,
+    b0: tl.int64, b1: tl.int64, b2: tl.int64, b3: tl.int64, b4: tl.int64, b5: tl.int64, b6: tl.int64, b7: tl.int64,
+    DTYPE: tl.constexpr, BITS: tl.constexpr, WORLD: tl.constexpr, ME: tl.constexpr, ALIGNED: tl.constexpr,
+    STRIDE: tl.constexpr, BEGUN: tl.constexpr, BLOCK: tl.constexpr, ONCE: tl.constexpr,
+):  # fmt: skip
+    """Reduce as :func:`one_shot` does, with less to send: a rank reduces one piece of each chunk, for all of them.
+
+    A chunk has ``WORLD`` pieces of ``BLOCK`` elements, and its slots twice: through the first the peers send what they
+    have for the piece that is this rank's, and through the second the results of the pieces that are theirs.
     """
-    table = _pointer(address, tl.int64, True)
-    target = _pointer(out, BITS, ALIGNED)
-    count = _multiple(size, ALIGNED)
-    padded = (count + 15) // 16 * 16
-    within = tl.arange(0, BLOCK)
+    behind: tl.constexpr = 0 if ONCE else 1
     width: tl.constexpr = BITS.primitive_bitwidth // 8
-    pieces = p0, p1, p2, p3, p4, p5, p6, p7
+    SLOT: tl.constexpr = BLOCK * width
+    table, target, source, count = _given(address, out, data, size, BITS, ALIGNED)
     bases = b0, b1, b2, b3, b4, b5, b6, b7
     programs = tl.num_programs(0) - BESIDE
     program = tl.program_id(0) - BESIDE
     if program < 0:
-        _work_beside(program, table, call, bases, BEGUN, WORLD, ME)
+        _work_beside(program, table, address, call, bases, BEGUN, SLOT // 16, WORLD, ME)
         return
-    wait_budget, sendable, timed_out = _wait_budget(table, padded)
-    several = tl.cdiv(count, BLOCK) > CHANNELS
-    for chunk in range(program, tl.minimum(tl.cdiv(count, BLOCK), CHANNELS), programs):
-        phase = tl.load(table + FIRST_PHASE + chunk).to(tl.int32)
-        for block in range(chunk, tl.cdiv(count, BLOCK), CHANNELS):
-            if several:
-                strong.fence(THREADS)
-            at = block * BLOCK + within
-            left = (sendable * (1 - timed_out) - block * BLOCK) * width
-            place = _slots(chunk, phase, WORLD)
+    within = tl.arange(0, BLOCK)
+    padded = (count + 15) // 16 * 16  # as in _exchange()
+    counter = tl.load(table + COUNTERS + program)
+    area = (counter >> 32) * STRIDE
+    sends = (tl.load(table + FAILED) == 0).to(tl.int32)
+    well = tl.full([SLOT // 16], 0, tl.int32) + sends
+    rounds = _rounds(tl.cdiv(count, WORLD * BLOCK), ONCE)
+    for turn in range(rounds):
+        chunk = program + turn * programs
+        place = area + chunk.to(tl.int64) * 2 * (WORLD - 1) * SLOT
+        for step in tl.static_range(1, WORLD):
+            first = (chunk * WORLD + (ME + step) % WORLD) * BLOCK
+            bits = tl.load(source + first + within, mask=first + within < count, other=0)
+            there = place + _slot(ME, (ME + step) % WORLD) * SLOT
+            _send(bases[(ME + step) % WORLD] + there, bits, (padded - first) * width * sends, 0, False)
+    heard = well
+    tl.debug_barrier()  # as in _exchange()
+    for turn in range(rounds + behind):
+        if turn < rounds:
+            chunk = program + turn * programs
+            place = area + chunk.to(tl.int64) * 2 * (WORLD - 1) * SLOT
+            first = (chunk * WORLD + ME) * BLOCK
+            at = first + within
+            left = (padded - first) * width
+            own = tl.load(source + at, mask=at < count, other=0)
+            found = _arrived(bases[ME] + place, left, address, call, well, WORLD, ME, SLOT)
+            result = _reduced(own, found, op, DTYPE, BITS, WORLD, ME)
+            well &= found[4 * (WORLD - 1)] + 1
             for step in tl.static_range(1, WORLD):
-                source = _pointer(pieces[(ME + step) % WORLD], BITS, ALIGNED)
-                bits = tl.load(source + at, mask=at < count, other=0)
-                there = place + _slot(ME, (ME + step) % WORLD) * SLOT
-                _send(bases[(ME + step) % WORLD], there, bits, left)
-            used = bases[ME] + place
-            own = tl.load(_pointer(pieces[ME], BITS, ALIGNED) + at, mask=at < count, other=0)
-            a, b, c, d, timed_out = _arrived(
-                table, call, used, (padded - block * BLOCK) * width, wait_budget, timed_out, WORLD, ME
-            )
-            _clear(used, WORLD, ME)
-            total = _reduced(own, a, b, c, d, op, DTYPE, BITS, WORLD, ME)
-            tl.store(target + at, _rounded(total, op, timed_out, DTYPE, BITS, WORLD), mask=at < count)
-            phase = (phase + 1) % PHASES
-        if several:
-            strong.fence(THREADS)
-        tl.store(table + FIRST_PHASE + chunk, phase.to(tl.int64))
-        _fail(table, timed_out, call)
+                there = place + (WORLD - 1 + _slot(ME, (ME + step) % WORLD)) * SLOT
+                _send(bases[(ME + step) % WORLD] + there, result, left * well, 0, False)
+            tl.store(target + at, result, mask=at < count)
+        if turn >= behind:
+            chunk = program + (turn - behind) * programs
+            used = bases[ME] + area + (chunk.to(tl.int64) * 2 + 1) * (WORLD - 1) * SLOT
+            first = chunk * WORLD * BLOCK
+            found = _arrived(used, (padded - first) * width, address, call, heard & well, WORLD, ME, SLOT, SLOT)
+            late = found[4 * (WORLD - 1)]
+            for rank in tl.static_range(WORLD):
+                if rank != ME:
+                    at = first + rank * BLOCK + within
+                    bits = _unless(late, _from(found, rank, ME, BITS), BITS)
+                    tl.store(target + at, bits, mask=at < count)
+            heard &= late + 1
+    tl.store(table + COUNTERS + program, _next(counter))
 
 
 @triton.jit(do_not_specialize=["out", "own", "others", "size", "op"])
@@ -652,8 +495,7 @@ def combine(
                 bits = tl.load(theirs + before + at, mask=at < count, other=0)
             value = bits.to(DTYPE, bitcast=True).to(tl.float32)
             total = value if rank == 0 else _combine(total, value, op)
-        result = _averaged(total, op, WORLD).to(DTYPE).to(BITS, bitcast=True)
-        tl.store(target + at, result, mask=at < count)
+        tl.store(target + at, _rounded(total, op, DTYPE, BITS, WORLD), mask=at < count)
 
 
 def launcher(

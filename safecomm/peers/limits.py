@@ -113,7 +113,7 @@ class LowLatencyLimits:
 
 DEFAULTS = {
     2: LowLatencyLimits(
-        one_shot=MiB, two_shot=8 * MiB, scatter=4 * MiB, gather=4 * MiB, exact=32 * KiB, exchange=256 * KiB,
+        one_shot=2 * MiB, two_shot=8 * MiB, scatter=8 * MiB, gather=8 * MiB, exact=32 * KiB, exchange=256 * KiB,
         ring=128 * MiB, ring_scatter=32 * MiB, ring_gather=32 * MiB,
     ),
     4: LowLatencyLimits(

@@ -29,7 +29,7 @@ from safecomm.errors import LowLatencyError, SafecommError
 from safecomm.interception import replacing
 from safecomm.peers import operators
 from safecomm.peers.bulk import around
-from safecomm.peers.engine import Engine, least_of_several, programs
+from safecomm.peers.engine import FINE, Engine, least_of_several, threads
 from safecomm.peers.limits import LARGEST, RING, LowLatencyLimits, defaults, read
 from safecomm.peers.room import part
 from safecomm.peers.staging import MOST, Staging, StagingLayout, SymmetricStaging
@@ -362,7 +362,7 @@ def _not_here(index: int, devices: Sequence[str], layout: StagingLayout, *, defa
     if default and (apart := _torch.not_linked(devices)):
         return f"{apart}, and its limits by default are for NVLink: give some, of python -m safecomm tune --low-latency"
     others = [one.part for one in ENGINES.values() if isinstance(one, Engine) and one.index == index]
-    if sum(others) + part(index, programs(layout), layout.world) > 1:
+    if sum(others) + part(index, threads(layout), layout.world, ring=layout.ring) > 1:
         return (
             f"its programs would not all fit on the GPU beside those of the groups ({len(others)}) that have it on, so "
             "that they could wait for each other without end"
@@ -422,9 +422,9 @@ def _first_calls(engine: Engine) -> Iterator[tuple[str, list[Any], torch.Tensor]
     for collective, beyond, most, slots in small:
         if most > beyond:
             counts.append((collective, beyond // 4 + min((most - beyond) // 4, 4100)))
-        # The kernels differ where a program has several chunks.
-        if beyond < least_of_several(slots) <= most:
-            counts.append((collective, least_of_several(slots) // 4))
+        # The kernels differ where pieces are larger, and where a program has several chunks.
+        larger = {FINE + 4, least_of_several(world, slots)}
+        counts += [(collective, nbytes // 4) for nbytes in larger if beyond < nbytes <= most]
     rings = (limits.ring, limits.ring_scatter, limits.ring_gather)
     for collective, largest in zip((REDUCE, SCATTER, GATHER), rings, strict=True):
         if limits.kernel(collective, largest) == RING:

@@ -13,28 +13,20 @@ something: that follows from what it sends next. ``docs/low-latency.md`` has the
 Imported when low_latency() is switched on, and not before: it imports Triton.
 """
 
-import ctypes
-import os
-
 import triton
 import triton.language as tl
 
-from safecomm.peers import staging
+from safecomm.peers import staging, strong
 from safecomm.peers.kernels import (
     AVG,
     FAILED,
     GATHER,
     INTERPRETED,
-    LIMIT,
-    LONG,
     SCATTER,
-    _clock,
     _combine,
     _constants,
-    _fail,
     _given,
     _pointer,
-    _word,
 )
 
 *_, FLAG = _constants(staging.FLAG + 1)
@@ -44,17 +36,6 @@ from safecomm.peers.kernels import (
 
 if INTERPRETED:
 
-    def _seen(address, expected):
-        flag = ctypes.c_int32.from_address(address.handle.data.item())
-        for _ in range(64):
-            if flag.value == expected.handle.data.item():
-                break
-            os.sched_yield()  # to the peers, which may have fewer processors than they are
-        return tl.full([], int(flag.value == expected.handle.data.item()), tl.int32)
-
-    def _any(condition):
-        return condition
-
     def _release():
         pass  # the interpreter runs one thing after the other
 
@@ -62,48 +43,6 @@ if INTERPRETED:
         tl.store(address.to(tl.pointer_type(tl.int32)), value)
 
 else:
-
-    @triton.jit
-    def _seen(address, expected):
-        """Look a few times whether the flag at ``address`` is ``expected``; return 1 if it is.
-
-        One thread looks, and the others wait for it. What a peer stored before its flag is there for the loads of all
-        that follow.
-        """
-        return tl.inline_asm_elementwise(
-            """{
-            .reg .pred missing, again;
-            .reg .b32 found, looks;
-            mov.b32 looks, %tid.x;
-            setp.ne.b32 again, looks, 0;
-            mov.b32 looks, 0;
-            setp.ne.b32 missing, looks, 0;
-            @again bra seen;
-            look:
-            ld.acquire.sys.global.b32 found, [$1];
-            setp.ne.b32 missing, found, $2;
-            add.u32 looks, looks, 1;
-            setp.lt.and.u32 again, looks, 64, missing;
-            @again bra look;
-            seen:
-            barrier.cta.red.or.pred again, 0, missing;
-            selp.b32 $0, 0, 1, again;
-            }""",
-            "=r,l,r,~{memory}", [address, expected], tl.int32, False, 1,
-        )  # fmt: skip
-
-    @triton.jit
-    def _any(condition):
-        """Return 1 on all threads if ``condition``, which is 0 or 1, is 1 on one of them."""
-        return tl.inline_asm_elementwise(
-            """{
-            .reg .pred yes;
-            setp.ne.b32 yes, $1, 0;
-            barrier.cta.red.or.pred yes, 0, yes;
-            selp.b32 $0, 1, 0, yes;
-            }""",
-            "=r,r,~{memory}", [condition], tl.int32, False, 1,
-        )  # fmt: skip
 
     @triton.jit
     def _release():
@@ -135,28 +74,6 @@ else:
             }""",
             "=r,l,r,~{memory}", [address, value], tl.int32, False, 1,
         )  # fmt: skip
-
-
-@triton.jit
-def _wait(table, call, address, expected, wait_budget, timed_out):
-    """Wait for a flag; return 1 if that took too long, or a wait has before, and then at once.
-
-    The host is told of a call that waits long.
-    """
-    waiting = 1 - timed_out
-    if waiting != 0:
-        waiting = 1 - _seen(address, expected)
-    began = tl.full([], 0, tl.int64)
-    while waiting != 0:
-        now = _clock()
-        began = tl.where(began == 0, now, began)
-        tl.store(_word(table) + 1, call, mask=now - began >= tl.load(table + LONG))
-        timed_out = _any((now - began >= wait_budget).to(tl.int32))
-        waiting = 1 - _seen(address, expected)
-        if timed_out != 0:
-            timed_out = waiting  # what has come meanwhile has come
-            waiting = 0
-    return timed_out
 
 
 @triton.jit
@@ -257,7 +174,6 @@ def ring_reduce(
     within = tl.arange(0, BLOCK)
     bases = _bases(table, TICKET, WORLD)
     own = bases[ME]
-    wait_budget = tl.load(table + LIMIT)
     timed_out = (tl.load(table + FAILED) != 0).to(tl.int32)
     number = _number(table, TICKET)
     turn = tl.load(table + TICKET + 1 + WORLD + number)
@@ -276,7 +192,7 @@ def ring_reduce(
                 if rank != ME:
                     place = _place(number, phase, 1, rank, ME, PHASES, WORLD)
                     flag = own + FLAGS + place * FLAG
-                    timed_out = _wait(table, call, flag, (turn + copied + 1).to(tl.int32), wait_budget, timed_out)
+                    timed_out = strong.await_flag(flag, (turn + copied + 1).to(tl.int32), address, call, timed_out)
                     at = (first + rank) * BLOCK + within
                     bits = _arrived(own + AREA + place.to(tl.int64) * PLACE, within, at < count, BITS)
                     tl.store(target + at, _poisoned(timed_out, bits, BITS), mask=at < count)
@@ -301,7 +217,7 @@ def ring_reduce(
             for rank in tl.static_range(WORLD):
                 if rank != ME:
                     flag = own + FLAGS + _place(number, phase, 0, rank, ME, PHASES, WORLD) * FLAG
-                    timed_out = _wait(table, call, flag, (turn + reduced + 1).to(tl.int32), wait_budget, timed_out)
+                    timed_out = strong.await_flag(flag, (turn + reduced + 1).to(tl.int32), address, call, timed_out)
             total = tl.zeros([BLOCK], REDUCED)
             for rank in tl.static_range(WORLD):
                 bits = mine
@@ -321,7 +237,6 @@ def ring_reduce(
         if (turned < rounds + 1) & (timed_out == 0):
             _tell(number, turn, begin, rounds, turned, reduced, bases, FLAGS, PHASES, WORLD, ME)
     tl.store(table + TICKET + 1 + WORLD + number, turn + rounds)
-    _fail(table, timed_out, call)
 
 
 @triton.jit(do_not_specialize=["out", "data", "address", "call", "size", "op"])
@@ -339,7 +254,6 @@ def ring_one_way(
     within = tl.arange(0, BLOCK)
     bases = _bases(table, TICKET, WORLD)
     own = bases[ME]
-    wait_budget = tl.load(table + LIMIT)
     timed_out = (tl.load(table + FAILED) != 0).to(tl.int32)
     number = _number(table, TICKET)
     turn = tl.load(table + TICKET + 1 + WORLD + number)
@@ -358,7 +272,7 @@ def ring_one_way(
             for rank in tl.static_range(WORLD):
                 if rank != ME:
                     flag = own + FLAGS + _place(number, phase, 1, rank, ME, PHASES, WORLD) * FLAG
-                    timed_out = _wait(table, call, flag, (turn + copied + 1).to(tl.int32), wait_budget, timed_out)
+                    timed_out = strong.await_flag(flag, (turn + copied + 1).to(tl.int32), address, call, timed_out)
             total = tl.zeros([BLOCK], REDUCED)
             for rank in tl.static_range(WORLD):
                 here = own + AREA + _place(number, phase, 1, rank, ME, PHASES, WORLD).to(tl.int64) * PLACE
@@ -390,4 +304,3 @@ def ring_one_way(
             if timed_out == 0:
                 _tell(number, turn, begin, rounds, rounds, turned, bases, FLAGS, PHASES, WORLD, ME)
     tl.store(table + TICKET + 1 + WORLD + number, turn + rounds)
-    _fail(table, timed_out, call)

@@ -16,7 +16,10 @@ from torch.distributed import ProcessGroup
 from safecomm import _torch
 
 SLOT = 4 << 10
-"""Bytes that one program sends to one peer at a time: 16 for each of its 256 threads."""
+"""Bytes of the largest piece that one program sends to one peer at a time: 16 for each of its threads."""
+
+PROGRAMS = 1 << 10
+"""Programs of the largest grid of a kernel for small calls."""
 
 RING_PROGRAMS = 256
 """Programs of the ring's kernels, each with staging of its own."""
@@ -106,24 +109,29 @@ class StagingLayout:
         return self.ring_flags + self._ring_places * FLAG
 
     @property
-    def exact_chunks(self) -> int:
-        """The number of chunks of what is sent bit for bit."""
-        return -(-self.exact // SLOT)
+    def stride(self) -> int:
+        """Bytes of a phase, of which the first begins where the block does."""
+        return self.channels * (self.world - 1) * SLOT
+
+    @property
+    def exact_stride(self) -> int:
+        """Bytes of a phase of packets, which are twice as long as what they carry."""
+        return -(-self.exact // SLOT) * (self.world - 1) * 2 * SLOT
 
     @property
     def exact_area(self) -> int:
-        """Where packets begin, in bytes from the beginning of the block. They are twice as long as what they carry."""
-        return self.channels * PHASES * (self.world - 1) * SLOT
+        """Where packets begin, in bytes from the beginning of the block."""
+        return PHASES * self.stride
 
     @property
     def begun(self) -> int:
         """Where the number of calls lies that the rank has begun, in bytes from the beginning of the block."""
-        return self.exact_area + self.exact_chunks * PHASES * (self.world - 1) * 2 * SLOT
+        return self.exact_area + PHASES * self.exact_stride
 
     @property
     def counters(self) -> int:
-        """The number of what counts its calls: channels, and chunks of what is sent bit for bit."""
-        return self.channels + self.exact_chunks
+        """The number of counters of calls: of each program of the largest grid, and of the one that keeps pace."""
+        return PROGRAMS + 1
 
     def clear(self, block: torch.Tensor) -> None:
         """Make all of ``block`` free, and all flags those of no iteration."""

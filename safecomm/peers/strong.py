@@ -4,62 +4,121 @@ Each works on naturally aligned words of 4 or 8 bytes, several in an instruction
 each word whole, and no two such accesses are a data race. Addresses are numbers; where a load or store is not
 ``wanted``, nothing is done. In Triton's interpreter, whose ranks are processes of one machine, they are plain loads and
 stores.
+
+What waits for peers is one loop of each thread: it looks until all that the thread itself needs is there, and after
+some looks whether that takes too long. So no thread waits for another on the way, and all that there is to do about a
+peer that does not come is here.
 """
 
-from typing import Any
+import os
+import time
 
 import triton
 import triton.language as tl
 
 from safecomm.peers import staging
 
+LIMIT, WORD, FAILED, LONG = range(4)
+"""Where the table of a group has, in numbers of 8 bytes: ns until a call gives up, the address of what the host is
+told, whether a call has given up, and ns until the host is told that one waits."""
+
 LOOKS = 64
-"""How often a thread looks for something by itself before all threads look whether everything is there."""
+"""How often a thread looks before it reads the clock, which is slow to read."""
 
 INTERPRETED: bool = triton.runtime.jit.knobs.runtime.interpret if hasattr(triton, "knobs") else False
 """Whether the kernels run in Triton's interpreter, on the CPU, as some tests have them do."""
 
-FREE, SLOT = (one if INTERPRETED else tl.constexpr(one) for one in (staging.FREE, staging.SLOT))
-
 if INTERPRETED:
 
-    def _at(addresses: Any, offset: int, dtype: Any) -> Any:
+    def _at(addresses, offset: int, dtype):
         return (addresses + offset).to(tl.pointer_type(dtype))
 
-    def fence(threads: Any) -> None:
-        """Do nothing: the interpreter does one thing after the other."""
-
-    def store(addresses: Any, words: Any, wanted: Any) -> None:
+    def store(addresses, words, wanted):
         """Store four words of 4 bytes at each address."""
         for number, word in enumerate(words):
             tl.store(_at(addresses, 4 * number, tl.int32), word, mask=wanted)
 
-    def load(addresses: Any, wanted: Any) -> Any:
-        """Load four words of 4 bytes at each address."""
-        return [tl.load(_at(addresses, 4 * number, tl.int32), mask=wanted, other=0) for number in range(4)]
-
-    def store_packets(addresses: Any, first: Any, second: Any, epoch: Any, wanted: Any) -> None:
+    def store_packets(addresses, first, second, epoch, wanted):
         """Store two packets at each address."""
         for number, word in enumerate((first, second)):
             packet = (word.to(tl.int64) & 0xFFFFFFFF) | (epoch.to(tl.int64) << 32)
             tl.store(_at(addresses, 8 * number, tl.int64), packet, mask=wanted)
 
-    def load_packets(addresses: Any, wanted: Any) -> Any:
-        """Load two packets at each address: both words, and both epochs."""
-        packets = [tl.load(_at(addresses, 8 * number, tl.int64), mask=wanted, other=0) for number in range(2)]
-        return [packet.to(tl.int32) for packet in packets] + [(packet >> 32).to(tl.int32) for packet in packets]
-
-    def release(addresses: Any, wanted: Any) -> None:
+    def release(addresses, wanted):
         """Add 1 at each address, where no other program stores."""
-        tl.store(_at(addresses, 0, tl.int32), acquire(addresses, wanted) + 1, mask=wanted)
+        pointers = _at(addresses, 0, tl.int32)
+        tl.store(pointers, tl.load(pointers, mask=wanted, other=0) + 1, mask=wanted)
 
-    def acquire(addresses: Any, wanted: Any) -> Any:
-        """Load the word at each address."""
-        return tl.load(_at(addresses, 0, tl.int32), mask=wanted, other=0)
+    def _clear(addresses, wanted):
+        store(addresses, [tl.full(wanted.shape, staging.FREE, tl.int32)] * 4, wanted)
+
+    _clock = time.monotonic_ns
+
+    def _look_until(look, well, address, call):
+        """Look until nothing is missing; return what there is, and -1 for each thread that has given up."""
+        table = _at(address, 0, tl.int64)
+        began = _clock()
+        while True:
+            found, missing = look()
+            missing = missing & (well != 0)
+            waited = _clock() - began
+            if not missing.handle.data.any() or waited >= tl.load(table + LIMIT).handle.data:
+                break
+            if waited >= tl.load(table + LONG).handle.data:
+                tl.store(_at(tl.load(table + WORD), 4, tl.int32), call)
+            os.sched_yield()  # to the peers, which may have fewer processors than they are
+        if missing.handle.data.any() and not tl.load(table + FAILED).handle.data:
+            tl.store(table + FAILED, 1)
+            tl.store(_at(tl.load(table + WORD), 0, tl.int32), call)
+        return *found, tl.where(missing | (well == 0), -1, 0)
+
+    def await_begun(addresses, over, wanted, address, call):
+        """Look until the word at each address, a count that begins again, is not behind ``over``."""
+
+        def look():
+            return (), (tl.load(_at(addresses, 0, tl.int32), mask=wanted, other=0) - over < 0) & wanted
+
+        _look_until(look, wanted.to(tl.int32), address, call)
+
+    def await_flag(place, expected, address, call, late):
+        """Look until the flag at ``place`` is ``expected``; return whether it is late."""
+
+        def look():
+            return (), tl.load(_at(place, 0, tl.int32)) != expected
+
+        return _look_until(look, (late == 0).to(tl.int32), address, call)[0]
+
+    def arrived(
+        addresses, left, address, call, well, epoch, WORLD, ME, SLOT,
+        STEP, EXACT,
+    ):  # fmt: skip
+        """Do what the compiled one does, which see."""
+        peers = [peer for peer in range(WORLD) if peer != ME]
+
+        def look():
+            found, missing = [], well != well
+            for number, peer in enumerate(peers):
+                wanted = (left > STEP * peer) & (well != 0)
+                if EXACT:
+                    places = [_at(addresses, SLOT * (2 * number + half), tl.int64) for half in range(2)]
+                    packets = [tl.load(place + way, mask=wanted, other=0) for place in places for way in range(2)]
+                    found += [packet.to(tl.int32) for packet in packets]
+                    for packet in packets:
+                        missing = missing | (((packet >> 32).to(tl.int32) != epoch) & wanted)
+                else:
+                    place = _at(addresses, SLOT * number, tl.int32)
+                    found += [tl.load(place + word, mask=wanted, other=0) for word in range(4)]
+                    for word in found[-4:]:
+                        missing = missing | (word == staging.FREE)
+            return found, missing
+
+        *found, late = _look_until(look, well, address, call)
+        for number, peer in enumerate(() if EXACT else peers):
+            _clear(addresses + SLOT * number, (left > STEP * peer) & (late == 0))
+        return (*found, late)
 
 else:
     # The operands follow each other: what comes out, the addresses, the words, and whether it is wanted.
-    _FENCE = tl.constexpr("fence.acq_rel.sys; mov.b32 $0, $1;")
     _STORE = tl.constexpr("""
     {
         .reg .pred wanted;
@@ -68,70 +127,6 @@ else:
         @wanted st.relaxed.sys.global.v4.b32 [$1], {$2, $3, $4, $5};
     }
     """)
-    _LOAD = tl.constexpr("""
-    {
-        .reg .pred wanted;
-        setp.ne.b32 wanted, $5, 0;
-        mov.b32 $0, 0;
-        mov.b32 $1, 0;
-        mov.b32 $2, 0;
-        mov.b32 $3, 0;
-        @wanted ld.relaxed.sys.global.v4.b32 {$0, $1, $2, $3}, [$4];
-    }
-    """)
-
-    def _awaiting(wanted: str, registers: str, look: str) -> Any:
-        """Return a loop of each thread, which is through when ``look`` says that it needs not look ``again``."""
-        return tl.constexpr(f"""
-    {{
-        .reg .pred again;
-        .reg .b32 looks;
-        {registers}
-        mov.b32 $0, 0;
-        mov.b32 $1, 0;
-        mov.b32 $2, 0;
-        mov.b32 $3, 0;
-        mov.b32 $4, 0;
-        mov.b32 looks, {LOOKS};
-        setp.eq.b32 again, {wanted}, 0;
-        @again bra THROUGH;
-    LOOK:
-        {look}
-        selp.b32 $4, 1, 0, again;
-        sub.u32 looks, looks, 1;
-        setp.ne.and.b32 again, looks, 0, again;
-        @again bra LOOK;
-    THROUGH:
-    }}
-    """)
-
-    _AWAIT_WORDS = _awaiting(
-        "$6",
-        "",
-        f"""
-        ld.relaxed.sys.global.v4.b32 {{$0, $1, $2, $3}}, [$5];
-        setp.eq.b32 again, $0, {staging.FREE};
-        setp.eq.or.b32 again, $1, {staging.FREE}, again;
-        setp.eq.or.b32 again, $2, {staging.FREE}, again;
-        setp.eq.or.b32 again, $3, {staging.FREE}, again;
-        """,
-    )
-    _AWAIT_PACKETS = _awaiting(
-        "$7",
-        ".reg .b32 one, two, three, four; .reg .b64 first, second, third, fourth;",
-        f"""
-        ld.relaxed.sys.global.v2.b64 {{first, second}}, [$5];
-        ld.relaxed.sys.global.v2.b64 {{third, fourth}}, [$5 + {staging.SLOT}];
-        mov.b64 {{$0, one}}, first;
-        mov.b64 {{$1, two}}, second;
-        mov.b64 {{$2, three}}, third;
-        mov.b64 {{$3, four}}, fourth;
-        setp.ne.b32 again, one, $6;
-        setp.ne.or.b32 again, two, $6, again;
-        setp.ne.or.b32 again, three, $6, again;
-        setp.ne.or.b32 again, four, $6, again;
-        """,
-    )
     _STORE_PACKETS = tl.constexpr("""
     {
         .reg .pred wanted;
@@ -143,18 +138,6 @@ else:
         @wanted st.relaxed.sys.global.v2.b64 [$1], {first, second};
     }
     """)
-    _LOAD_PACKETS = tl.constexpr("""
-    {
-        .reg .pred wanted;
-        .reg .b64 first, second;
-        setp.ne.b32 wanted, $5, 0;
-        mov.b64 first, 0;
-        mov.b64 second, 0;
-        @wanted ld.relaxed.sys.global.v2.b64 {first, second}, [$4];
-        mov.b64 {$0, $2}, first;
-        mov.b64 {$1, $3}, second;
-    }
-    """)
     _RELEASE = tl.constexpr("""
     {
         .reg .pred wanted;
@@ -163,23 +146,134 @@ else:
         @wanted red.release.sys.global.add.u32 [$1], 1;
     }
     """)
-    _ACQUIRE = tl.constexpr("""
-    {
-        .reg .pred wanted;
-        setp.ne.b32 wanted, $2, 0;
-        mov.b32 $0, 0;
-        @wanted ld.acquire.sys.global.b32 $0, [$1];
-    }
-    """)
 
-    @triton.jit
-    def fence(threads: tl.constexpr):
-        """Let what any thread stores from here on be seen, also by peers, after all that the program did before."""
-        # What one thread has stored or loaded the fences of others know after a barrier only. What a fence has told its
-        # thread the others know after another.
-        tl.debug_barrier()
-        tl.inline_asm_elementwise(_FENCE, "=r,r,~{memory}", [tl.arange(0, threads)], tl.int32, False, 1)
-        tl.debug_barrier()
+    @triton.constexpr_function
+    def _awaiting(
+        begin: str, look: str, end: str, *, table: str, call: str, well: str, late: str, after: str = ""
+    ) -> str:
+        """Return a loop of each thread that goes on while ``look`` sets ``again``, and ends by ``end``.
+
+        ``late`` is -1 for a thread that has given up, or was not ``well`` and has not looked; else 0. The first thread
+        of the group that gives up tells the host which ``call`` that was.
+        """
+        return f"""
+        {{
+            .reg .pred again, now_so;
+            .reg .b32 looks, some;
+            .reg .b64 began, waited, limit, word;
+            {begin}
+            mov.b32 {late}, -1;
+            setp.eq.b32 again, {well}, 0;
+            @again bra THROUGH;
+            mov.b32 looks, 0;
+            mov.b64 began, 0;
+        LOOK:
+            {look}
+            @!again bra HERE;
+            add.u32 looks, looks, 1;
+            and.b32 some, looks, {LOOKS - 1};
+            setp.ne.b32 now_so, some, 0;
+            @now_so bra LOOK;
+            mov.u64 waited, %globaltimer;
+            setp.eq.b64 now_so, began, 0;
+            selp.b64 began, waited, began, now_so;
+            sub.u64 waited, waited, began;
+            ld.global.b64 word, [{table} + {8 * WORD}];
+            ld.global.b64 limit, [{table} + {8 * LONG}];
+            setp.ge.u64 now_so, waited, limit;
+            @now_so st.relaxed.sys.global.b32 [word + 4], {call};
+            ld.global.b64 limit, [{table} + {8 * LIMIT}];
+            setp.lt.u64 now_so, waited, limit;
+            @now_so bra LOOK;
+            atom.relaxed.gpu.global.cas.b64 limit, [{table} + {8 * FAILED}], 0, 1;
+            setp.eq.b64 now_so, limit, 0;
+            @now_so st.relaxed.sys.global.b32 [word], {call};
+            bra THROUGH;
+        HERE:
+            mov.b32 {late}, 0;
+            {end}
+        THROUGH:
+            {after}
+        }}
+        """
+
+    # $0: late; $1: the address; $2: what is over; $3: whether it is wanted; $4: the table; $5: the call.
+    _AWAIT_BEGUN = tl.constexpr(
+        _awaiting(
+            ".reg .b32 found;",
+            """
+            ld.acquire.sys.global.b32 found, [$1];
+            sub.s32 found, found, $2;
+            setp.lt.s32 again, found, 0;
+            """,
+            "", table="$4", call="$5", well="$3", late="$0",
+        )
+    )  # fmt: skip
+
+    # $0: late; $1: the address; $2: what is expected; $3: the table; $4: the call; $5: whether it is late by now.
+    _AWAIT_FLAG = tl.constexpr(
+        _awaiting(
+            """
+            .reg .pred first;
+            .reg .b32 found, well;
+            mov.b32 well, %tid.x;
+            setp.eq.b32 first, well, 0;
+            setp.eq.and.b32 again, $5, 0, first;
+            selp.b32 well, 1, 0, again;
+            """,
+            """
+            ld.acquire.sys.global.b32 found, [$1];
+            setp.ne.b32 again, found, $2;
+            """,
+            "", table="$3", call="$4", well="well", late="$0",
+            after="""
+            setp.ne.and.b32 again, $0, 0, first;
+            barrier.cta.red.or.pred again, 0, again;
+            selp.b32 $0, -1, 0, again;
+            """,
+        )
+    )  # fmt: skip
+
+    @triton.constexpr_function
+    def _arrival(WORLD, ME, SLOT, STEP, EXACT):
+        """Return the loop of :func:`arrived`: its outputs are four words of each peer, and whether it has given up."""
+        peers = [peer for peer in range(WORLD) if peer != ME]
+        late, address, left, table, call, well, epoch = (f"${4 * len(peers) + number}" for number in range(7))
+        begin, look, check, end = [], [], [], []
+        for number, peer in enumerate(peers):
+            words = [f"${4 * number + word}" for word in range(4)]
+            wanted = f"wanted{number}"
+            begin += [f".reg .pred {wanted};", f"setp.gt.s32 {wanted}, {left}, {STEP * peer};"]
+            begin += [f"mov.b32 {word}, 0;" for word in words]
+            if EXACT:
+                numbers, packets = ([f"{kind}{number}_{word}" for word in range(4)] for kind in ("number", "packet"))
+                begin += [f".reg .b32 {', '.join(numbers)};", f".reg .b64 {', '.join(packets)};"]
+                begin += [f"mov.b64 {packet}, {{{words[0]}, {epoch}}};" for packet in packets]
+                for half in range(2):
+                    pair = ", ".join(packets[2 * half : 2 * half + 2])
+                    place = f"[{address} + {SLOT * (2 * number + half)}]"
+                    look += [f"@{wanted} ld.relaxed.sys.global.v2.b64 {{{pair}}}, {place};"]
+                for word, other, packet in zip(words, numbers, packets, strict=True):
+                    check += [f"mov.b64 {{{word}, {other}}}, {packet};"]
+                    check += [f"setp.ne.or.b32 again, {other}, {epoch}, again;"]
+            else:
+                place = f"[{address} + {SLOT * number}]"
+                look += [f"@{wanted} ld.relaxed.sys.global.v4.b32 {{{', '.join(words)}}}, {place};"]
+                check += [f"setp.eq.or.b32 again, {word}, {staging.FREE}, again;" for word in words]
+                end += [f"@{wanted} st.global.v4.b32 {place}, {{{', '.join(['free'] * 4)}}};"]
+        begin += [".reg .b32 free;", f"mov.b32 free, {staging.FREE};"]
+        look += ["setp.ne.b32 again, looks, looks;", *check]
+        return _awaiting(
+            "\n".join(begin), "\n".join(look), "\n".join(end), table=table, call=call, well=well, late=late
+        )
+
+    @triton.constexpr_function
+    def _outputs(WORLD):
+        return ",".join(["=&r"] * (4 * WORLD - 3))
+
+    @triton.constexpr_function
+    def _types(WORLD):
+        return (tl.int32,) * (4 * WORLD - 3)
 
     @triton.jit
     def store(addresses, words, wanted):
@@ -190,49 +284,11 @@ else:
         )
 
     @triton.jit
-    def load(addresses, wanted):
-        """Load the 16 bytes at each address as four words of 4 bytes; 0 where they are not wanted."""
-        return tl.inline_asm_elementwise(
-            _LOAD, "=r,=r,=r,=r,l,r,~{memory}", [addresses, wanted.to(tl.int32)],
-            (tl.int32, tl.int32, tl.int32, tl.int32), False, 1,
-        )  # fmt: skip
-
-    @triton.jit
-    def await_words(addresses, wanted):
-        """Return what :func:`look_at_words` does, after each thread has looked for itself until no word is free.
-
-        Or until it has looked some times in vain.
-        """
-        return tl.inline_asm_elementwise(
-            _AWAIT_WORDS, "=&r,=&r,=&r,=&r,=&r,l,r,~{memory}", [addresses, wanted.to(tl.int32)],
-            (tl.int32, tl.int32, tl.int32, tl.int32, tl.int32), False, 1,
-        )  # fmt: skip
-
-    @triton.jit
     def store_packets(addresses, first, second, epoch, wanted):
         """Store 16 bytes at each address: two packets of 8 bytes, each of a word of data and the epoch."""
         tl.inline_asm_elementwise(
             _STORE_PACKETS, "=r,l,r,r,r,r,~{memory}", [addresses, first, second, epoch, wanted.to(tl.int32)],
             tl.int32, False, 1,
-        )  # fmt: skip
-
-    @triton.jit
-    def load_packets(addresses, wanted):
-        """Load the two packets of 8 bytes at each address: both words, and both epochs; 0 where they are not wanted."""
-        return tl.inline_asm_elementwise(
-            _LOAD_PACKETS, "=r,=r,=r,=r,l,r,~{memory}", [addresses, wanted.to(tl.int32)],
-            (tl.int32, tl.int32, tl.int32, tl.int32), False, 1,
-        )  # fmt: skip
-
-    @triton.jit
-    def await_packets(addresses, epoch, wanted):
-        """Return what :func:`look_at_packets` does, after each thread has looked for itself until all are of ``epoch``.
-
-        Or until it has looked some times in vain.
-        """
-        return tl.inline_asm_elementwise(
-            _AWAIT_PACKETS, "=&r,=&r,=&r,=&r,=&r,l,r,r,~{memory}", [addresses, epoch, wanted.to(tl.int32)],
-            (tl.int32, tl.int32, tl.int32, tl.int32, tl.int32), False, 1,
         )  # fmt: skip
 
     @triton.jit
@@ -243,27 +299,43 @@ else:
         )  # fmt: skip
 
     @triton.jit
-    def acquire(addresses, wanted):
-        """Load the 4 bytes at each address, and know with them what the program that has released them knew."""
+    def await_begun(addresses, over, wanted, address, call):
+        """Wait until the count at each address is not behind ``over``, and know what the program knew that counted.
+
+        By difference, because the count begins again; and a peer may be a call ahead.
+        """
+        tl.inline_asm_elementwise(
+            _AWAIT_BEGUN, "=&r,l,r,r,l,r,~{memory}", [addresses, over, wanted.to(tl.int32), address, call],
+            tl.int32, False, 1,
+        )  # fmt: skip
+
+    @triton.jit
+    def await_flag(place, expected, address, call, late):
+        """Wait until the flag at ``place`` is ``expected``; return whether it is ``late``, and at once if it was.
+
+        One thread looks, and the others wait for it. What a peer stored before its flag is there for the loads of all
+        that follow.
+        """
         return tl.inline_asm_elementwise(
-            _ACQUIRE, "=r,l,r,~{memory}", [addresses, wanted.to(tl.int32)], tl.int32, False, 1
+            _AWAIT_FLAG, "=&r,l,r,l,r,r,~{memory}", [place, expected, address, call, late], tl.int32, False, 1
         )
 
+    @triton.jit
+    def arrived(
+        addresses, left, address, call, well, epoch, WORLD: tl.constexpr, ME: tl.constexpr, SLOT: tl.constexpr,
+        STEP: tl.constexpr, EXACT: tl.constexpr,
+    ):  # fmt: skip
+        """Wait for 16 bytes of each peer, and return them: four words of a peer; then -1 where one is late, else 0.
 
-@triton.jit
-def look_at_words(addresses, wanted):
-    """Load the 16 bytes at each address as four words; return them, and whether one of them is free."""
-    a, b, c, d = load(addresses, wanted)
-    return a, b, c, d, (a == FREE) | (b == FREE) | (c == FREE) | (d == FREE)
+        A peer's lie ``SLOT`` bytes behind those of the one before, at ``addresses``. ``left``: from there on, how many
+        bytes rank 0 sends, and ``STEP``: how many less a rank sends than the one before; what is not sent is 0.
+        ``address``: of the table. What is not ``well`` is not waited for, and late.
 
-
-@triton.jit
-def look_at_packets(addresses, epoch, wanted):
-    """Load two packets at each address, and two a slot behind; return them, and whether one is of another epoch."""
-    a, b, one, two = load_packets(addresses, wanted)
-    c, d, three, four = load_packets(addresses + SLOT, wanted)
-    return a, b, c, d, ((one != epoch) | (two != epoch) | (three != epoch) | (four != epoch)) & wanted
-
-
-if INTERPRETED:
-    await_words, await_packets = look_at_words, look_at_packets  # there are no threads
+        What has arrived is made free, by weak stores: the peers' next stores to these places, and the loads of this
+        thread, are ordered against them. ``EXACT``: packets of ``epoch``, the second half of 16 bytes ``SLOT`` behind
+        the first; nothing is made free.
+        """
+        return tl.inline_asm_elementwise(
+            _arrival(WORLD, ME, SLOT, STEP, EXACT), _outputs(WORLD) + ",l,r,l,r,r,r,~{memory}",
+            [addresses, left, address, call, well, epoch], _types(WORLD), False, 1,
+        )  # fmt: skip
