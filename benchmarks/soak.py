@@ -28,7 +28,7 @@ import torch.distributed as stock
 from measured import begin, setting, write
 
 import safecomm
-from safecomm.peers import engine
+from safecomm.peers import room
 from safecomm.peers.limits import defaults
 
 # What torch 2.13 calls them, because their older names warn there.
@@ -289,7 +289,7 @@ def main():
     parser.add_argument("--replayed", type=float, default=1e8)
     parser.add_argument("--eager", type=float, default=1e6)
     parser.add_argument("--groups", type=int, default=GROUPS)
-    parser.add_argument("--programs", type=int, default=engine.PROGRAMS)
+    parser.add_argument("--programs", type=int, default=room.PROGRAMS)
     parser.add_argument("--large", action="store_true")
     parser.add_argument("--stop", action="store_true")
     arguments = parser.parse_args()
@@ -306,8 +306,8 @@ def main():
     stock.broadcast_object_list(found, src=0)  # the ranks may see different files
     results = found[0]
     seed = len(results["runs"])
-    engine.PROGRAMS = arguments.programs
-    run = {"seed": seed, "groups": arguments.groups, "programs": engine.PROGRAMS, "large": arguments.large}
+    room.PROGRAMS = arguments.programs
+    run = {"seed": seed, "groups": arguments.groups, "programs": room.PROGRAMS, "large": arguments.large}
     run |= {"replayed": 0, "eager": 0, "wrong": 0, "seconds": 0.0}
     results["runs"].append(run)
     dice, own = random.Random(seed), random.Random(1000 * seed + stock.get_rank() + 1)

@@ -24,16 +24,18 @@ FREE = None
 PHASES = 3
 SIGNAL = "signal"
 ONE, BOTH, FINE = "one-shot", "one-shot of a large piece", "one-shot of two small pieces"
+LATER = "one-shot of two small pieces, one after the other"
 TWO, CHUNKS = "two-shot", "two-shot of two chunks"
 KINDS = {
     ONE: "send 0, poll 0",
     BOTH: "send 0, send 1, poll 0, poll 1",
     FINE: "send 0, send 1, poll 0, poll 1",
+    LATER: "send 1, poll 1, send 0, poll 0",
     TWO: "send 0, poll 0, send 1, poll 1",
     CHUNKS: "send 0, send 2, poll 0, send 1, poll 2, send 3, poll 1, poll 3",
 }
 """What the programs do in a call of each kind, through which channels. A poll clears what it has found."""
-SECOND = {FINE: {1}}
+SECOND = {FINE: {1}, LATER: {1}}
 """Through which channels a second program goes; all others are the first one's."""
 
 

@@ -37,7 +37,7 @@ STATEMENTS, FILE, DEVICE, ROOMS, PATH, CIRCLES, INTO_CORE, ANY = (
 LIMITS = {STATEMENTS: 900, FILE: 450, DEVICE: 524, ROOMS: 17, PATH: 9, CIRCLES: 0, INTO_CORE: 0, ANY: 300}
 """What each figure may be at the most."""
 
-NOW = {STATEMENTS: 1477, DEVICE: 589}
+NOW = {STATEMENTS: 1477, DEVICE: 600}
 """What figures that are beyond their limits are."""
 
 CORE = "safecomm/core"

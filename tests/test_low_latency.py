@@ -27,7 +27,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as stock
-from hypothesis import given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from ranks import launch, on, run_program, run_python, signal_to_peers, speed_up_the_interpreter, wait_for_signal
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -42,7 +42,6 @@ from safecomm.core import captures
 from safecomm.peers import engine as engine_module
 from safecomm.peers import limits as low_latency_limits
 from safecomm.peers import list_exchange, low_latency, room
-from safecomm.peers.engine import threads
 from safecomm.peers.limits import LowLatencyLimits
 from safecomm.peers.staging import FREE, OTHER, PROGRAMS, SLOT, StagingLayout
 from safecomm.tools import tune_low_latency
@@ -1163,7 +1162,6 @@ def test_gpus_that_nvlink_does_not_connect_are_found(monkeypatch):
 
 def test_without_nvlink_everywhere_the_limits_by_default_are_not_used(monkeypatch):
     layout = low_latency_limits.defaults(2).layout(2)
-    monkeypatch.setattr(low_latency, "part", lambda *_, ring: 0.4)
     monkeypatch.setattr(low_latency._torch, "not_linked", lambda devices: f"no NVLink connects {devices}")
     reason = low_latency._not_here(0, ["a", "b"], layout, default=True)
     assert reason.startswith("no NVLink connects ['a', 'b'], and its limits by default are for NVLink")
@@ -1171,34 +1169,77 @@ def test_without_nvlink_everywhere_the_limits_by_default_are_not_used(monkeypatc
     assert low_latency._not_here(low_latency.HOST, ["a", "b"], layout, default=True) == ""
 
 
-def test_programs_of_all_groups_of_a_device_are_counted(monkeypatch):
+def test_a_group_that_has_no_room_beside_others_has_half_of_the_threads_or_none(monkeypatch):
     class Properties:
         multi_processor_count = 132
+        max_threads_per_multi_processor = 2048
 
-    monkeypatch.setattr(room.torch.cuda, "get_device_properties", lambda index: Properties)
-    limits = low_latency_limits.defaults(2)
-    engine = low_latency.Engine.__new__(low_latency.Engine)
-    engine.index, engine.part = 0, room.part(0, threads(limits.layout(2)), 2, ring=True)
-    assert 0.4 < engine.part <= 0.5
-    assert room.part(0, 257 * 256, 8, ring=False) > 0.9  # they have twice the registers
-    elsewhere = low_latency.Engine.__new__(low_latency.Engine)
-    elsewhere.index, elsewhere.part = 1, 1.0
-    monkeypatch.setattr(low_latency, "ENGINES", {1: engine, 2: elsewhere})
-    assert low_latency._not_here(0, ["a", "b"], limits.layout(2), default=False) == ""
-    low_latency.ENGINES[3] = engine
-    assert "would not all fit on the GPU" in low_latency._not_here(0, ["a", "b"], limits.layout(2), default=False)
+    def engine(index, world):
+        one = low_latency.Engine.__new__(low_latency.Engine)
+        one.index, one.room = index, low_latency._room(index, layouts[world], room.most_threads(world))
+        return one
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Properties)
+    layouts = {world: low_latency_limits.defaults(world).layout(world) for world in (2, 4, 8)}
+    elsewhere = engine(1, 8)
+    for here, world, part in (
+        ([], 8, 1), ([2], 2, 1), ([4], 4, 1), ([2], 4, 0.5), ([4], 2, 0.5), ([2, 2], 2, 0), ([8], 2, 0), ([8], 8, 0)
+    ):  # fmt: skip
+        engines = dict(enumerate([elsewhere, *(engine(0, one) for one in here)]))
+        monkeypatch.setattr(low_latency, "ENGINES", engines)
+        assert low_latency._threads(0, layouts[world]) == part * room.most_threads(world), (here, world)
+    Properties.max_threads_per_multi_processor = 1024  # as Turing has: two of two ranks do not fit
+    for here, part in (([], 1), ([engine(0, 2)], 0)):
+        monkeypatch.setattr(low_latency, "ENGINES", dict(enumerate(here)))
+        assert low_latency._threads(0, layouts[2]) == part * room.most_threads(2)
+    assert low_latency._threads(low_latency.HOST, layouts[2]) == room.most_threads(2)
 
 
-@pytest.mark.parametrize("world", [2, 4, 8])
-def test_a_program_of_the_ring_has_room_beside_all_other_groups_wherever_their_programs_are(monkeypatch, world):
-    class Properties:
-        multi_processor_count = 132
+def test_programs_that_are_smaller_may_leave_too_little_on_each_multiprocessor():
+    """13 of 16th on each, by a group of small programs: no room for one of another group, which is a quarter."""
+    large = room.Room(((0.05, 1 / 4),), ring=0.0)
+    assert not room.fit([room.Room(((13 / 16, 1 / 16),), ring=0.0), large])
+    assert room.fit([room.Room(((12 / 16, 1 / 16),), ring=0.0), large])
+    assert room.fit([room.Room(((13 / 16, 1 / 4),), ring=0.0), large])
 
-    monkeypatch.setattr(room.torch.cuda, "get_device_properties", lambda index: Properties)
-    limits = LowLatencyLimits(one_shot=KIB, two_shot=0, scatter=0, gather=0, ring=1 << 20)
-    others = 1 - room.part(0, threads(limits.layout(world)), world, ring=True)  # of what all multiprocessors have
-    needed = room.RING_THREADS * room.ring_registers(world) / 65536  # of what one of them has
-    assert others + needed <= 1
+
+MULTIPROCESSORS = 6
+LAYOUTS = st.tuples(
+    st.sampled_from([2, 4, 8]), st.sampled_from([0, 4, 64, 300, 4000]), st.sampled_from([0, 16, 500]), st.booleans(),
+    st.sampled_from([1, 2, 4]),
+)  # fmt: skip
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(LAYOUTS, min_size=1, max_size=4), st.randoms(use_true_random=False))
+def test_what_fits_has_room_wherever_the_programs_of_others_are(groups, dice):
+    """Of each group a kernel of one size runs, or the ring's, and programs begin in any order, in any place."""
+    rooms = [
+        room.needed(
+            StagingLayout(world, one_shot * KIB, two_shot * KIB, ring=ring), room.most_threads(world) // 22 // less,
+            MULTIPROCESSORS, 2048,
+        )
+        for world, one_shot, two_shot, ring, less in groups
+    ]  # fmt: skip
+    assume(room.fit(rooms))
+    for _ in range(5):
+        free = [1.0] * MULTIPROCESSORS
+        running = [dice.choice([*one.kernels, *[None] * (one.ring > 0)]) if one.kernels else None for one in rooms]
+        programs = [
+            program
+            for kernel in filter(None, running)
+            for part, program in [kernel]
+            for _ in range(round(part * MULTIPROCESSORS / program))
+        ]
+        dice.shuffle(programs)
+        if spread := dice.random() < 0.5:  # the smallest first, which is the worst for the largest
+            programs.sort()
+        for program in programs:
+            places = [number for number, left in enumerate(free) if left > program - 1e-9]
+            assert places, "a program that its peers wait for has no room"
+            free[max(places, key=free.__getitem__) if spread else dice.choice(places)] -= program
+        for one, kernel in zip(rooms, running, strict=True):
+            assert kernel or not one.ring or max(free) > one.ring - 1e-9, "the ring has no room at all"
 
 
 # --- every group, and the ends of groups ----------------------------------------------------------------------------
@@ -1389,7 +1430,7 @@ class Thread:
     """
 
     EPOCH, TABLE, PLACE, CALL, HOST = 7, 1 << 20, 1 << 30, 77, 1 << 40
-    LIMIT, LONG = 9, 4
+    LIMIT, LONG = 9, 3
 
     def __init__(self, text, slot, arrives, *, left=1 << 20, well=1, failed=0):
         lines = [line.strip() for line in text.splitlines()]
@@ -1453,7 +1494,8 @@ class Thread:
         elif operation.startswith("ld.global"):
             known[given[0]] = self.table[int(given[1].partition(" + ")[2] or 0)]
         elif operation.startswith("st.relaxed.sys.global.b32"):
-            self.told[int(given[0].partition(" + ")[2] or 0)] = value(given[1])
+            place = int(given[0].partition(" + ")[2] or 0)
+            self.told.setdefault(place, []).append(value(given[1]))
         elif operation.startswith("atom"):
             known[given[0]], self.table[16] = self.table[16], self.table[16] or 1
         elif operation == "mov.u64":
@@ -1497,9 +1539,10 @@ def a_thread_waits_for_all_that_it_needs(text, slot, world, *, results):
             arrives[peer][word] = 1 << 40
             thread = Thread(text, slot, arrives)
             assert (thread.late, thread.cleared) == (-1, set())
-            assert thread.told == {0: Thread.CALL, 4: Thread.CALL}  # the call has given up, and has waited long
+            # The call has given up, and has waited long three times over.
+            assert thread.told == {0: [Thread.CALL], 4: [Thread.CALL] * 3}
             assert thread.table[16] == 1
-            assert Thread(text, slot, arrives, failed=1).told == {4: Thread.CALL}  # another has told the host
+            assert Thread(text, slot, arrives, failed=1).told == {4: [Thread.CALL] * 3}  # another has told the host
     thread = Thread(text, slot, [[1 << 40] * 4] * peers, well=0)
     assert (thread.late, thread.looks, thread.cleared, thread.told) == (-1, 0, set(), {})
     if results:  # of which each rank sends a slot less than the one before, and this is rank 1 of them

@@ -16,8 +16,7 @@ from test_low_latency import GATHER, KIB, SCATTER, of_rank, switched_on
 from watching import around
 
 import safecomm
-from safecomm.peers import engine as engine_module
-from safecomm.peers import low_latency
+from safecomm.peers import low_latency, room
 from safecomm.peers.limits import LowLatencyLimits
 
 CHUNKS = 6
@@ -27,9 +26,8 @@ CHUNKS = 6
 def with_programs(count):
     """Have so many programs in the largest grid, of large pieces."""
     with (
-        mock.patch.object(engine_module, "most_threads", return_value=256 * count),
-        mock.patch.object(engine_module, "FINE", 0),
-        mock.patch.object(low_latency, "FINE", 0),
+        mock.patch.object(low_latency, "most_threads", return_value=256 * count),
+        mock.patch.object(room, "FINE", 0),
     ):
         yield
 

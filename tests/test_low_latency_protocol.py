@@ -5,7 +5,7 @@ import random
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from protocol import BOTH, CHUNKS, FINE, KINDS, ONE, TWO, Wrong, explore, start, start_exact, walk
+from protocol import BOTH, CHUNKS, FINE, KINDS, LATER, ONE, TWO, Wrong, explore, start, start_exact, walk
 from simulated import INDEX, SimulatedDevice
 
 from safecomm.peers.order import Order
@@ -79,7 +79,7 @@ def test_a_clear_that_comes_late_loses_data_then(fault, kinds, ranks):
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_pieces_of_other_sizes_need_calls_that_all_programs_count(ranks):
-    kinds = [BOTH, BOTH, FINE, FINE] * 2
+    kinds = [BOTH, BOTH, FINE, LATER] * 2
     assert found_wrong(ranks, kinds, counted=False)
     assert not found_wrong(ranks, kinds)
 

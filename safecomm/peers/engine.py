@@ -29,11 +29,8 @@ from safecomm.peers.host_word import LONG, REMEMBERED, HostWord
 from safecomm.peers.launched import LaunchedKernel
 from safecomm.peers.limits import ASYNCHRONOUS, COPIED, DTYPES, EXACT, RING, TWO_SHOT, LowLatencyLimits
 from safecomm.peers.order import Order
-from safecomm.peers.room import WIDEST, most_threads, part, registers
-from safecomm.peers.staging import BESIDE, MOST, PROGRAMS, SLOT, Staging, StagingLayout
-
-FINE = 1 << 20
-"""Up to how many bytes a call has small pieces, so that it is many small programs."""
+from safecomm.peers.room import Room, dealt, registers
+from safecomm.peers.staging import BESIDE, MOST, SLOT, Staging, StagingLayout
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 """As what is sent bit for bit: by the bytes of an element."""
@@ -65,12 +62,6 @@ _Plan: TypeAlias = "tuple[()] | tuple[tuple[Callable[..., None], ...], int, bool
 """
 
 
-def threads(layout: StagingLayout) -> int:
-    """Return how many threads the largest kernel for small calls has, in all its programs."""
-    largest = max(layout.one_shot, layout.two_shot // layout.world, layout.exact) // 16
-    return min(largest, most_threads(layout.world)) + 2 * BESIDE * WIDEST
-
-
 class Engine:
     """Runs calls of ``group`` on device ``index`` by kernels over ``staging``, where ``limits`` say so.
 
@@ -82,7 +73,7 @@ class Engine:
 
     def __init__(
         self, group: c10d.ProcessGroup, index: int, staging: Staging, layout: StagingLayout,
-        limits: LowLatencyLimits, timeout: timedelta, store: c10d.Store, *, check: bool,
+        limits: LowLatencyLimits, timeout: timedelta, store: c10d.Store, threads: int, *, check: bool,
     ) -> None:  # fmt: skip
         from safecomm.peers import kernels  # which imports Triton
 
@@ -94,9 +85,8 @@ class Engine:
         self.launched_events = False  # some of those have been launched, on a device
         self.limits = limits
         self.timeout = timeout
-        self.part: float = part(
-            index, threads(layout), group.size(), ring=layout.ring
-        )  # of the room for programs on the device
+        self.threads = threads  # that all programs of a kernel for small calls may have
+        self.room: Room | None = None  # that its kernels need on the device
         self._kernels = kernels
         self._staging = staging
         self.layout = layout
@@ -321,7 +311,8 @@ class Engine:
     ) -> Callable[..., None]:  # fmt: skip
         """Return what launches a kernel that waits for its peers, on tensors, or parts of them, of so many bytes."""
         kernels, layout = self._kernels, self.layout
-        piece, grid, once = _dealt(nbytes, self._world, self._world if kernel is kernels.two_shot else 1)
+        slots = self._world if kernel is kernels.two_shot else 1
+        piece, grid, once = dealt(nbytes, self._world, slots, self.threads)
         key = (kernel, collective, exact, dtype, aligned, piece, grid, once)
         launcher = self._launchers.get(key)
         if launcher is None:
@@ -470,31 +461,6 @@ class Engine:
             raise LowLatencyError(
                 f"low_latency(check=True): the ranks differ in call number {number}: {shown}. Nothing was launched."
             )
-
-
-def least_of_several(world: int, slots: int) -> int:
-    """Return the bytes of the smallest call of fp32 of which a program has several chunks of ``slots`` pieces each."""
-    return most_threads(world) * 16 * slots + 4
-
-
-def _piece(nbytes: int, world: int) -> int:
-    """Return the bytes of a piece of a call: small ones make a small call faster, and a large one slower.
-
-    2 KiB in place of 4 made all_reduce on two H200 2 to 4 % faster from 64 KiB to 1 MiB. 1 KiB did not help more
-    there, and made it up to 12 % faster on four H100.
-    """
-    return SLOT if nbytes > FINE else 2 << 10 if world == 2 else 1 << 10
-
-
-def _dealt(nbytes: int, world: int, slots: int) -> tuple[int, int, bool]:
-    """Return the bytes of a piece of a call, how many programs its chunks are dealt out to, and whether one to each.
-
-    ``slots``: the pieces of a chunk.
-    """
-    piece = _piece(nbytes, world)
-    chunks = -(-nbytes // (piece * slots))
-    programs = min(PROGRAMS, most_threads(world) // (piece // 16))
-    return piece, min(programs, chunks), chunks <= programs
 
 
 def _nanoseconds(time: timedelta) -> int:

@@ -5,10 +5,10 @@ sends (it sends another NaN in its place), so a word that is anything else has a
 for a flag beside it, and for no order between its stores. What is sent bit for bit has the number of the call in its
 place, in each 8 bytes. ``docs/low-latency.md`` has the proof.
 
-A tensor is cut into *chunks*. One program works on a chunk at a time, and sends it through a *channel* of the staging.
-A channel has three *phases*, each with a slot for every peer, which take turns: a call clears what it has read, and two
-calls later that is known to the peers. The phase of a channel lies in device memory, where replays of a CUDA graph
-advance it too.
+A tensor is cut into *chunks*, and one program works on a chunk at a time. Staging has three *phases*, each with a slot
+for every chunk and peer, which take turns: a call clears what it has read, and two calls later that is known to the
+peers. The phase lies in device memory, where replays of a CUDA graph advance it too: for each program, which no other
+waits for, and the same for all.
 
 Addresses come as numbers, because Triton's launcher asks the driver about each pointer that it is given. Imported when
 low_latency() is switched on, and not before: it imports Triton.
@@ -186,6 +186,7 @@ def _tell_begun(table, base, BEGUN: tl.constexpr, THREADS: tl.constexpr):
     # It waits for what its thread has under way, so nothing is loaded before.
     strong.release(base + BEGUN + 4 * offsets, offsets == 0)
     counter = _next(tl.load(table + COUNTERS + PROGRAMS))  # its own
+    tl.debug_barrier()  # each thread has loaded it before the first stores the next
     tl.store(table + COUNTERS + PROGRAMS, counter)
     others = tl.arange(0, PROGRAMS)
     tl.store(table + COUNTERS + others, counter, mask=others >= tl.num_programs(0) - BESIDE)

@@ -29,9 +29,9 @@ from safecomm.errors import LowLatencyError, SafecommError
 from safecomm.interception import replacing
 from safecomm.peers import operators
 from safecomm.peers.bulk import around
-from safecomm.peers.engine import FINE, Engine, least_of_several, threads
+from safecomm.peers.engine import Engine
 from safecomm.peers.limits import LARGEST, RING, LowLatencyLimits, defaults, read
-from safecomm.peers.room import part
+from safecomm.peers.room import Room, fit, larger_forms, most_threads, needed
 from safecomm.peers.staging import MOST, Staging, StagingLayout, SymmetricStaging
 
 log: logging.Logger = logging.getLogger("safecomm")
@@ -281,10 +281,17 @@ def _make(
         reason = f"no memory that peers can store into: {error}"
     if why := next(filter(None, _everyones(reason, group)), ""):
         return None, why
+    threads = min(_everyones(_threads(index, layout), group))
+    if not threads:
+        return None, (
+            "its programs would not all fit on a GPU beside those of other groups that have it on, so that they could "
+            "wait for each other without end"
+        )
     try:
         staging.meet(group)
         store = _torch.store_of(group, f"safecomm/low_latency/{names[0]}")
-        engine = Engine(group, index, staging, layout, found, timeout, store, check=check)
+        engine = Engine(group, index, staging, layout, found, timeout, store, threads, check=check)
+        engine.room = None if index == HOST else _room(index, layout, threads)
         engine.functional = not torchs
         for call in _first_calls(engine):
             engine.prepare(*call[:2])  # compiles: other ranks are not to wait for that in a kernel
@@ -361,13 +368,21 @@ def _not_here(index: int, devices: Sequence[str], layout: StagingLayout, *, defa
         return ""
     if default and (apart := _torch.not_linked(devices)):
         return f"{apart}, and its limits by default are for NVLink: give some, of python -m safecomm tune --low-latency"
-    others = [one.part for one in ENGINES.values() if isinstance(one, Engine) and one.index == index]
-    if sum(others) + part(index, threads(layout), layout.world, ring=layout.ring) > 1:
-        return (
-            f"its programs would not all fit on the GPU beside those of the groups ({len(others)}) that have it on, so "
-            "that they could wait for each other without end"
-        )
     return ""
+
+
+def _threads(index: int, layout: StagingLayout) -> int:
+    """Return how many threads a kernel for small calls may have on this rank's device: all, half of them, or none."""
+    most = most_threads(layout.world)
+    if index == HOST:
+        return most
+    groups = [one.room for one in ENGINES.values() if isinstance(one, Engine) and one.index == index and one.room]
+    return next((few for few in (most, most // 2) if fit([*groups, _room(index, layout, few)])), 0)
+
+
+def _room(index: int, layout: StagingLayout, threads: int) -> Room:
+    found = torch.cuda.get_device_properties(index)
+    return needed(layout, threads, int(found.multi_processor_count), int(found.max_threads_per_multi_processor))
 
 
 def lacking() -> str:
@@ -423,7 +438,7 @@ def _first_calls(engine: Engine) -> Iterator[tuple[str, list[Any], torch.Tensor]
         if most > beyond:
             counts.append((collective, beyond // 4 + min((most - beyond) // 4, 4100)))
         # The kernels differ where pieces are larger, and where a program has several chunks.
-        larger = {FINE + 4, least_of_several(world, slots)}
+        larger = larger_forms(slots, engine.threads)
         counts += [(collective, nbytes // 4) for nbytes in larger if beyond < nbytes <= most]
     rings = (limits.ring, limits.ring_scatter, limits.ring_gather)
     for collective, largest in zip((REDUCE, SCATTER, GATHER), rings, strict=True):

@@ -174,7 +174,8 @@ def ring_reduce(
     within = tl.arange(0, BLOCK)
     bases = _bases(table, TICKET, WORLD)
     own = bases[ME]
-    timed_out = (tl.load(table + FAILED) != 0).to(tl.int32)
+    # Another program may give up meanwhile, and what the threads do has barriers.
+    timed_out = strong.agreed((tl.load(table + FAILED) != 0).to(tl.int32))
     number = _number(table, TICKET)
     turn = tl.load(table + TICKET + 1 + WORLD + number)
     begin = (turn % PHASES).to(tl.int32)
@@ -254,7 +255,8 @@ def ring_one_way(
     within = tl.arange(0, BLOCK)
     bases = _bases(table, TICKET, WORLD)
     own = bases[ME]
-    timed_out = (tl.load(table + FAILED) != 0).to(tl.int32)
+    # Another program may give up meanwhile, and what the threads do has barriers.
+    timed_out = strong.agreed((tl.load(table + FAILED) != 0).to(tl.int32))
     number = _number(table, TICKET)
     turn = tl.load(table + TICKET + 1 + WORLD + number)
     begin = (turn % PHASES).to(tl.int32)

@@ -53,8 +53,8 @@ OTHER = FREE ^ (1 << 16)
 class StagingLayout:
     """What lies where in a block: channels, which serve all small calls; packets; and the places of the ring.
 
-    A channel has a slot for every peer in each of its phases. The one-shot kernel sends a slot through each, and the
-    two-shot kernel through two of them a slot for every rank.
+    A channel has room for a large piece of every peer in each of its phases. The one-shot kernel sends a large piece
+    through each, and the two-shot kernel through two of them one for every rank; small ones, as many as are as large.
 
     ``one_shot``: the largest number of bytes that a rank sends to a peer in one call. ``two_shot``: the largest tensor
     of the two-shot kernel, in bytes. ``exact``: the largest number of bytes that a rank sends to a peer bit for bit.

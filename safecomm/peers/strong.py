@@ -6,8 +6,7 @@ each word whole, and no two such accesses are a data race. Addresses are numbers
 stores.
 
 What waits for peers is one loop of each thread: it looks until all that the thread itself needs is there, and after
-some looks whether that takes too long. So no thread waits for another on the way, and all that there is to do about a
-peer that does not come is here.
+some looks whether that takes too long. All that there is to do about a peer that does not come is here.
 """
 
 import os
@@ -79,6 +78,10 @@ if INTERPRETED:
             return (), (tl.load(_at(addresses, 0, tl.int32), mask=wanted, other=0) - over < 0) & wanted
 
         _look_until(look, wanted.to(tl.int32), address, call)
+
+    def agreed(condition):
+        """Return ``condition``: there are no threads."""
+        return condition
 
     def await_flag(place, expected, address, call, late):
         """Look until the flag at ``place`` is ``expected``; return whether it is late."""
@@ -154,19 +157,21 @@ else:
         """Return a loop of each thread that goes on while ``look`` sets ``again``, and ends by ``end``.
 
         ``late`` is -1 for a thread that has given up, or was not ``well`` and has not looked; else 0. The first thread
-        of the group that gives up tells the host which ``call`` that was.
+        of the group that gives up tells the host which ``call`` that was. Each that waits long tells it so, and again
+        after as long: a peer may be slow for minutes, and the host's memory is far.
         """
         return f"""
         {{
             .reg .pred again, now_so;
             .reg .b32 looks, some;
-            .reg .b64 began, waited, limit, word;
+            .reg .b64 began, told, waited, since, limit, word;
             {begin}
             mov.b32 {late}, -1;
             setp.eq.b32 again, {well}, 0;
             @again bra THROUGH;
             mov.b32 looks, 0;
             mov.b64 began, 0;
+            mov.b64 told, 0;
         LOOK:
             {look}
             @!again bra HERE;
@@ -177,13 +182,15 @@ else:
             mov.u64 waited, %globaltimer;
             setp.eq.b64 now_so, began, 0;
             selp.b64 began, waited, began, now_so;
-            sub.u64 waited, waited, began;
+            sub.s64 waited, waited, began;
+            sub.s64 since, waited, told;
             ld.global.b64 word, [{table} + {8 * WORD}];
             ld.global.b64 limit, [{table} + {8 * LONG}];
-            setp.ge.u64 now_so, waited, limit;
+            setp.ge.s64 now_so, since, limit;
             @now_so st.relaxed.sys.global.b32 [word + 4], {call};
+            @now_so mov.b64 told, waited;
             ld.global.b64 limit, [{table} + {8 * LIMIT}];
-            setp.lt.u64 now_so, waited, limit;
+            setp.lt.s64 now_so, waited, limit;
             @now_so bra LOOK;
             atom.relaxed.gpu.global.cas.b64 limit, [{table} + {8 * FAILED}], 0, 1;
             setp.eq.b64 now_so, limit, 0;
@@ -233,6 +240,15 @@ else:
             """,
         )
     )  # fmt: skip
+
+    _AGREED = tl.constexpr("""
+    {
+        .reg .pred yes;
+        setp.ne.b32 yes, $1, 0;
+        barrier.cta.red.or.pred yes, 0, yes;
+        selp.b32 $0, 1, 0, yes;
+    }
+    """)
 
     @triton.constexpr_function
     def _arrival(WORLD, ME, SLOT, STEP, EXACT):
@@ -308,6 +324,11 @@ else:
             _AWAIT_BEGUN, "=&r,l,r,r,l,r,~{memory}", [addresses, over, wanted.to(tl.int32), address, call],
             tl.int32, False, 1,
         )  # fmt: skip
+
+    @triton.jit
+    def agreed(condition):
+        """Return 1 on all threads if ``condition``, which is 0 or 1, is 1 on one of them."""
+        return tl.inline_asm_elementwise(_AGREED, "=r,r,~{memory}", [condition], tl.int32, False, 1)
 
     @triton.jit
     def await_flag(place, expected, address, call, late):
