@@ -7,8 +7,8 @@ place, in each 8 bytes. ``docs/low-latency.md`` has the proof.
 
 A tensor is cut into *chunks*, and one program works on a chunk at a time. Staging has three *phases*, each with a slot
 for every chunk and peer, which take turns: a call clears what it has read, and two calls later that is known to the
-peers. The phase lies in device memory, where replays of a CUDA graph advance it too: for each program, which no other
-waits for, and the same for all.
+peers. All slots of a call have the same phase. Each program counts it for itself, in device memory, where replays of a
+CUDA graph advance it too.
 
 Addresses come as numbers, because Triton's launcher asks the driver about each pointer that it is given. Imported when
 low_latency() is switched on, and not before: it imports Triton.
@@ -37,9 +37,10 @@ SUM, AVG, MAX, MIN = _constants(4)
 
 REDUCE, SCATTER, GATHER, EXCHANGE = _constants(4)
 
-# What the table of a group holds, in numbers of 8 bytes: what strong.py knows, then how many calls there were, and what
-# each program of the largest grid knows of that.
-LIMIT, WORD, FAILED, LONG, TURN, COUNTERS = _constants(6)
+# Where the table of a group has, in numbers of 8 bytes: what strong.py begins it with, of which this one is asked here;
+# how many calls there were; and what each program of the largest grid counts, and the one that tells.
+*_, FAILED = _constants(strong.FAILED + 1)
+*_, TURN, COUNTERS = _constants(strong.LONG + 3)
 
 *_, PHASES = _constants(staging.PHASES + 1)
 *_, BESIDE = _constants(staging.BESIDE + 1)

@@ -95,10 +95,9 @@ def needed(layout: StagingLayout, most: int, multiprocessors: int, threads: int)
     world = layout.world
     kernels: dict[int, int] = {}  # how many programs, by the bytes of a piece
     for nbytes, slots in ((max(layout.one_shot, layout.exact), 1), (layout.two_shot, world)):
-        fine = _largest_fine(slots, most)
-        for largest, piece in ((min(nbytes, fine), _small_piece(world)), (nbytes if nbytes > fine else 0, SLOT)):
-            chunks = min(-(-largest // (piece * slots)), most // (piece // 16))
-            kernels[piece] = max(kernels.get(piece, 0), chunks)
+        for largest in (min(nbytes, _largest_fine(slots, most)), nbytes):  # of small pieces, and of all
+            piece, programs, _ = dealt(largest, world, slots, most)
+            kernels[piece] = max(kernels.get(piece, 0), programs)
     thread = max(registers(world) / _REGISTERS, 1 / threads)  # of a multiprocessor
     parts = {piece: piece // 16 * thread for piece in kernels}
     waiting = {piece: (count + BESIDE) / multiprocessors for piece, count in kernels.items() if count}

@@ -130,7 +130,7 @@ class StagingLayout:
 
     @property
     def counters(self) -> int:
-        """The number of counters of calls: of each program of the largest grid, and of the one that keeps pace."""
+        """The number of counters of calls: of each program of the largest grid, and of the one that tells."""
         return PROGRAMS + 1
 
     def clear(self, block: torch.Tensor) -> None:

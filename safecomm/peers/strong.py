@@ -91,10 +91,7 @@ if INTERPRETED:
 
         return _look_until(look, (late == 0).to(tl.int32), address, call)[0]
 
-    def arrived(
-        addresses, left, address, call, well, epoch, WORLD, ME, SLOT,
-        STEP, EXACT,
-    ):  # fmt: skip
+    def arrived(addresses, left, address, call, well, epoch, WORLD, ME, SLOT, STEP, EXACT):
         """Do what the compiled one does, which see."""
         peers = [peer for peer in range(WORLD) if peer != ME]
 
