@@ -31,7 +31,7 @@ WHY_NOT: dict[tuple[str, str, str, str], str] = {
     (
         "captures.py",
         "_end_capture",
-        "if LEDGER.streams.capture(captured.stream) != captured.capture:  # else it goes on, as above",
+        "if not captured.goes_on():",
         "if not unjoined:",
     ): "CUDA ends a capture, or raises: it goes on only where an exception is on its way, and that way is taken.",
     (

@@ -311,6 +311,7 @@ Begin = Callable[..., tuple[Graph, CapturedGraph]]
 def capturing(device: SimulatedDevice, ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> Begin:
     """Return what begins a capture on stream 1, recorded."""
     monkeypatch.setattr(captures, "LEDGER", ledger)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: INDEX)
 
     def begin(kind: type[Graph] = Graph) -> tuple[Graph, CapturedGraph]:
         device.begin_capture(1)
@@ -619,28 +620,46 @@ def test_a_slot_that_was_handed_out_in_a_capture_is_the_graphs_until_its_end_s6(
     assert drain_ledger(ledger, wait=True) == 0
 
 
-def test_a_capture_that_goes_on_after_an_error_keeps_its_works_s5(
-    device, ledger, group, capturing, monkeypatch
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_a_capture_that_goes_on_after_an_error_keeps_what_it_has_s5_s6(
+    device, ledger, group, capturing, monkeypatch, interrupted
 ) -> None:
-    """``capture_end()`` on another stream than the capture's: CUDA refuses it, and the works still wait for a wait."""
-    graph, _ = capturing()
+    """``capture_end()`` on another stream than the capture's, which torch refuses, or an interrupt before the end."""
+    graph, captured = capturing()
     launched = call(ledger, group, [device.allocate(1, 64)])
+    outside = device.allocate(0, 64)
+    captured.add("all_reduce", group, outside, sys._getframe())
     bit = device.streams[group.stream.handle].captured
 
     def refused(graph: Graph) -> None:
         raise RuntimeError("capture must end on the same stream it began on")
 
-    monkeypatch.setattr(Graph, "capture_end", refused)
-    monkeypatch.setattr(ledger, "join_unwaited", lambda capture, stream: [])
-    monkeypatch.setattr(captures._torch, "end_allocation_to_pool", mock.Mock(side_effect=AssertionError("it goes on")))
-    with pytest.raises(RuntimeError, match="same stream"):
-        graph.capture_end()
+    with monkeypatch.context() as patched:
+        patched.setattr(captures._torch, "end_allocation_to_pool", mock.Mock(side_effect=AssertionError("it goes on")))
+        if interrupted:
+            patched.setattr(ledger, "join_unwaited", mock.Mock(side_effect=KeyboardInterrupt))
+        else:
+            patched.setattr(Graph, "capture_end", refused)
+            device.switch(0)
+        with pytest.raises(KeyboardInterrupt if interrupted else RuntimeError):
+            graph.capture_end()
+    device.switch(1)
     assert [entry.op for entry in ledger.pending()] == [launched.op]
     launched.work.wait()
     assert not bit & ~device.streams[1].captured
     assert ledger.pending() == []
-    device.end_capture()
+    assert list(captures.RECORDING.values()) == [captured]
+    graph.capture_end()
+    device.switch(0)
     assert captures.RECORDING == {}
+    (block,) = device.blocks_of([outside])
+    del outside
+    device.settle()
+    assert not device.is_free(block), "the graph writes to it at each replay"
+    graph.reset()
+    assert drain_ledger(ledger, wait=True) == 0
+    device.settle()
+    assert device.is_free(block)
 
 
 def test_where_graphs_were_captured_is_known_if_somebody_saw_it_s7(device, capturing, monkeypatch) -> None:

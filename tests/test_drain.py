@@ -122,7 +122,7 @@ def test_what_only_the_program_keeps_does_not_fail_as_its_group_ends_s4(device, 
 def test_memory_of_failed_works_waits_for_the_end_of_a_capture_of_another_thread_s4_s5(device, ledger) -> None:
     block = failed(device, ledger, FakeGroup(device, "nccl"))
     device.begin_capture(1)
-    ledger.recording[device.capturing] = SimpleNamespace(stream=1, capture=device.capturing)
+    ledger.recording[device.capturing] = SimpleNamespace(goes_on=lambda: bool(device.capturing))
     device.switch(0)
     with pytest.raises(CaptureBoundaryError, match="another thread captures"):
         drain_ledger(ledger, wait=True)

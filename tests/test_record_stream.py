@@ -946,6 +946,7 @@ class Graph(FakeGraph):
 def capturing(device, ledger, monkeypatch):
     """Begin a capture on stream 1, recorded, and return the graph and what is known of it."""
     monkeypatch.setattr(captures, "LEDGER", ledger)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: INDEX)
 
     def begin():
         device.begin_capture(1)

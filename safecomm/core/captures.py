@@ -13,7 +13,8 @@ end                   arguments from outside                      works and uses
 it ends well          leased                                      released
 a work is unjoined    released as by a reset, which is done       joined and released, and an error names them; if
                                                                   tolerant, a warning does, and the capture ends well
-it fails              released as by a reset                      released, unless the capture goes on
+it fails, and is over released as by a reset                      released
+it fails and goes on  as before                                   as before; an interrupt may come as they are joined
 the graph replays     checked; its stream is noted                none are left
 reset, or death       become a use on each stream of a replay,    none are left
                       on the current one if there was none
@@ -143,7 +144,7 @@ class CapturedGraph:
 
     def __dir__(self) -> list[str]:
         """Return what is for users, for completion."""
-        return sorted({*object.__dir__(self)} - {"add", "before_replay", "begin", "lease", "seal"})
+        return sorted({*object.__dir__(self)} - {"add", "before_replay", "begin", "goes_on", "lease", "seal"})
 
     # --- what it holds -----------------------------------------------------------------------------------
 
@@ -251,6 +252,10 @@ class CapturedGraph:
             type(graph).reset(graph)
         self._end()
         self._ledger.sweep()
+
+    def goes_on(self) -> bool:
+        """Return whether the capture has begun, and not ended or been given up by CUDA."""
+        return self._ledger.streams.capture(self.stream) == self.capture
 
     def begin(self, graph: torch.cuda.CUDAGraph) -> None:
         """Record what is captured into ``graph`` from now on, until its capture ends, or until it dies."""
@@ -381,7 +386,8 @@ def _end_capture(captured: CapturedGraph) -> None:
     graph = captured._graph()
     unjoined: list[str] = []
     try:
-        if LEDGER.streams.capture(captured.stream) == captured.capture:  # else CUDA has given the capture up
+        # Else CUDA has given the capture up, or torch is about to refuse, because this is not its stream.
+        if captured.goes_on() and LEDGER.current(torch.cuda.current_device()) == captured.stream:
             LEDGER.sweep()
             unjoined = LEDGER.join_unwaited(captured.capture, captured.stream)
             if unjoined and _tolerant:
@@ -390,14 +396,15 @@ def _end_capture(captured: CapturedGraph) -> None:
                 unjoined = []
         getattr(type(graph), captured._end_method)(graph)
     except BaseException as error:
+        if captured.goes_on():  # and can be ended yet, with all that it has
+            raise
         if _has_ended(graph):  # a signal handler has raised: the graph is one that can be replayed
             captured.seal()
             raise
         try:
             captured._end()
         finally:
-            if LEDGER.streams.capture(captured.stream) != captured.capture:  # else it goes on: this was not its stream
-                _torch.end_allocation_to_pool(captured.index, captured._pool)
+            _torch.end_allocation_to_pool(captured.index, captured._pool)
         if isinstance(error, RuntimeError) and _UNJOINED in str(error):
             raise CaptureBoundaryError(
                 f"CUDA gave up the capture at {captured.site}, because a stream that it had taken in was not joined. "
@@ -409,7 +416,7 @@ def _end_capture(captured: CapturedGraph) -> None:
         if not unjoined:
             captured.seal()
     finally:
-        if LEDGER.streams.capture(captured.stream) != captured.capture:  # else it goes on, as above
+        if not captured.goes_on():
             LEDGER.end_capture(captured.capture)
     if not unjoined:
         return

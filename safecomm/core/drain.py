@@ -27,7 +27,7 @@ log: logging.Logger = logging.getLogger("safecomm")
 H = TypeVar("H", bound=Hold)
 
 BEFORE_WAITING: list[Callable[[], None]] = []
-"""Called before the host waits until nothing is held: each gives the ledger what an exception has kept from it."""
+"""Called by ``drain(wait=True)`` first: each gives the ledger what an exception has kept from it."""
 
 
 def pending() -> list[Pending]:

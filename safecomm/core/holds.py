@@ -1,12 +1,12 @@
 """What is held, the queues that holds wait in, and the one ``release()``.
 
-In queues are two kinds of holds. A *work* (``work.py``) holds what a running asynchronous collective uses. A *use*
+Two kinds of holds are in queues. A *work* (``work.py``) holds what a running asynchronous collective uses. A *use*
 (``uses.py``) holds what was used on another stream than its allocation stream, until the device has passed an event
 that was recorded there behind the last use. Which of them is released when is decided elsewhere: see the rules at the
 head of ``ledger.py``. All of it comes to :class:`Holds` to release, and shares what is the same for every hold: on
 which streams the memory can be given out again, and whether it would come back at all.
 
-Holds that end in the order in which they were made share a :class:`Queue`.
+The works of a group, and the uses of a stream, share a :class:`Queue`, in the order in which they were made.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Hold:
     code: types.CodeType  # with instruction, the call site: cheap to take, and a line number when it is asked for
     instruction: int
     alloc_stream: int | None = None  # the one stream that all of the memory was allocated on, if that is known
-    serial: int = sys.maxsize  # of two events on one stream, the later one's hold has the higher
+    serial: int = sys.maxsize  # the later of two events on a stream has the higher one; the highest: no event yet
     event: object = None  # of a use: behind the last one; None while others may still use the memory
     stream: int = 0  # of the use; of a staged or captured work: the stream of its launch
     group: weakref.ref[object] | None = None  # of a use; a work's is its queue's
@@ -293,7 +293,7 @@ class Holds:
 
     def records_capture(self) -> bool:
         """Return whether a capture that is seen goes on, of any thread."""
-        return any(self.streams.capture(one.stream) == one.capture for one in list(self.recording.values()))
+        return any(one.goes_on() for one in list(self.recording.values()))
 
     def only_holder(self, hold: Hold) -> bool:
         """Return whether the memory of ``hold`` would come back if it was released."""

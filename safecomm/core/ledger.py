@@ -5,20 +5,22 @@ before a release each rule makes sure that this stream is ordered after the last
 complete (S1):
 
 1. *Waited for.* ``wait()`` ordered the very stream that the memory was allocated on: release at once (S2). Memory that
-   was allocated on another stream becomes a use. For uses of one known allocation stream: that stream waited for an
-   event that the program recorded behind the use (``stream_order.py``).
-2. *Complete.* The event is complete, or the work says that it is: release at the next call of safecomm, of any group
-   (S3). A work is then waited for as the program could have, on the streams that its memory was allocated on, or on the
-   current one where these may not be made to wait, and rule 1 says what follows. While all that is held are works
-   whose handles are kept, and which are younger than ``PATIENCE``, nothing is polled. The queue of a stream is looked
-   at once in ``INTERVAL``, and whenever more than ``LAG`` uses have come; what ``record_stream`` was called for at each
-   call, where it is more than rule 3 leaves alone. The first future of a work, which stands for the handle, lets the
-   works of its queue alone until the next sweep: for ``INTERVAL``, or until more than ``LAG`` have come.
-3. *Too far behind.* More than ``LAG`` holds and ``BUDGET`` bytes, estimated from the eight oldest, have piled up behind
-   the host, and the oldest can't be waited for any more. A work is waited for as by rule 2. The allocation streams of a
+   was allocated on another stream becomes a use. For uses: the allocation stream waited for an event that the program
+   recorded behind the use (``stream_order.py``).
+2. *Complete.* The event is complete, or the work says that it is: release by the next sweep, which a call of safecomm
+   makes, of any group (S3). A work is then waited for as the program could have, on the streams that its memory was
+   allocated on, or on the current one where these may not be made to wait, and rule 1 says what follows.
+3. *Too far behind.* More than ``LAG`` holds and more bytes than the queue's budget, estimated from the eight oldest,
+   have piled up behind the host, and the oldest can't be waited for any more. The budget is ``BUDGET`` for works and a
+   share of the device's memory for uses (``uses.py``). A work is waited for as by rule 2. The allocation streams of a
    use are ordered after it; while another thread captures a graph, only the current stream may be. Inside a graph
    capture nothing can be polled. There uses that only the ledger still refers to are released by this rule at once, as
    an edge of the graph (S5); works wait for their wait, or for the end of the capture.
+
+A call makes a sweep, of all queues, as soon as one queue wants it. Works do not while their handles are kept and they
+are younger than ``PATIENCE``. Uses do not for ``INTERVAL`` after they were last looked at, while at most ``LAG`` of
+them have come. The first future of a work, which stands for the handle, gives the works of its queue the same respite.
+What ``record_stream`` was called for wants a sweep at each call where it is more than rule 3 leaves alone.
 
 A work that fails goes to the quarantine, and leaves it when the device is known to be idle, or when a second wait
 succeeds, if the first one timed out and the work did not fail (S4). Every release is made by ``Holds.release()``
@@ -61,19 +63,19 @@ UNORDERED = 2
 """Works that run, of a queue whose works end in no order, at which a call looks: one may never end."""
 
 PATIENCE = 0.1
-"""Seconds for which a work is not polled while its handle is kept, and so a wait can be expected.
+"""Seconds for which a work wants no sweep while its handle is kept, and so a wait can be expected.
 
 Polling takes longer than the rest of a call, and a program that overlaps has works in flight at each of them.
 """
 
 INTERVAL = 0.01
-"""Seconds in which uses, and works with futures, are looked at once, while at most ``LAG`` of them come.
+"""Seconds for which uses, and works with futures, want no sweep after the last one, while at most ``LAG`` come.
 
 A look takes longer than the rest of a call, and a program orders its streams by itself, which gives the memory back.
 """
 
 BUDGET = 256 << 20
-"""Bytes of a group's dropped works that rule 3 leaves alone however many they are."""
+"""Bytes of a group's works that rule 3 leaves alone however many they are."""
 
 
 class WorkHold(Hold):
@@ -81,7 +83,8 @@ class WorkHold(Hold):
 
     queue: WorkQueue
     inner: Any  # the backend's Work
-    full: bool = False  # wait() takes the long way: captured, staged, with aliases, or seen to be complete
+    # wait() takes the long way: captured, staged, with aliases, seen complete, or to be waited for only once.
+    full: bool = False
     aliases_emptied: bool = False
     host_waited: bool = False  # the host has waited for it before a capture
     is_future_done: Callable[[], bool] | None = None  # asked of a dropped handle that can't be polled
@@ -187,7 +190,8 @@ class WorkQueue(Queue):
     def sweep(self, capturing: int, *, thorough: bool) -> None:
         if self.capture:
             if self.capture != capturing and self.ledger.streams.capture(self.stream) != self.capture:
-                # The capture is over. Its works can't be waited for any more, and its memory is the graph's.
+                # The capture is over. Its works can't be waited for any more. What they use is in the pool of the
+                # graph, or the graph has leased it.
                 self.ledger.release_all(self.holds)
         elif not (capturing or self.held_by_handles):  # polling a work inside a capture would break the capture
             poll = self.ledger.poll if self.pollable else self.ledger.ask_future
@@ -395,8 +399,8 @@ class Ledger(Holds):
     def sweep(self, *, thorough: bool = False, again: bool = True) -> None:
         """Release what rules 2 and 3 allow, without blocking. Every wrapped call begins with it if anything is held.
 
-        It looks at the oldest hold of each queue, and on while they are released. ``thorough``: also at all holds of
-        queues whose holds end in no order.
+        It looks at the oldest hold of each queue, and on while they are released; of what was recorded, at the newest
+        and at some more (:class:`Waiting`). ``thorough``: at all holds of queues whose holds end in no order.
         """
         if not thorough and self.can_skip_sweep():
             return
@@ -432,7 +436,7 @@ class Ledger(Holds):
         young = now - self._patience
         try:
             for queue in self.nonempty:
-                # On the default stream only where nothing is captured, since it may wait for a stream that is.
+                # Of the default stream, which may wait for a stream that is captured, only a sweep records them.
                 if queue.eventless and queue.stream:
                     queue.record_events()
                     now = _now()

@@ -35,8 +35,8 @@ class StreamOrder:
 
     def __init__(self, ledger: Holds, uses: Uses) -> None:
         self._ledger, self._streams, self._uses = ledger, ledger.streams, uses
-        # What each stream has waited for. Each is replaced and never changed, because threads may share a stream: one
-        # of two that wait at once may get lost, which only keeps memory until the device is there.
+        # What each stream has waited for. A note is replaced and never changed, because threads may share a stream. Of
+        # two waits at once the note of one may be lost, and what it tells of is held until its events are complete.
         self._behind: dict[StreamKey, Note] = {}
 
     def recorded(self, index: int, stream: int, over: Sequence[Use] = ()) -> Note | None:
@@ -119,8 +119,8 @@ class StreamOrder:
                 if hold.serial >= serial:
                     break
                 if hold.event is not None and hold.alloc_stream == stream and queue.index == index:
-                    # For each one's event, although the last one's is behind the others' if all were recorded on one
-                    # stream: another stream may have got the handle of one that was destroyed.
+                    # For each one's event, and not the last one's alone: if the stream was destroyed and another one
+                    # has got its handle, the last event is not behind the others.
                     self._streams.wait_event(index, stream, hold.event)
                     self._ledger.release(hold)
                 else:

@@ -46,7 +46,7 @@ class Use(Hold):
     queue: UseQueue
     storages: tuple[Any, ...]
     pointer: int = 0  # of the memory for which record_stream was called last, which alloc_stream is of
-    release_by: str = "auto"  # "order": always by rule 3; "defer": never by rule 3
+    release_by: str = "auto"  # "order": by rule 3 however little has piled up; "defer": never by rule 3
     unordered: bool = False  # the allocation stream does not matter: it is deferred
 
     def on_release(self) -> None:
@@ -93,6 +93,7 @@ class Events(UseQueue):
     it waits for is behind the use as well, and an event of ours would only take time (``StreamOrder.wait_stream``).
     Else ours is recorded before the next event of the program there, or as the next call of safecomm begins. A stream
     that can be destroyed before that is not :attr:`lasting`, and its uses have events at once, as those of captures do.
+    What a graph has left has none before the next call, because a destructor records no event.
     """
 
     __slots__ = ()
@@ -139,7 +140,7 @@ class Events(UseQueue):
                     if use.event and ledger.only_holder(use) and (known := uses.orderable(use)) is not None:
                         uses.order_and_release(use, known)
             elif streams.capture(self.stream) != self.capture:
-                ledger.release_all(self.holds)  # the capture is over, and its memory is the graph's
+                ledger.release_all(self.holds)  # the capture is over: what it uses, its graph has, or has leased
             return
         if capturing:
             return  # polling an event inside a capture would break the capture
@@ -337,8 +338,7 @@ class Uses:
         instruction: int,
     ) -> None:
         """Take over ``storages``, which only a graph has used, on ``replayed``. May be called from a destructor."""
-        # A graph is replayed through its object, which notes the stream. For a graph that was not, the stream that is
-        # current now is the best guess.
+        # Of a graph that was never replayed nothing has run: the stream that is current now is as good as any.
         for stream in replayed or (self._streams.current(index),):
             use, queue = Use(), self.queue(Events, stream, index)
             use.op, use.code, use.instruction, use.since = "a CUDA graph", code, instruction, _now()
@@ -443,7 +443,8 @@ class Uses:
     def see(self, queue: Waiting, use: Use) -> bool:
         """Record the event of ``use`` if no other reference is left; return whether it is no longer in ``queue``.
 
-        It is released at once in a capture, and where that is the one way to give its memory back.
+        In a capture, and of ``release_by="order"``, its allocation stream is then ordered and the use released, if that
+        stream may be made to wait.
         """
         storages, events = use.storages, queue.events  # with a reference, as another thread may release it just now
         # Where the count of C++ alone tells that others use the memory, the lock is not needed.
