@@ -13,8 +13,8 @@ end                   arguments from outside                      works and uses
 it ends well          leased                                      released
 a work is unjoined    released as by a reset, which is done       joined and released, and an error names them; if
                                                                   tolerant, a warning does, and the capture ends well
-it fails, and is over released as by a reset                      released
-it fails and goes on  as before                                   as before; an interrupt may come as they are joined
+it fails, is over     released as by a reset                      released
+it fails, goes on     kept: it can be ended later                 kept, but for those joined before an interrupt came
 the graph replays     checked; its stream is noted                none are left
 reset, or death       become a use on each stream of a replay,    none are left
                       on the current one if there was none
@@ -396,7 +396,7 @@ def _end_capture(captured: CapturedGraph) -> None:
                 unjoined = []
         getattr(type(graph), captured._end_method)(graph)
     except BaseException as error:
-        if captured.goes_on():  # and can be ended yet, with all that it has
+        if captured.goes_on():  # and can be ended later, with all that it has
             raise
         if _has_ended(graph):  # a signal handler has raised: the graph is one that can be replayed
             captured.seal()

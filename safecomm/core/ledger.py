@@ -436,7 +436,7 @@ class Ledger(Holds):
         young = now - self._patience
         try:
             for queue in self.nonempty:
-                # Of the default stream, which may wait for a stream that is captured, only a sweep records them.
+                # Not on the default stream, which may wait for one that is captured: a sweep asks about that first.
                 if queue.eventless and queue.stream:
                     queue.record_events()
                     now = _now()

@@ -338,7 +338,8 @@ class Uses:
         instruction: int,
     ) -> None:
         """Take over ``storages``, which only a graph has used, on ``replayed``. May be called from a destructor."""
-        # Of a graph that was never replayed nothing has run: the stream that is current now is as good as any.
+        # A graph is replayed through its object, which notes the stream. For a graph that was not, the stream that is
+        # current now is the best guess.
         for stream in replayed or (self._streams.current(index),):
             use, queue = Use(), self.queue(Events, stream, index)
             use.op, use.code, use.instruction, use.since = "a CUDA graph", code, instruction, _now()
