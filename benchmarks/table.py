@@ -332,8 +332,8 @@ def took(row):
     return row["NCCL"], min((us for name, us in row.items() if name.startswith("torch")), default="-"), row["safecomm"]
 
 
-def latency():
-    results = load("low_latency_4.json")
+def latency(name="low_latency_4.json"):
+    results = load(name)
     rows = [
         (f"`{collective}`, {bytes_of(size)}",
          *(us for way in (BETWEEN, BACK_TO_BACK) for us in took(results[way][collective][str(size)])))
@@ -341,7 +341,7 @@ def latency():
         for size in sizes
     ]  # fmt: skip
     three = "NCCL", "torch's symmetric memory", "`low_latency()`"
-    return table(("us", *three, *(f"{one}, back to back" for one in three)), rows) + source("low_latency_4.json")
+    return table(("us", *three, *(f"{one}, back to back" for one in three)), rows) + source(name)
 
 
 def since():
@@ -354,25 +354,21 @@ def since():
             ratios.setdefault(collective, []).append(row["ratio"])
     told = ", ".join(f"`{collective}` {span(found)}" for collective, found in ratios.items())
     return (
-        f"- Since then the small kernels are faster. On two {card(results)}, side by side and back to back, from 8 KiB "
-        f"to 32 MiB, those of today take of the time of commit {results['parent']}: {told}.\n"
+        f"- Since the figures of four GPUs the small kernels are faster. On two {card(results)}, side by side and back "
+        f"to back, from 8 KiB to 32 MiB, they take of the time of commit {results['parent']}: {told}.\n"
     )
 
 
 def latency_of_two():
     results, soaks = load("low_latency.json"), ("low_latency_soak.json", "low_latency_soak_4.json")
     kinds = results["ratio by operation and type"]
-    nccl, torchs, ours = took(results["us in graphs"]["all_reduce"][str(8 << 10)])
-    large = results["us in graphs"]["all_reduce"][str(64 << 20)]
     return (
-        f"- An `all_reduce` of 8 KiB takes NCCL {nccl} us, torch's symmetric memory {torchs}, `low_latency()` {ours}; "
-        f"one of 64 MiB takes NCCL {large['NCCL']}, the ring {large['safecomm']}.\n"
-        f"- The largest ratio to NCCL over {len(kinds)} operations and types was "
+        latency("low_latency.json") + f"\n- The largest ratio to NCCL over {len(kinds)} operations and types was "
         f"{max(ratio for sizes in kinds.values() for ratio in sizes.values())}.\n"
         f"- An eager `all_reduce` of 8 KiB takes {results['host us, 8 KiB']['ratio']} of the host time of torch's.\n"
         + since()
         + "".join(map(soaked, soaks))
-        + source("low_latency.json", "low_latency_parent.json", *soaks)
+        + source("low_latency_parent.json", *soaks)
     )
 
 

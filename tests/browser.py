@@ -125,10 +125,16 @@ class Browser:
         media = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         self.tell("Emulation.setEmulatedMedia", features=media)
         self.tell("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+        with self.leaving():
+            self.tell("Page.navigate", url=address)
+
+    @contextlib.contextmanager
+    def leaving(self):
+        """Wait in the end until another page has loaded: an answer that is waited for in the page before is lost."""
         self._loaded = False
-        self.tell("Page.navigate", url=address)
+        yield
         with self._arrived:
-            assert self._arrived.wait_for(lambda: self._loaded, timeout=60), f"{address} does not load"
+            assert self._arrived.wait_for(lambda: self._loaded, timeout=60), "no page has loaded"
 
     def press(self, key):
         """Press a key, and let it go."""

@@ -21,6 +21,7 @@ import diagnostics  # noqa: F401
 import ends  # noqa: F401
 import graphs  # noqa: F401
 import low_latency  # noqa: F401
+import one_gpu
 import operators  # noqa: F401
 import python_backend
 import ring  # noqa: F401
@@ -56,16 +57,24 @@ def main():
     parser.add_argument("--share", default="0/1", help="run every n-th case from the k-th on, as k/n")
     parser.add_argument("--backend", default="nccl", help="of the group that the cases run on")
     parser.add_argument("--skip", nargs="*", default=[], help="leave these cases out")
+    parser.add_argument("--one-gpu", action="store_true", help="the ranks share a GPU: some cases of low_latency()")
     arguments = parser.parse_args()
     local = int(os.environ["LOCAL_RANK"])
-    torch.cuda.set_device(local)
+    index = 0 if arguments.one_gpu else local
+    torch.cuda.set_device(index)
     if arguments.backend == "nccl4py":
         python_backend.register()
-    stock.init_process_group(arguments.backend, device_id=torch.device("cuda", local))
+    if arguments.one_gpu:
+        one_gpu.share()
+        stock.init_process_group("gloo")
+    else:
+        stock.init_process_group(arguments.backend, device_id=torch.device("cuda", index))
     stock.all_reduce(torch.ones(1, device="cuda"))
     command = f"torchrun --nproc-per-node {stock.get_world_size()} tests/gpu/run.py"
     if arguments.backend != "nccl":
         command += f" --backend {arguments.backend}"
+    if arguments.one_gpu:
+        command += " --one-gpu"
     if arguments.only != [""]:
         command += f" --only {' '.join(arguments.only)}"
     if arguments.skip:
@@ -81,7 +90,7 @@ def main():
         if stock.get_world_size() < ranks:
             results.setdefault("not run: they take more ranks", []).append(name)
             continue
-        faulthandler.dump_traceback_later(limit, exit=True)
+        faulthandler.dump_traceback_later(limit * (one_gpu.TURNS if arguments.one_gpu else 1), exit=True)
         start = time.perf_counter()
         try:
             settle()
