@@ -136,6 +136,9 @@ def _run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--low-latency", action="store_true", help="run small collectives as one kernel, on every group that can"
     )
+    parser.add_argument(
+        "--invariant", action="store_true", help="reduce in the order of the ranks: bits that depend on no path"
+    )
     parser.add_argument("-m", dest="module", action="store_true", help="run a module, as python -m does")
     parser.add_argument(
         "target", nargs=argparse.PARSER, metavar="target",

@@ -372,6 +372,16 @@ def latency_of_two():
     )
 
 
+def invariance():
+    results = load("invariance.json")["by ranks"]
+    rows = [(ranks, *(f"{found[name]:,}" for name in COUNTED)) for ranks, found in results.items()]
+    link = "[invariance.json](../benchmarks/results/invariance.json)"
+    return table(("ranks on gloo", *COUNTED), rows) + f"\n{link}, by `python tests/same_bits.py`.\n"
+
+
+COUNTED = ("cases", "sets of elements", "wrong", "torch alone differs")
+
+
 def soaked(name):
     soak = load(name)
     errors = [run["seconds until an error"] for run in soak["runs"] if "seconds until an error" in run]
@@ -610,6 +620,7 @@ def brief():
 
 MADE = {
     "README.md": {"": brief},
+    "docs/same-bits.md": {"invariance": invariance},
     "docs/benchmarks.md": {
         one.__name__: one
         for one in (

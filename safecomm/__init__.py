@@ -12,8 +12,9 @@ what is not wrapped is the very same object.
 
 ``patch()`` does it for programs that import ``torch.distributed`` themselves, ``avoid_record_streams()`` for code that
 calls ``record_stream``, and ``graph()`` for CUDA graphs. ``functional`` has autograd-aware collectives, ``Arena`` has
-buffers out of one block, ``low_latency()`` has small collectives as one kernel, and ``memory_report()`` tells where
-memory is. ``help(safecomm.all_reduce)`` ends with what safecomm does beside torch.
+buffers out of one block, ``low_latency()`` has small collectives as one kernel, ``invariant()`` has reductions whose
+bits depend on no path, and ``memory_report()`` tells where memory is. ``help(safecomm.all_reduce)`` ends with what
+safecomm does beside torch.
 """
 
 # The direction of dependency, top to bottom; nothing imports upwards (``tests/test_structure.py`` keeps it):
@@ -121,6 +122,7 @@ from safecomm.core.work import Work as Work
 from safecomm.errors import ArenaError as ArenaError
 from safecomm.errors import ArenaFullError as ArenaFullError
 from safecomm.errors import CaptureBoundaryError as CaptureBoundaryError
+from safecomm.errors import InvarianceError as InvarianceError
 from safecomm.errors import LiveGraphError as LiveGraphError
 from safecomm.errors import LowLatencyError as LowLatencyError
 from safecomm.errors import PeerTimeoutError as PeerTimeoutError
@@ -130,6 +132,7 @@ from safecomm.errors import SafecommError as SafecommError
 from safecomm.errors import StaleGraphError as StaleGraphError
 from safecomm.interception.graphs import graph as graph
 from safecomm.interception.graphs import settle_before_capture as settle_before_capture
+from safecomm.interception.invariance import invariant as invariant
 from safecomm.interception.record_stream import avoid_record_streams as avoid_record_streams
 from safecomm.patching.patch import bypassed as bypassed
 from safecomm.patching.patch import is_patched as is_patched
@@ -161,11 +164,11 @@ _LAZY = {
 
 _OWN = (
     "Arena", "ArenaError", "ArenaFullError", "ArenaStats", "BucketStats", "CaptureBoundaryError", "CapturedGraph",
-    "Lease", "LiveGraphError", "LowLatencyError", "LowLatencyLimits", "P2POp", "PeerTimeoutError", "Pending",
-    "PendingWorkError", "RecordStreamError", "SafecommError", "StaleGraphError", "Work", "avoid_record_streams",
-    "bucketed", "bypassed", "drain", "empty", "functional", "graph", "is_patched", "leaks", "low_latency",
-    "memory_report", "original", "patch", "patched", "pending", "record_memory", "settle_before_capture", "unpatch",
-    "use_arena",
+    "InvarianceError", "Lease", "LiveGraphError", "LowLatencyError", "LowLatencyLimits", "P2POp", "PeerTimeoutError",
+    "Pending", "PendingWorkError", "RecordStreamError", "SafecommError", "StaleGraphError", "Work",
+    "avoid_record_streams", "bucketed", "bypassed", "drain", "empty", "functional", "graph", "invariant", "is_patched",
+    "leaks", "low_latency", "memory_report", "original", "patch", "patched", "pending", "record_memory",
+    "settle_before_capture", "unpatch", "use_arena",
 )  # fmt: skip
 """The public names that are safecomm's own, beside the calls that are wrapped."""
 

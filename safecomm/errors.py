@@ -77,6 +77,13 @@ class LowLatencyError(SafecommError):
     """
 
 
+class InvarianceError(SafecommError):
+    """Inside of ``invariant()`` a reduction can't be made in the order of the ranks, or torch does not let it.
+
+    The message names the call site, and what to do. Nothing was launched.
+    """
+
+
 class PeerTimeoutError(LowLatencyError):
     """A rank has waited for its peers in a call under ``low_latency()`` for longer than the timeout.
 

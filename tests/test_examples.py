@@ -31,6 +31,7 @@ SAYS = {
         "KiB -> 0 KiB",
     ],
     "record_stream.py": ["the same bit for bit"],
+    "same_bits.py": ["eager and in a graph: the same bits", "-> 0 (as it is -> inside of invariant()"],
     "tensor_parallel.py": ["as on one rank", "still held by safecomm: nothing"],
     "transformers_decode.py": ["32 of 32 tokens are the same", "the group stays as it is: its backend is gloo"],
     "transformers_tp.py": ["the same bit for bit", "by safecomm 0 -> 4 of 6 collectives"],

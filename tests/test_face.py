@@ -64,9 +64,9 @@ WRAPPED = [
 CLASSES = ["Work", "P2POp"]
 NEW = [
     "Arena", "ArenaError", "ArenaFullError", "ArenaStats", "BucketStats", "CaptureBoundaryError",
-    "CapturedGraph", "Lease", "LiveGraphError", "LowLatencyError", "PeerTimeoutError", "Pending", "PendingWorkError",
-    "RecordStreamError", "SafecommError", "StaleGraphError", "avoid_record_streams", "bucketed", "bypassed",
-    "drain", "empty", "graph", "is_patched", "original", "patch", "patched", "pending",
+    "CapturedGraph", "InvarianceError", "Lease", "LiveGraphError", "LowLatencyError", "PeerTimeoutError", "Pending",
+    "PendingWorkError", "RecordStreamError", "SafecommError", "StaleGraphError", "avoid_record_streams", "bucketed",
+    "bypassed", "drain", "empty", "graph", "invariant", "is_patched", "original", "patch", "patched", "pending",
     "settle_before_capture", "unpatch", "use_arena",
 ]  # fmt: skip
 

@@ -22,6 +22,7 @@ the files here. A test that replaces ``_torch.x`` replaces it for the rest of sa
 #     storages       references to storages, their death, storages over given memory
 #     modes          modes, transforms and profilers that are active on this thread
 #     autograd       saved tensors, version counters, the level of forward mode
+#     reductions     the operators that c10d's reductions come down to, replaced
 #     kernels        torch's own kernels, replaced by functions of Python
 #     replaced       what stands in torch's place, and how torch's own comes back
 #     native         what each call asks: in C, if that was built, or by ctypes
@@ -106,6 +107,13 @@ from safecomm._torch.native import capture_id as capture_id
 from safecomm._torch.native import is_capturing as is_capturing
 from safecomm._torch.native import new_segment_table as new_segment_table
 from safecomm._torch.native import threads_are_free as threads_are_free
+from safecomm._torch.reductions import REDUCTION_KEYS as REDUCTION_KEYS
+from safecomm._torch.reductions import REDUCTIONS as REDUCTIONS
+from safecomm._torch.reductions import boxed as boxed
+from safecomm._torch.reductions import complete_work as complete_work
+from safecomm._torch.reductions import replace_reduction as replace_reduction
+from safecomm._torch.reductions import unboxed as unboxed
+from safecomm._torch.reductions import why_not_replaced as why_not_replaced
 from safecomm._torch.regions import CoalescingManager as CoalescingManager
 from safecomm._torch.regions import CollOp as CollOp
 from safecomm._torch.regions import IllegalWork as IllegalWork

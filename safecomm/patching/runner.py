@@ -73,6 +73,7 @@ def run(
     arena: str = "",
     record: str = "",
     low_latency: bool = False,
+    invariant: bool = False,
 ) -> None:
     """Run a script, or with ``module`` a module, as ``python`` itself would, with every collective safecomm's.
 
@@ -80,7 +81,7 @@ def run(
     ends as it would without: the same exit status, and the same traceback. When the process ends, rank 0 says on
     standard error what safecomm did for it, and on how many of the ranks. What the script spawns is not patched.
     ``arena`` is as ``SAFECOMM_ARENA``; ``record`` is a directory for the files of ``record_memory()``; ``low_latency``
-    is as ``SAFECOMM_LOW_LATENCY=1``. Each of them wins over its variable.
+    is as ``SAFECOMM_LOW_LATENCY=1``. Each of them wins over its variable. ``invariant``: inside of :func:`invariant`.
     """
     sys.argv[:] = target
     if arena:
@@ -96,6 +97,10 @@ def run(
         from safecomm.peers.low_latency import everywhere
 
         everywhere(instead=True)
+    if invariant:
+        from safecomm.interception.invariance import invariant as entered
+
+        entered().__enter__()
     worlds: list[int] = []
     # A group of the program's own class may not know its size yet.
     _torch.on_each_group(lambda group: worlds.append(group.size() if type(group) is ProcessGroup else 0))

@@ -24,6 +24,7 @@ from safecomm.core.call_site import outside, program
 from safecomm.core.ledger import LEDGER
 from safecomm.core.streams import HOST
 from safecomm.errors import LowLatencyError
+from safecomm.interception.invariance import is_invariant
 from safecomm.peers import bulk, list_exchange
 from safecomm.peers.host_word import LONG, REMEMBERED, HostWord
 from safecomm.peers.launched import LaunchedKernel
@@ -376,6 +377,8 @@ class Engine:
         if number == _UNKNOWN and collective != GATHER:
             return ()
         if kernel == RING:
+            if self._world > 2 and is_invariant(self.group):
+                return ()  # of more ranks its order depends on the place
             launchers = self._bulk.plan(collective, dtype, count, number)
             return (launchers, count, True) if launchers else ()
         if dtype not in DTYPES:
@@ -401,6 +404,10 @@ class Engine:
             "ME": self._rank,
             "BLOCK": piece // dtype.itemsize,
         }
+
+    def plan_again(self) -> None:
+        """Decide anew which calls are taken."""
+        self._plans.clear()
 
     def before_capture(self, index: int) -> None:
         """See to the order of what is launched by now; a capture is about to begin on device ``index``."""

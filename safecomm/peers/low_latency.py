@@ -519,6 +519,9 @@ class _Stays:
     functional = False
     most = 0
 
+    def plan_again(self) -> None:
+        """Do nothing."""
+
     def run(
         self, group: object, name: str, tensors: object, op: object, asynchronous: bool, *, unshared: bool = True
     ) -> object:

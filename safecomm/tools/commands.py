@@ -98,6 +98,7 @@ def _run(options: argparse.Namespace) -> Callable[[], int]:
             arena=options.arena,
             record=options.record,
             low_latency=options.low_latency,
+            invariant=options.invariant,
         )
         return DONE
 

@@ -1,0 +1,228 @@
+"""invariant(): reductions whose bits do not depend on how they are made.
+
+All reductions of c10d come down to a few operators, whoever calls them. While anybody wants it, these have a kernel of
+ours, which reduces in the order of the ranks; and the gates leave their direct way, which passes by the operators.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed.distributed_c10d as c10d
+
+from safecomm import _torch, arguments
+from safecomm.collectives.holding import Call, finish
+from safecomm.collectives.rank_order import KNOWN, NOT_HERE, OPERATIONS, RankOrder
+from safecomm.collectives.routes import ROUTES
+from safecomm.collectives.table import ROWS, Row
+from safecomm.collectives.takers import ENGINES
+from safecomm.core.call_site import place, program
+from safecomm.errors import InvarianceError
+from safecomm.interception import replacing
+
+
+class invariant(contextlib.ContextDecorator):  # noqa: N801
+    """Inside of it, an element of a reduced result depends on the ranks' values of that element, and on no path.
+
+    Nothing else matters (S11): not the tensor's size, nor the place in it; not whether the call is synchronous, in a
+    CUDA graph, compiled, coalesced, or by a kernel of :func:`low_latency`; no link, host or order of the cards; and no
+    version or variable of NCCL. The operation, the type and the number of ranks do. A CPU on gloo and a GPU get the
+    same bits; of NaN, which only is one.
+
+    ``all_reduce``, ``reduce_scatter`` in all forms and ``reduce`` of ``group`` (None: of all groups), whoever calls
+    them: safecomm, ``torch.distributed`` itself, DDP, functional collectives and compiled code. Rank 0's value comes
+    first, then rank 1's. fp16 and bf16 are added in fp32 and rounded once; ``AVG`` divides the sum once; ``MAX`` and
+    ``MIN`` prefer numbers to NaN, and tell the zeros apart. Sums of integers, and collectives that only move data, have
+    one result anyway and stay the backend's.
+
+    Tensors of any size, strided or complex too. A call takes memory for one tensor more, at most 64 MiB at once, of
+    the arena in use. A synchronous one runs on the current stream; an asynchronous one on a stream of its group's own
+    on a GPU, and on the CPU it blocks the host. Where :func:`low_latency` is on, its kernels run what they add in this
+    order.
+
+    All ranks of a group have to be inside together. For all threads, because backward runs in others. Nests. A
+    decorator too.
+
+    Raises
+    ------
+    InvarianceError
+        On entering, where torch does not let its reductions be replaced. At a call, for what can't be kept: sparse
+        tensors, and sums multiplied before (``PREMUL_SUM``). Nothing was launched.
+    SafecommError
+        On entering, if ``SAFECOMM_REPLACE=0`` forbids it.
+
+    Examples
+    --------
+    >>> with safecomm.invariant():
+    ...     dist.all_reduce(tensor)
+    """
+
+    def __init__(self, group: c10d.ProcessGroup | None = None) -> None:
+        arguments.check("invariant", arguments.MEMBER, group=group)
+        self._group = group
+        self._entered: list[object] = []
+
+    def __enter__(self) -> invariant:
+        replacing.ask("invariant()")
+        other = [one for one in _torch.all_groups() if type(one) is not c10d.ProcessGroup]
+        why = NOT_HERE or _torch.why_not_replaced()
+        if other and not why:  # its methods are called in place of the operators
+            why = f"group {_torch.group_name(other[0])!r} is of the program's own class, {type(other[0]).__name__}"
+        if why:
+            raise InvarianceError(f"invariant(): {why}. Nothing was changed.")
+        user = object()
+        self._entered.append(user)
+        _KERNELS.enter(user, self._group)
+        _plan_again()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        _KERNELS.leave(self._entered.pop())
+        _plan_again()
+
+
+def is_invariant(group: object) -> bool:
+    """Return whether the reductions of ``group`` are made so now."""
+    return any(one is None or one is group for one in list(_KERNELS.users.values()))
+
+
+def _install(replaced: _torch.Replaced, _: object) -> None:
+    off = ROUTES.off()
+    off.__enter__()
+    replaced.callback(off.__exit__, None, None, None)
+    for name in _torch.REDUCTIONS:
+        for key in _torch.REDUCTION_KEYS:
+            replaced.callback(_torch.replace_reduction(name, key, _reduction(name)).remove)
+
+
+_KERNELS = _torch.Shared(_install)
+
+
+def _plan_again() -> None:
+    """Let the engines decide anew which calls they run."""
+    for engine in list(ENGINES.values()):
+        engine.plan_again()
+
+
+_ROWS = {
+    "allreduce_": "all_reduce",
+    "allreduce_coalesced_": "all_reduce",
+    "reduce_": "reduce",
+    "reduce_scatter_": "reduce_scatter",
+    "_reduce_scatter_base_": "reduce_scatter_single",
+    "reduce_scatter_tensor_coalesced_": "reduce_scatter_single",
+}
+"""The calls that the operators are of."""
+
+_RETURN_TENSORS = frozenset(("allreduce_", "reduce_scatter_", "_reduce_scatter_base_"))
+"""The operators that return their first argument, and the work."""
+
+
+def _reduction(name: str) -> Callable[..., object]:
+    """Return our kernel of an operator, which is given torch's, and what that is given."""
+    at, row, returns = _torch.REDUCTIONS[name], ROWS[_ROWS[name]], name in _RETURN_TENSORS
+    # Behind the group and the operation are the root, or what is sparse, in some; then the flag.
+    flag = at + 2 + {"reduce_": 2, "allreduce_": 1}.get(name, 0)
+
+    def kernel(original: Callable[..., object], *args: Any) -> object:
+        group, op = _torch.unboxed(args[at], args[at + 1])
+        calls = _calls(args[:at]) if is_invariant(group) and group.size() > 1 else []
+        if not _depends_on_order(row, group, calls, op):
+            return original(*args)
+        root = args[at + 2] if row.key == "reduce" else None
+        work = _torch.boxed(_run(row, group, calls, op, root, asynchronous=args[flag] if flag < len(args) else True))
+        return (args[0], work) if returns else work
+
+    return kernel
+
+
+_Calls: TypeAlias = "list[tuple[torch.Tensor, list[torch.Tensor]]]"
+"""Of each call the output, and what is sent: one tensor, or one for each rank; of what is reduced in place nothing."""
+
+
+def _calls(given: tuple[Any, ...]) -> _Calls:
+    """Return the calls of an operator. Of each tensor another object, which tells autograd nothing, as torch's call."""
+    outputs, *sent = ([one] if isinstance(one, torch.Tensor) else one for one in given)
+    inputs = [[one] if isinstance(one, torch.Tensor) else one for one in sent[0]] if sent else [[] for _ in outputs]
+    return [(out.data, [one.data for one in parts]) for out, parts in zip(outputs, inputs, strict=True)]
+
+
+def _depends_on_order(row: Row, group: c10d.ProcessGroup, calls: _Calls, op: Any) -> bool:
+    """Return whether the result depends on the order; raise InvarianceError if it does and none can be kept.
+
+    That of integers never does, nor what the backend refuses.
+    """
+    tensors = [tensor for out, sent in calls for tensor in (out, *sent)]
+    if not any(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors):
+        return False
+    sparse = any(tensor.layout is not torch.strided for tensor in tensors)
+    if sparse or op not in KNOWN:
+        what = "a sparse tensor" if sparse else f"the operation {getattr(op, 'name', 'that torch does not tell')}"
+        raise InvarianceError(
+            f"{row.name} at {place(program())}: inside of invariant() {what} can't be reduced in the order of the "
+            "ranks. Reduce it outside, or in another way. Nothing was launched."
+        )
+    if op not in OPERATIONS or len({(tensor.dtype, tensor.device) for tensor in tensors}) > 1:
+        return False
+    return all(_sizes(group, out, sent)[group.rank() :][:1] == [out.numel()] for out, sent in calls if sent)
+
+
+def _sizes(group: c10d.ProcessGroup, out: torch.Tensor, sent: list[torch.Tensor]) -> list[int]:
+    """Return how many elements each rank is sent; nothing if ``sent`` has not a part for each."""
+    world = group.size()
+    if len(sent) == world:
+        return [one.numel() for one in sent]
+    return [out.numel()] * world if len(sent) == 1 and sent[0].numel() == world * out.numel() else []
+
+
+def _run(
+    row: Row, group: c10d.ProcessGroup, calls: _Calls, op: Any, root: int | None, *, asynchronous: bool
+) -> c10d.Work:
+    """Reduce, on the current stream, or if that is ``asynchronous`` beside it."""
+    outputs = [out for out, _ in calls]
+    index = _torch.index_of(outputs[0])
+    ranks = RankOrder(group, index)
+    beside = asynchronous and index >= 0
+    with (
+        _torch.undisturbed(),
+        _torch.inference_mode(True),  # where tensors of either kind can be written to
+        _beside(group, index) if beside else contextlib.nullcontext(),
+    ):
+        for out, sent in calls:
+            if root is not None:
+                ranks.reduce(out, op, root)
+            elif not sent:
+                ranks.all_reduce(out, op)
+            else:
+                whole = sent[0] if len(sent) == 1 else torch.cat([one.reshape(-1) for one in sent])
+                ranks.reduce_scatter(out, whole, _sizes(group, out, sent), op)
+        if not beside:
+            return _torch.complete_work(outputs)
+        # Who has called may drop these before this stream has read them (S1).
+        used = [tensor for out, sent in calls for tensor in (out, *sent)]
+        finish(Call(row, group, used, index, program()), None)
+        return ranks.finish(outputs[-1])
+
+
+_STREAMS: weakref.WeakKeyDictionary[c10d.ProcessGroup, torch.cuda.Stream] = weakref.WeakKeyDictionary()
+"""The stream of a group's asynchronous reductions. On one for all groups, two ranks that call two groups in another
+order would wait for each other."""
+
+
+@contextlib.contextmanager
+def _beside(group: c10d.ProcessGroup, index: int) -> Iterator[None]:
+    """Make a stream of the group's own the current one, after what is on the current stream now."""
+    current, side = torch.cuda.current_stream(index), _STREAMS.get(group)
+    if side is None or side.device_index != index:
+        side = _STREAMS[group] = torch.cuda.Stream(index)  # type: ignore[no-untyped-call]
+    side.wait_stream(current)
+    try:
+        with torch.cuda.stream(side):
+            yield
+    except BaseException:
+        current.wait_stream(side)  # the caller gets no work to wait for
+        raise
