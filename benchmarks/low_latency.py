@@ -231,19 +231,19 @@ def decode(device, rounds):
     return {"decode step us": table}
 
 
-def beside(device, rounds):
-    """Return the us of a GEMM beside asynchronous all_reduces, and of all of it, by the number of those."""
+def beside(device, rounds, ours=safecomm.all_reduce):
+    """Return the us of a GEMM beside asynchronous all_reduces, NCCL's and ``ours``, and of all, by their number."""
     left, right, product = (torch.randn(MATRIX, MATRIX, device=device, dtype=torch.bfloat16) for _ in range(3))
     tensor = torch.zeros(BESIDE // 2, device=device, dtype=torch.bfloat16)
     table = {}
     for many in (1, 4, 8):
         all_of_it = {}
 
-        def run(name, library, many=many, all_of_it=all_of_it):
+        def run(name, all_reduce, many=many, all_of_it=all_of_it):
             start, multiplied, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
             torch.cuda._sleep(4_000_000)  # until then all that follows is launched, also on a slow host
             start.record()
-            works = [library.all_reduce(tensor, async_op=True) for _ in range(many)] if library is not None else []
+            works = [all_reduce(tensor, async_op=True) for _ in range(many)] if all_reduce is not None else []
             torch.mm(left, right, out=product)
             multiplied.record()
             for work in works:
@@ -253,8 +253,8 @@ def beside(device, rounds):
             all_of_it.setdefault(name, []).append(start.elapsed_time(end) * 1e3)
             return start.elapsed_time(multiplied) * 1e3
 
-        libraries = {"alone": None, NCCL: stock, OURS: safecomm, AGAIN: stock}
-        runs = {name: functools.partial(run, name, library) for name, library in libraries.items()}
+        functions = {"alone": None, NCCL: stock.all_reduce, OURS: ours, AGAIN: stock.all_reduce}
+        runs = {name: functools.partial(run, name, all_reduce) for name, all_reduce in functions.items()}
         us = slowest(runs, max(rounds, 20), device)
         table[many] = {f"GEMM, {name}": round(took, 1) for name, took in us.items()}
         table[many] |= {f"both, {name}": round(statistics.median(took), 1) for name, took in all_of_it.items()}

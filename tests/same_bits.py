@@ -73,6 +73,7 @@ def _rounded(total, dtype):
 def differing(found, right):
     """Return how many elements differ in a bit; one NaN is like another."""
     words = {2: torch.int16, 4: torch.int32, 8: torch.int64}[found.element_size()]
+    found = found.cpu()
     same = found.contiguous().view(words) == right.contiguous().view(words)
     return int((~(same | (found.isnan() & right.isnan()))).sum())
 
@@ -100,7 +101,7 @@ def _in_pieces(call, mine, dice):
     while at < len(mine):
         size = min(dice.choice((1, 3, 50, 1000, 20_000)), len(mine) - at)
         before = dice.randrange(9)
-        around = torch.zeros(before + size + dice.randrange(5), dtype=mine.dtype)
+        around = mine.new_zeros(before + size + dice.randrange(5))
         piece = around[before : before + size]
         piece.copy_(mine[at : at + size])
         call(piece)
@@ -113,10 +114,9 @@ def _scattered(mine, call):
     """Return all of what ``call`` scatters of ``mine``, which is padded to a part for each rank."""
     world, rank = stock.get_world_size(), stock.get_rank()
     part = -(-len(mine) // world)
-    padded = torch.zeros(part * world, dtype=mine.dtype)
+    padded = mine.new_zeros(part * world)
     padded[: len(mine)] = mine
-    out = torch.empty(part, dtype=mine.dtype)
-    out = call(out, padded)
+    out = call(mine.new_empty(part), padded)
     whole = torch.empty_like(padded)
     stock.all_gather(list(whole.chunk(world)), out)
     assert torch.equal(whole.view(world, part)[rank].view(torch.uint8), out.view(torch.uint8))
@@ -150,14 +150,14 @@ def asynchronous_pieces(mine, op, dice):
 
 
 def permuted(mine, op, dice):
-    order = torch.randperm(len(mine), generator=torch.Generator().manual_seed(dice.getrandbits(40)))
+    order = torch.randperm(len(mine), generator=torch.Generator().manual_seed(dice.getrandbits(40))).to(mine.device)
     moved = mine[order]
     safecomm.all_reduce(moved, op)
     return torch.empty_like(mine).scatter_(0, order, moved)
 
 
 def strided(mine, op, dice):
-    apart = torch.zeros(len(mine), 3, dtype=mine.dtype)[:, 1].copy_(mine)
+    apart = mine.new_zeros(len(mine), 3)[:, 1].copy_(mine)
     safecomm.all_reduce(apart, op)
     return apart
 
@@ -259,7 +259,7 @@ def other_group():
     return _OTHER[0]
 
 
-def try_all(seed, ways=WAYS, context=safecomm.invariant):
+def try_all(seed, ways=WAYS, context=safecomm.invariant, device="cpu"):
     """Reduce one random set of elements in all ``ways``; return those that were wrong, and whether torch differs."""
     rank, world = stock.get_rank(), stock.get_world_size()
     dice = random.Random(seed)
@@ -269,10 +269,10 @@ def try_all(seed, ways=WAYS, context=safecomm.invariant):
     other_group()
     for way in ways:
         with context():
-            found = way(rows[rank].clone(), getattr(stock.ReduceOp, op), random.Random(seed))
+            found = way(rows[rank].to(device, copy=True), getattr(stock.ReduceOp, op), random.Random(seed))
         if number := differing(found, right):
             wrong.append(f"{way.__name__}: {number} of {len(right)} elements of {rows[0].dtype}, {op}, seed {seed}")
-    alone = rows[rank].clone()
+    alone = rows[rank].to(device, copy=True)
     if op != "AVG":  # which gloo does not have
         stock.all_reduce(alone, getattr(stock.ReduceOp, op))
     return wrong, op != "AVG" and differing(alone, right) > 0

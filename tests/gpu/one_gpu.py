@@ -15,7 +15,10 @@ import types
 import uuid
 from pathlib import Path
 
-CASES = ("low_latency_bit_for_bit", "ring_bits", "ring_results", "low_latency_error_and_bits", "low_latency_results")
+CASES = (
+    "low_latency_bit_for_bit", "ring_bits", "ring_results", "low_latency_error_and_bits", "low_latency_results",
+    "invariant_kernels_give_the_bits_of_a_cpu",
+)  # fmt: skip
 """Those that ask nothing of the group's own backend that gloo does not have."""
 TURNS = 3
 """How much longer than on GPUs of their own a case of several ranks may take."""

@@ -20,6 +20,7 @@ import collectives  # noqa: F401
 import diagnostics  # noqa: F401
 import ends  # noqa: F401
 import graphs  # noqa: F401
+import invariance  # noqa: F401
 import low_latency  # noqa: F401
 import one_gpu
 import operators  # noqa: F401
