@@ -59,7 +59,7 @@ class Chain:
 
     def __init__(self, dice, device, group, wrong, limits):
         self.group, self.wrong = group, wrong
-        world, rank = stock.get_world_size(), stock.get_rank()
+        world, rank = group.size(), group.rank()
         dtype = dice.choice(tuple(DOUBLINGS))
         self.kind = dice.choice(("reduce", "reduce", "reduce", "parts", "exchange"))
         most = {"reduce": limits.two_shot, "parts": limits.gather, "exchange": limits.exchange}[self.kind]
@@ -129,9 +129,12 @@ def run_alternating(chains, dice, own):
 class Groups:
     """The groups, the stream of each, and what each has found wrong."""
 
-    def __init__(self, device, number, limits):
+    def __init__(self, device, number, limits, halves):
         self.device, self.limits = device, limits
-        self.groups = [stock.new_group(list(range(stock.get_world_size()))) for _ in range(number)]
+        world, rank = stock.get_world_size(), stock.get_rank()
+        half = world // 2
+        both = [stock.new_group(list(range(half))), stock.new_group(list(range(half, world)))] if halves else []
+        self.groups = [stock.new_group(list(range(world))) for _ in range(number)] + both[rank >= half :][:1]
         cuda = device.type == "cuda"
         self.streams = [torch.cuda.Stream() if cuda else None for _ in self.groups]
         self.wrong = [torch.zeros((), dtype=torch.int64, device=device) for _ in self.groups]
@@ -290,6 +293,7 @@ def main():
     parser.add_argument("--eager", type=float, default=1e6)
     parser.add_argument("--groups", type=int, default=GROUPS)
     parser.add_argument("--programs", type=int, default=room.PROGRAMS)
+    parser.add_argument("--halves", action="store_true", help="besides, a group of each half of the ranks")
     parser.add_argument("--large", action="store_true")
     parser.add_argument("--stop", action="store_true")
     arguments = parser.parse_args()
@@ -308,12 +312,14 @@ def main():
     seed = len(results["runs"])
     room.PROGRAMS = arguments.programs
     run = {"seed": seed, "groups": arguments.groups, "programs": room.PROGRAMS, "large": arguments.large}
+    run |= {"halves": True} if arguments.halves else {}
     run |= {"replayed": 0, "eager": 0, "wrong": 0, "seconds": 0.0}
     results["runs"].append(run)
     dice, own = random.Random(seed), random.Random(1000 * seed + stock.get_rank() + 1)
     before = dict(results)
 
-    groups = Groups(device, arguments.groups, defaults(world) if arguments.large else SMALL)
+    limits = defaults(world) if arguments.large else SMALL
+    groups = Groups(device, arguments.groups, limits, arguments.halves)
     deadline = start + arguments.seconds
 
     def count(what, made):

@@ -194,17 +194,20 @@ def start_exact(ranks: int, calls: int, *, sections: int = 2) -> State:
     return State([exact(rank, ranks, calls, sections=sections) for rank in range(ranks)])
 
 
-def walk(state: State, dice: random.Random) -> None:
-    """Let things happen at random until nothing can any more."""
+def walk(state: State, dice: random.Random) -> int:
+    """Let things happen at random until nothing can any more; return how many did."""
     weights = [dice.choice((1, 1, 8)) for _ in state.programs]  # some ranks are faster than others
     stores, clears = dice.choice((1, 1, 8)), dice.choice((1, 1, 0.02))  # and some clears late
+    happened = 0
     while moves := state.moves():
         likely = [
             weights[number] if kind == "step" else clears if state.flying[number][1][-1] is FREE else stores
             for kind, number in moves
         ]
         state.make(dice.choices(moves, likely)[0])
+        happened += 1
     state.check_end()
+    return happened
 
 
 def explore(state: State, limit: int) -> int:
