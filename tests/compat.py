@@ -28,7 +28,7 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "safe
 FILES = (
     "test_face", "test_versions", "test_private_names", "test_refcounts", "test_collectives", "test_work",
     "test_patching", "test_ledger", "test_allocation", "test_arena", "test_lists", "test_gates",
-    "test_list_gates", "test_region_ends", "test_hooks", "test_stream_order",
+    "test_list_gates", "test_region_ends", "test_hooks", "test_stream_order", "test_invariance",
 )  # fmt: skip
 """What depends on torch: names, calls, works, patching, the ledger, the arena, lists, hooks, versions."""
 

@@ -7,8 +7,10 @@ import contextlib
 import itertools
 import random
 from datetime import timedelta
+from unittest import mock
 
 import pytest
+import same_bits
 import torch
 import torch.distributed as stock
 from ranks import on, signal_to_peers, wait_for_signal
@@ -254,3 +256,31 @@ def test_a_peer_that_does_not_come_leaves_nan_or_minus_one_and_an_error():
             assert tensors[0].isnan().any()
         ours._leave(timedelta())()
     low_latency._KEPT.clear()
+
+
+# --- inside of invariant() ---------------------------------------------------------------------------------------
+
+
+@on(3, interpreted=True)
+def test_kernels_give_the_bits_of_what_is_moved_s11():
+    """fp32 alone: Triton's interpreter cuts bf16 off where GPUs round it."""
+    ways = (same_bits.whole, same_bits.scattered, same_bits.asynchronous)
+    with (
+        switched_on(tried=True) as ours,
+        mock.patch.object(same_bits, "DTYPES", (torch.float32,)),
+        mock.patch.object(same_bits, "OPS", ("SUM", "AVG")),
+        mock.patch.object(same_bits, "COUNTS", (5, 3000)),
+        mock.patch.object(same_bits, "SPECIAL", (0.0, -0.0, 1e-39)),
+    ):
+        assert [same_bits.try_all(seed, ways)[0] for seed in range(4)] == [[]] * 4
+        assert ours.calls >= 4 * len(ways)
+
+
+@on(3, interpreted=True)
+def test_the_ring_whose_order_depends_on_the_place_takes_no_call_of_three_ranks():
+    with small_ring(tried=True) as ours:
+        for within in (False, True, False):
+            before = ours.calls
+            with safecomm.invariant() if within else mock.MagicMock():
+                safecomm.all_reduce(torch.ones(5000))
+            assert (ours.calls > before) is not within
