@@ -10,14 +10,15 @@ graphs of one call can differ for good by a few percent, and NCCL is also timed 
 type, at fewer sizes, and NCCL against itself where a call is NCCL's. Host time: bursts of eager calls in turns. The
 decode step: a tensor-parallel transformer, hidden size 4096, 32 layers, bf16, one token for each sequence of the batch,
 two all_reduces a layer, captured into one graph. Beside a GEMM: asynchronous all_reduces and a product of two matrices
-on the current stream, how long the product takes, and all of it. ``--parts`` runs some of these, and keeps the others'
-figures in FILE.
+on the current stream, how long the product takes, and all of it. With ``PEERS=FOLDER`` SGLang's kernels are timed too
+(``sglang_kernels.py``). ``--parts`` runs some of these, and keeps the others' figures in FILE.
 """
 
 import argparse
 import functools
 import itertools
 import json
+import os
 import statistics
 import time
 import warnings
@@ -26,6 +27,7 @@ from pathlib import Path
 import torch
 import torch.distributed as stock
 from measured import begin, setting, write
+from sglang_kernels import Kernels
 
 import safecomm
 from safecomm.collectives.table import EXCHANGE, GATHER, REDUCE, SCATTER
@@ -41,6 +43,7 @@ SIZES = {
     EXCHANGE: [1 << power for power in range(9, 19)],
 }
 SYMMETRIC_MOST = 4 << 20  # bytes up to which torch's own are timed
+PEERS_MOST = 64 << 20  # and SGLang's
 LARGE = 4 << 20  # bytes from which on several graphs take turns
 AGAIN, GRAPHS = "NCCL again", 4
 KINDS = [(op, dtype) for op in ("SUM", "AVG", "MAX", "MIN") for dtype in ("bfloat16", "float16", "float32")]
@@ -83,6 +86,7 @@ def rounds_of(size, rounds):
 
 def in_graphs(device, rounds):
     tables = {}
+    peers = Kernels(os.environ["PEERS"], device) if "PEERS" in os.environ else None
     for way, between in WAYS.items():
         for collective, sizes in SIZES.items():
             rows = tables.setdefault(way, {}).setdefault(collective, {})
@@ -94,6 +98,9 @@ def in_graphs(device, rounds):
                     runs[AGAIN] = prepared(theirs, device)
                 if collective == REDUCE and 2048 <= size <= SYMMETRIC_MOST:
                     runs |= {name: prepare(call, device) for name, call in symmetric(size, device, between).items()}
+                if collective == REDUCE and peers is not None and 8192 <= size <= PEERS_MOST:
+                    others = peers.calls(size, device, between=between)
+                    runs |= {name: prepared(call, device) for name, call in others.items()}
                 if collective == REDUCE and between:
                     tensor = torch.zeros(size // 2, dtype=torch.bfloat16, device=device)
                     runs[ALONE] = prepare(functools.partial(torch.mul, tensor, 1, out=tensor), device)
