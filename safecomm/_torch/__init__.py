@@ -107,12 +107,12 @@ from safecomm._torch.native import capture_id as capture_id
 from safecomm._torch.native import is_capturing as is_capturing
 from safecomm._torch.native import new_segment_table as new_segment_table
 from safecomm._torch.native import threads_are_free as threads_are_free
-from safecomm._torch.reductions import REDUCTION_KEYS as REDUCTION_KEYS
 from safecomm._torch.reductions import REDUCTIONS as REDUCTIONS
 from safecomm._torch.reductions import boxed as boxed
 from safecomm._torch.reductions import complete_work as complete_work
 from safecomm._torch.reductions import replace_reduction as replace_reduction
 from safecomm._torch.reductions import unboxed as unboxed
+from safecomm._torch.reductions import unfollowed as unfollowed
 from safecomm._torch.reductions import why_not_replaced as why_not_replaced
 from safecomm._torch.regions import CoalescingManager as CoalescingManager
 from safecomm._torch.regions import CollOp as CollOp

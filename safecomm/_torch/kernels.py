@@ -20,12 +20,13 @@ class Override:
     """A Python function in place of torch's own kernel of ``operator`` (such as ``"aten::record_stream"``).
 
     ``original`` is called as the operator is: what is given, or torch's kernel for ``key``; None if this torch does not
-    give that out (before 2.9). Without an original, a function that ``needs_original`` replaces nothing.
+    give that out (before 2.9). Without an original, a function that ``needs_original`` replaces nothing. One that
+    ``wants_keys`` is given the call's keys first, to go on below.
     """
 
     def __init__(
         self, operator: str, key: str, function: Callable[..., object], *, needs_original: bool = False,
-        original: Callable[..., Any] | None = None,
+        original: Callable[..., Any] | None = None, wants_keys: bool = False,
     ) -> None:  # fmt: skip
         namespace, name = operator.split("::")
         self.original: Callable[..., Any] | None = original
@@ -44,7 +45,7 @@ class Override:
         with warnings.catch_warnings():
             # Torch warns of every kernel that is replaced.
             warnings.simplefilter("ignore")
-            self._library.impl(name, function, key)
+            self._library.impl(name, function, key, **({"with_keyset": True} if wants_keys else {}))
         OVERRIDDEN[self] = operator
 
     def remove(self) -> None:

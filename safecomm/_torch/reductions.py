@@ -7,14 +7,17 @@ backend itself does not, as safecomm's own direct calls.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed.distributed_c10d as c10d
 
 from safecomm._torch.kernels import Override
-from safecomm._torch.names import C_C10D, look_up
+from safecomm._torch.names import C_C10D, is_class, look_up
+
+F = TypeVar("F", bound=Callable[..., object])
 
 REDUCTIONS: dict[str, int] = {
     "allreduce_": 1,
@@ -26,7 +29,8 @@ REDUCTIONS: dict[str, int] = {
 }
 """The operators of ``c10d`` that reduce, with how many arguments they have before the group."""
 
-REDUCTION_KEYS = ("CPU", "CUDA", "SparseCPU", "SparseCUDA")
+_ABOVE_ALL_DEVICES = "BackendSelect"
+"""The key of a kernel that is asked before that of any device, and that c10d has none at."""
 
 _COSTS = "invariant() can't be used"
 
@@ -34,7 +38,17 @@ _unbox_group: Any = look_up(f"{C_C10D}.ProcessGroup.unbox", None, _COSTS)
 _box_work: Any = look_up(f"{C_C10D}.Work.boxed", None, _COSTS)
 _make_work: Any = look_up(f"{C_C10D}._create_work_from_future", None, _COSTS)
 _schemas: Any = look_up("torch._C._jit_get_all_schemas", None, _COSTS)
-_get_kernel: Any = look_up("torch.library.get_kernel", None, _COSTS, since="2.9")
+_without: Any = look_up("torch._C.DispatchKeySet.remove", None, _COSTS)
+_implement: Any = look_up(
+    "torch.library.Library.impl", None, _COSTS, lambda found: "with_keyset" in inspect.signature(found).parameters,
+    since="2.5",
+)  # fmt: skip
+_redispatch: Any = look_up("torch._ops.OpOverload.redispatch", None, _COSTS)
+_FRAMES = "torch._C._dynamo.eval_frame"
+_UNFOLLOWED = "torch.compile follows what invariant() does in code that it runs as it is, and may fail in it"
+_Strategy: Any = look_up(f"{_FRAMES}._FrameExecStrategy", None, _UNFOLLOWED, is_class, since="2.7")
+_Action: Any = look_up(f"{_FRAMES}._FrameAction", None, _UNFOLLOWED, is_class, since="2.7")
+_set_strategy: Any = look_up(f"{_FRAMES}.set_code_exec_strategy", None, _UNFOLLOWED, since="2.7")
 _OPERATIONS: Any = c10d.ReduceOp.RedOpType
 _BY_NUMBER = {int(op): op for op in _OPERATIONS.__members__.values()}
 
@@ -42,8 +56,8 @@ _BY_NUMBER = {int(op): op for op in _OPERATIONS.__members__.values()}
 @functools.cache
 def why_not_replaced() -> str:
     """Return why the reductions can't be replaced in this torch; ``""`` if they can."""
-    if None in (_unbox_group, _box_work, _make_work, _schemas, _get_kernel):
-        return f"torch {torch.__version__} does not give out its kernels, or the works that they return"
+    if None in (_unbox_group, _box_work, _make_work, _schemas, _without, _implement, _redispatch):
+        return f"torch {torch.__version__} does not let its kernels be replaced, or make works that they return"
     try:
         if torch.classes.c10d.ReduceOp().op() != int(_OPERATIONS.SUM):
             raise ValueError("it has another number")
@@ -58,18 +72,34 @@ def why_not_replaced() -> str:
     return f"torch {torch.__version__} has reductions that safecomm does not know: {', '.join(other)}" if other else ""
 
 
-def replace_reduction(name: str, key: str, ours: Callable[..., object]) -> Override:
-    """Let ``ours`` be the kernel of an operator for a dispatch key; it is given torch's kernel, and its arguments."""
+def replace_reduction(name: str, ours: Callable[..., object]) -> Override:
+    """Let ``ours`` be asked for an operator, on all devices; it is given torch's kernel, and the arguments.
 
-    def kernel(*args: Any) -> object:
-        return ours(override.original, *args)
+    Torch's kernel is called without the interpreter's lock, which a thread may need that the call waits for.
+    """
+    redispatch = getattr(torch.ops.c10d, name).default.redispatch
+    key = torch._C.DispatchKey.BackendSelect
 
-    override = Override(f"c10d::{name}", key, kernel, needs_original=True)
-    return override
+    def kernel(keys: Any, *args: Any) -> object:
+        return ours(functools.partial(redispatch, keys.remove(key)), *args)
+
+    return Override(f"c10d::{name}", _ABOVE_ALL_DEVICES, unfollowed(kernel), wants_keys=True)
 
 
-def unboxed(group: Any, op: Any) -> tuple[c10d.ProcessGroup, Any]:
-    """Return the group and the operation that an operator was given; the operation is one of ``ReduceOp.RedOpType``."""
+def unfollowed(function: F) -> F:
+    """Let ``torch.compile`` follow neither ``function`` nor what it calls, in code that it runs as it is."""
+    if None not in (_Strategy, _Action, _set_strategy):
+        _set_strategy(function.__code__, _Strategy(_Action.SKIP, _Action.SKIP))
+    return function
+
+
+def unboxed(group: Any, op: Any) -> tuple[c10d.ProcessGroup | None, Any]:
+    """Return the group and the operation that an operator was given; the operation is one of ``ReduceOp.RedOpType``.
+
+    The group is None where a compiler only looks at what a call would return.
+    """
+    if type(group) is not torch.ScriptObject:
+        return None, None
     return _unbox_group(group), _BY_NUMBER.get(op.op())
 
 
@@ -78,9 +108,9 @@ def boxed(work: c10d.Work) -> Any:
     return _box_work(work)
 
 
-def complete_work(tensors: list[torch.Tensor]) -> c10d.Work:
-    """Return the work of a call that is complete in the order of the current stream, whose results are ``tensors``."""
+def complete_work() -> c10d.Work:
+    """Return the work of a synchronous call that is complete in the order of the current stream."""
     future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
-    future.set_result(tensors)
+    future.set_result([])
     work: c10d.Work = _make_work(future)
     return work

@@ -5,13 +5,14 @@ Here rank 0's value comes first, then rank 1's, and so on. Half precision is add
 an average is the sum divided by the number of ranks, once. The kernels of :func:`safecomm.low_latency` reduce so too,
 which gives the same bits; and a CPU gives those of a GPU.
 
-What a call takes on the wire is what a ring takes. Its memory is one tensor more, of the arena in use, and at most
-:data:`TURN` bytes: larger tensors are reduced in turns. All of it runs on the current stream.
+On the wire that is what a ring takes. Larger tensors are reduced in turns of :data:`TURN` bytes, and what a turn
+receives is of the arena in use. All of it runs on the current stream.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -19,17 +20,16 @@ import torch.distributed.distributed_c10d as c10d
 
 from safecomm import _torch
 from safecomm.arena.staging import buffer
-from safecomm.collectives.general import prepared_for_all
 from safecomm.collectives.holding import relaxed
 
-TURN = 64 << 20
-"""Bytes that are reduced at once."""
+TURN = 16 << 20
+"""Bytes that are reduced at once: as much is received, and two ranks' halves in fp32 are as much again twice."""
 
 SMALL = 64 << 10
 """Bytes of all ranks together up to which each rank gets everything, and adds it: one step in place of two."""
 
-LINE = 128
-"""Elements of which each rank's part is a multiple, so that each begins at an address that is easy to copy from."""
+LINE = 16
+"""Bytes of which each rank's part is a multiple, so that its address is one that is easy to copy from."""
 
 _SUM, _AVG, _PRODUCT, _MIN, _MAX = (
     getattr(c10d.ReduceOp.RedOpType, name) for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX")
@@ -37,99 +37,115 @@ _SUM, _AVG, _PRODUCT, _MIN, _MAX = (
 OPERATIONS: frozenset[Any] = frozenset((_SUM, _AVG, _PRODUCT, _MIN, _MAX))
 """The operations whose result can depend on the order."""
 
+SUMS: frozenset[Any] = frozenset((_SUM, _AVG))
+"""Those that complex numbers have, too."""
+
 KNOWN: frozenset[Any] = OPERATIONS | {getattr(c10d.ReduceOp.RedOpType, name) for name in ("BAND", "BOR", "BXOR")}
 """Those, and the ones that are defined for integers alone."""
 
-_exchange, (_exchange_options, _exchange_options_async) = prepared_for_all(_torch.all_to_all_single)
-_gather, (_gather_options, _) = prepared_for_all(_torch.all_gather)
-
-NOT_HERE: str = "" if _exchange and _gather else f"torch {torch.__version__} has no exchange that can be launched"
+NOT_HERE: str = (
+    "" if _torch.all_to_all_single and _torch.all_gather else f"torch {torch.__version__} has no exchange to launch"
+)
 """Why nothing can be reduced so; ``""`` if it can."""
 
 
 class RankOrder:
-    """The reductions of one group on one device."""
+    """The reductions of one group on one device, each with ``timeout``; None for the group's."""
 
-    def __init__(self, group: c10d.ProcessGroup, index: int) -> None:
+    def __init__(self, group: c10d.ProcessGroup, index: int, timeout: timedelta | None = None) -> None:
         self._group = group
         self._world, self._rank = group.size(), group.rank()
         self._through = group if _torch.HOOKS else _torch.backend_of(group, "cpu" if index < 0 else "cuda")
+        self._timeout = timeout
 
     def all_reduce(self, tensor: torch.Tensor, op: Any) -> None:
         """Reduce ``tensor`` in place, on every rank."""
         flat = _flat(tensor)
-        for turn in torch.split(flat, TURN // flat.element_size()):
-            small = turn.nbytes * self._world <= SMALL
-            part = 0 if small else turn.numel() // (self._world * LINE) * LINE
-            whole = part * self._world
-            if part:
-                self._reduce_parts(turn[:whole], part, op)
-            if whole < turn.numel():
-                self._reduce_all(turn[whole:], op)
+        for turn in _turns(flat):
+            self._reduce(turn, op)
         _write(tensor, flat)
 
     def reduce(self, tensor: torch.Tensor, op: Any, root: int) -> None:
         """Reduce ``tensor`` in place on rank ``root`` of the group; that of other ranks stays as it is."""
-        result = _buffer(tensor.shape, tensor).copy_(tensor)
-        self.all_reduce(result, op)
-        if self._rank == root:
-            tensor.copy_(result)
+        flat = _flat(tensor)
+        for turn in _turns(flat):
+            result = _buffer(turn.shape, turn).copy_(turn)
+            self._reduce(result, op)
+            if self._rank == root:
+                turn.copy_(result)
+        _write(tensor, flat)
 
-    def reduce_scatter(self, out: torch.Tensor, sent: torch.Tensor, sizes: list[int], op: Any) -> None:
+    def reduce_scatter(self, out: torch.Tensor, sent: list[torch.Tensor], op: Any) -> None:
         """Reduce into ``out`` what every rank has for this one.
 
-        ``sent`` has a part for each rank, one after the other, of so many elements as that rank's ``out``, which are
-        ``sizes``.
+        ``sent`` has a part for each rank, of as many elements as that rank's ``out``.
         """
-        flat, whole = _flat(out), _flat(sent)
-        width = 2 if out.is_complex() else 1  # numbers of an element
-        rows = whole.split([width * size for size in sizes])  # type: ignore[no-untyped-call]
+        flat, rows = _flat(out), [_flat(one) for one in sent]
         step = TURN // self._world // flat.element_size()
-        longest = max(row.numel() for row in rows)
-        for begin in range(0, longest, step):
+        for begin in range(0, max(row.numel() for row in rows), step):
             turn = [row[begin : begin + step] for row in rows]
             mine = flat[begin : begin + step]
             received = _buffer((self._world, mine.numel()), flat)
-            given = whole if step >= longest else torch.cat(turn)
+            given = torch.cat(turn, out=_buffer((sum(one.numel() for one in turn),), flat))
             self._exchange(received, given, [mine.numel()] * self._world, [one.numel() for one in turn])
             _combine(received, op, mine)
         _write(out, flat)
 
     def finish(self, tensor: torch.Tensor) -> c10d.Work:
-        """Return a work that is complete when all of this is, whose result is ``tensor``, on a GPU.
+        """Return a work that is complete when all of this is, whose result is ``tensor``.
 
         It is the backend's own, which tells when, and orders streams: of an exchange in which every rank keeps what it
         has.
         """
-        whole = tensor if tensor.dim() and tensor.is_contiguous() else _flat(tensor)
+        whole = tensor if tensor.dim() and tensor.is_contiguous() and not tensor.is_complex() else _flat(tensor)
+        if whole.element_size() == 1:  # of which backends know few types
+            whole = _bytes(whole)
         kept = [len(whole) if rank == self._rank else 0 for rank in range(self._world)]
-        work: c10d.Work = _exchange(self._through, whole, whole, kept, kept, _exchange_options_async)
+        launch, options = self._options(_torch.all_to_all_single, asynchronous=True)
+        work: c10d.Work = launch(self._through, whole, whole, kept, kept, options)
         return work
 
-    def _reduce_parts(self, flat: torch.Tensor, part: int, op: Any) -> None:
-        """Reduce one part of ``flat`` on each rank, and gather them."""
-        received = _buffer((self._world, part), flat)
-        self._exchange(received, flat, [], [])
-        mine = flat[self._rank * part :][:part]
-        _combine(received, op, mine)
-        self._gather(flat, mine)
-
-    def _reduce_all(self, flat: torch.Tensor, op: Any) -> None:
-        """Reduce all of ``flat`` on every rank."""
-        everyones = _buffer((self._world, flat.numel()), flat)
-        self._gather(everyones, flat)
-        _combine(everyones, op, flat)
+    def _reduce(self, flat: torch.Tensor, op: Any) -> None:
+        """Reduce ``flat`` in place, on every rank, at once."""
+        line = LINE // flat.element_size()
+        part = 0 if flat.nbytes * self._world <= SMALL else flat.numel() // (self._world * line) * line
+        whole = part * self._world
+        if part:
+            received = _buffer((self._world, part), flat)
+            self._exchange(received, flat[:whole], [], [])
+            mine = flat[self._rank * part :][:part]
+            _combine(received, op, mine)
+            self._gather(flat[:whole], mine)
+        if whole < flat.numel():
+            rest = flat[whole:]
+            everyones = _buffer((self._world, rest.numel()), flat)
+            self._gather(everyones, rest)
+            _combine(everyones, op, rest)
 
     def _exchange(self, received: torch.Tensor, sent: torch.Tensor, sizes: list[int], sent_sizes: list[int]) -> None:
         width = sent.element_size()
         sizes, sent_sizes = ([width * size for size in given] for given in (sizes, sent_sizes))
-        received, sent = _bytes(received), _bytes(sent)
+        launch, options = self._options(_torch.all_to_all_single)
         with relaxed(self._group, [received]):
-            _wait(_exchange(self._through, received, sent, sizes, sent_sizes, _exchange_options))
+            _wait(launch(self._through, _bytes(received), _bytes(sent), sizes, sent_sizes, options))
 
     def _gather(self, whole: torch.Tensor, part: torch.Tensor) -> None:
+        launch, options = self._options(_torch.all_gather)
         with relaxed(self._group, [whole]):
-            _wait(_gather(self._through, _bytes(whole), _bytes(part), _gather_options))
+            _wait(launch(self._through, _bytes(whole), _bytes(part), options))
+
+    def _options(self, launch: Any, *, asynchronous: bool = False) -> tuple[Any, Any]:
+        """Return what launches a call, and its options."""
+        options = launch.options()
+        if _torch.ASYNC_OPTION:
+            options.asyncOp = asynchronous
+        if self._timeout is not None:
+            options.timeout = self._timeout
+        return launch.function, options
+
+
+def _turns(flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return torch.split(flat, TURN // flat.element_size()) if flat.numel() else ()
 
 
 def _wait(work: c10d.Work | None) -> None:
@@ -167,7 +183,7 @@ def _combine(rows: torch.Tensor, op: Any, out: torch.Tensor) -> None:
     wide = torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
     total = rows[0].to(wide, copy=True)
     for row in rows[1:]:
-        value = row.to(wide)
+        value = row.to(wide) if dtype.itemsize == 1 else row  # of which torch promotes none
         if op in (_SUM, _AVG):
             total.add_(value)
         elif op == _PRODUCT:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any, TypeAlias
 
 import torch
@@ -16,10 +17,11 @@ import torch.distributed.distributed_c10d as c10d
 
 from safecomm import _torch, arguments
 from safecomm.collectives.holding import Call, finish
-from safecomm.collectives.rank_order import KNOWN, NOT_HERE, OPERATIONS, RankOrder
+from safecomm.collectives.rank_order import KNOWN, NOT_HERE, OPERATIONS, SUMS, RankOrder
+from safecomm.collectives.regions import REGIONS
 from safecomm.collectives.routes import ROUTES
 from safecomm.collectives.table import ROWS, Row
-from safecomm.collectives.takers import ENGINES
+from safecomm.collectives.takers import BUCKETS, ENGINES, now
 from safecomm.core.call_site import place, program
 from safecomm.errors import InvarianceError
 from safecomm.interception import replacing
@@ -39,10 +41,10 @@ class invariant(contextlib.ContextDecorator):  # noqa: N801
     ``MIN`` prefer numbers to NaN, and tell the zeros apart. Sums of integers, and collectives that only move data, have
     one result anyway and stay the backend's.
 
-    Tensors of any size, strided or complex too. A call takes memory for one tensor more, at most 64 MiB at once, of
-    the arena in use. A synchronous one runs on the current stream; an asynchronous one on a stream of its group's own
-    on a GPU, and on the CPU it blocks the host. Where :func:`low_latency` is on, its kernels run what they add in this
-    order.
+    Tensors of any size, strided or complex too (those for SUM and AVG). Tensors of more than 16 MiB are reduced in
+    turns, each of which takes up to three times its bytes more, what it receives of the arena in use; one with gaps is
+    copied. A synchronous call runs on the current stream; an asynchronous one on a stream of its group's own on a GPU,
+    and on the CPU it blocks the host. Where :func:`low_latency` is on, its kernels run what they add in this order.
 
     All ranks of a group have to be inside together. For all threads, because backward runs in others. Nests. A
     decorator too.
@@ -51,9 +53,10 @@ class invariant(contextlib.ContextDecorator):  # noqa: N801
     ------
     InvarianceError
         On entering, where torch does not let its reductions be replaced. At a call, for what can't be kept: sparse
-        tensors, and sums multiplied before (``PREMUL_SUM``). Nothing was launched.
+        tensors, those whose elements share memory, and sums multiplied before (``PREMUL_SUM``). Nothing was launched.
     SafecommError
-        On entering, if ``SAFECOMM_REPLACE=0`` forbids it.
+        On entering, if ``SAFECOMM_REPLACE=0`` forbids it, or if a coalescing region of a group is open. What
+        ``bucketed()`` has deferred is launched as it begins and ends.
 
     Examples
     --------
@@ -62,10 +65,13 @@ class invariant(contextlib.ContextDecorator):  # noqa: N801
     """
 
     def __init__(self, group: c10d.ProcessGroup | None = None) -> None:
-        arguments.check("invariant", arguments.MEMBER, group=group)
+        if torch.compiler.is_dynamo_compiling():  # which runs a frame that raises as it is
+            raise InvarianceError("invariant() can't be traced.")
+        arguments.check("invariant", arguments.GROUP, group=group)
         self._group = group
         self._entered: list[object] = []
 
+    @_torch.unfollowed
     def __enter__(self) -> invariant:
         replacing.ask("invariant()")
         other = [one for one in _torch.all_groups() if type(one) is not c10d.ProcessGroup]
@@ -74,15 +80,32 @@ class invariant(contextlib.ContextDecorator):  # noqa: N801
             why = f"group {_torch.group_name(other[0])!r} is of the program's own class, {type(other[0]).__name__}"
         if why:
             raise InvarianceError(f"invariant(): {why}. Nothing was changed.")
+        self._launch_deferred()
         user = object()
         self._entered.append(user)
-        _KERNELS.enter(user, self._group)
-        _plan_again()
+        try:
+            _KERNELS.enter(user, self._group)
+            _plan_again()
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
+    @_torch.unfollowed
     def __exit__(self, *error: object) -> None:
-        _KERNELS.leave(self._entered.pop())
-        _plan_again()
+        try:
+            self._launch_deferred()
+        finally:
+            _KERNELS.leave(self._entered[-1])
+            self._entered.pop()
+            _plan_again()
+
+    def _launch_deferred(self) -> None:
+        """Launch what ``bucketed()`` has deferred: a call is made inside or outside, wherever its launch would be."""
+        for group in [*BUCKETS, *REGIONS]:  # in the order in which they were opened, which ranks share
+            if self._group is None or group is self._group:
+                with now("invariant()", group):  # which raises for a region
+                    pass
 
 
 def is_invariant(group: object) -> bool:
@@ -95,8 +118,7 @@ def _install(replaced: _torch.Replaced, _: object) -> None:
     off.__enter__()
     replaced.callback(off.__exit__, None, None, None)
     for name in _torch.REDUCTIONS:
-        for key in _torch.REDUCTION_KEYS:
-            replaced.callback(_torch.replace_reduction(name, key, _reduction(name)).remove)
+        replaced.callback(_torch.replace_reduction(name, _reduction(name)).remove)
 
 
 _KERNELS = _torch.Shared(_install)
@@ -125,16 +147,22 @@ _RETURN_TENSORS = frozenset(("allreduce_", "reduce_scatter_", "_reduce_scatter_b
 def _reduction(name: str) -> Callable[..., object]:
     """Return our kernel of an operator, which is given torch's, and what that is given."""
     at, row, returns = _torch.REDUCTIONS[name], ROWS[_ROWS[name]], name in _RETURN_TENSORS
-    # Behind the group and the operation are the root, or what is sparse, in some; then the flag.
+    # Behind the group and the operation are the root, or what is sparse, in some; then the flag, and the timeout.
     flag = at + 2 + {"reduce_": 2, "allreduce_": 1}.get(name, 0)
 
     def kernel(original: Callable[..., object], *args: Any) -> object:
         group, op = _torch.unboxed(args[at], args[at + 1])
-        calls = _calls(args[:at]) if is_invariant(group) and group.size() > 1 else []
-        if not _depends_on_order(row, group, calls, op):
+        if group is None or not is_invariant(group) or group.size() == 1:
             return original(*args)
+        calls = _calls(args[:at])
+        if not _is_ours(row, group, calls, op, several="coalesced" in name):
+            return original(*args)
+        given = args[flag:]  # torch leaves out what is as it is by default
+        asynchronous = given[0] if given else True
+        timeout = timedelta(milliseconds=given[1]) if len(given) > 1 and given[1] >= 0 else None
+        ranks = RankOrder(group, _torch.index_of(calls[0][0]), timeout)
         root = args[at + 2] if row.key == "reduce" else None
-        work = _torch.boxed(_run(row, group, calls, op, root, asynchronous=args[flag] if flag < len(args) else True))
+        work = _torch.boxed(_run(ranks, row, group, calls, op, root, asynchronous=asynchronous))
         return (args[0], work) if returns else work
 
     return kernel
@@ -148,44 +176,50 @@ def _calls(given: tuple[Any, ...]) -> _Calls:
     """Return the calls of an operator. Of each tensor another object, which tells autograd nothing, as torch's call."""
     outputs, *sent = ([one] if isinstance(one, torch.Tensor) else one for one in given)
     inputs = [[one] if isinstance(one, torch.Tensor) else one for one in sent[0]] if sent else [[] for _ in outputs]
-    return [(out.data, [one.data for one in parts]) for out, parts in zip(outputs, inputs, strict=True)]
+    return [(out.data, [one.data for one in parts]) for out, parts in zip(outputs, inputs, strict=False)]
 
 
-def _depends_on_order(row: Row, group: c10d.ProcessGroup, calls: _Calls, op: Any) -> bool:
+def _is_ours(row: Row, group: c10d.ProcessGroup, calls: _Calls, op: Any, *, several: bool) -> bool:
     """Return whether the result depends on the order; raise InvarianceError if it does and none can be kept.
 
-    That of integers never does, nor what the backend refuses.
+    That of integers never does, nor what the backend refuses. ``several``: it is a call of several tensors.
     """
     tensors = [tensor for out, sent in calls for tensor in (out, *sent)]
+    if not tensors or tensors[0].device.type not in ("cpu", "cuda"):
+        return False
     if not any(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors):
         return False
-    sparse = any(tensor.layout is not torch.strided for tensor in tensors)
-    if sparse or op not in KNOWN:
-        what = "a sparse tensor" if sparse else f"the operation {getattr(op, 'name', 'that torch does not tell')}"
+    what = ""
+    if any(tensor.layout is not torch.strided for tensor in tensors):
+        what = "a sparse tensor"
+    elif any(0 in tensor.stride() and not tensor.is_contiguous() for tensor in tensors):
+        what = "a tensor whose elements share memory"
+    elif op not in KNOWN:
+        what = f"the operation {getattr(op, 'name', 'that torch does not tell')}"
+    if what:
         raise InvarianceError(
             f"{row.name} at {place(program())}: inside of invariant() {what} can't be reduced in the order of the "
             "ranks. Reduce it outside, or in another way. Nothing was launched."
         )
-    if op not in OPERATIONS or len({(tensor.dtype, tensor.device) for tensor in tensors}) > 1:
+    if op not in OPERATIONS or (op not in SUMS and any(tensor.is_complex() for tensor in tensors)):
         return False
-    return all(_sizes(group, out, sent)[group.rank() :][:1] == [out.numel()] for out, sent in calls if sent)
-
-
-def _sizes(group: c10d.ProcessGroup, out: torch.Tensor, sent: list[torch.Tensor]) -> list[int]:
-    """Return how many elements each rank is sent; nothing if ``sent`` has not a part for each."""
-    world = group.size()
-    if len(sent) == world:
-        return [one.numel() for one in sent]
-    return [out.numel()] * world if len(sent) == 1 and sent[0].numel() == world * out.numel() else []
+    if len({(tensor.dtype, tensor.device) for tensor in tensors}) > 1 or (len(calls) > 1 and not several):
+        return False
+    if _torch.backend_of(group, tensors[0].device.type) is None:
+        return False
+    if row.key in ("all_reduce", "reduce"):
+        return True
+    if row.key == "reduce_scatter":
+        return all(len(sent) == group.size() and sent[group.rank()].numel() == out.numel() for out, sent in calls)
+    return all(len(sent) == 1 and sent[0].numel() == group.size() * out.numel() for out, sent in calls)
 
 
 def _run(
-    row: Row, group: c10d.ProcessGroup, calls: _Calls, op: Any, root: int | None, *, asynchronous: bool
-) -> c10d.Work:
-    """Reduce, on the current stream, or if that is ``asynchronous`` beside it."""
-    outputs = [out for out, _ in calls]
-    index = _torch.index_of(outputs[0])
-    ranks = RankOrder(group, index)
+    ranks: RankOrder, row: Row, group: c10d.ProcessGroup, calls: _Calls, op: Any, root: int | None, *,
+    asynchronous: bool,
+) -> c10d.Work:  # fmt: skip
+    """Reduce, on the current stream, or on a GPU if that is ``asynchronous`` beside it."""
+    index = _torch.index_of(calls[0][0])
     beside = asynchronous and index >= 0
     with (
         _torch.undisturbed(),
@@ -195,17 +229,16 @@ def _run(
         for out, sent in calls:
             if root is not None:
                 ranks.reduce(out, op, root)
-            elif not sent:
+            elif row.key == "all_reduce":
                 ranks.all_reduce(out, op)
             else:
-                whole = sent[0] if len(sent) == 1 else torch.cat([one.reshape(-1) for one in sent])
-                ranks.reduce_scatter(out, whole, _sizes(group, out, sent), op)
-        if not beside:
-            return _torch.complete_work(outputs)
-        # Who has called may drop these before this stream has read them (S1).
-        used = [tensor for out, sent in calls for tensor in (out, *sent)]
-        finish(Call(row, group, used, index, program()), None)
-        return ranks.finish(outputs[-1])
+                parts = sent if len(sent) == group.size() else list(sent[0].reshape(-1).chunk(group.size()))
+                ranks.reduce_scatter(out, parts, op)
+        if beside:
+            # Who has called may drop these before this stream has read them (S1).
+            used = [tensor for out, sent in calls for tensor in (out, *sent)]
+            finish(Call(row, group, used, index, program()), None)
+        return ranks.finish(calls[-1][0]) if asynchronous else _torch.complete_work()
 
 
 _STREAMS: weakref.WeakKeyDictionary[c10d.ProcessGroup, torch.cuda.Stream] = weakref.WeakKeyDictionary()
