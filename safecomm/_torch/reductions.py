@@ -93,13 +93,8 @@ def unfollowed(function: F) -> F:
     return function
 
 
-def unboxed(group: Any, op: Any) -> tuple[c10d.ProcessGroup | None, Any]:
-    """Return the group and the operation that an operator was given; the operation is one of ``ReduceOp.RedOpType``.
-
-    The group is None where a compiler only looks at what a call would return.
-    """
-    if type(group) is not torch.ScriptObject:
-        return None, None
+def unboxed(group: Any, op: Any) -> tuple[c10d.ProcessGroup, Any]:
+    """Return the group and the operation that an operator was given; the operation is one of ``ReduceOp.RedOpType``."""
     return _unbox_group(group), _BY_NUMBER.get(op.op())
 
 

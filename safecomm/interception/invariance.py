@@ -152,7 +152,7 @@ def _reduction(name: str) -> Callable[..., object]:
 
     def kernel(original: Callable[..., object], *args: Any) -> object:
         group, op = _torch.unboxed(args[at], args[at + 1])
-        if group is None or not is_invariant(group) or group.size() == 1:
+        if not is_invariant(group) or group.size() == 1:
             return original(*args)
         calls = _calls(args[:at])
         if not _is_ours(row, group, calls, op, several="coalesced" in name):
