@@ -147,6 +147,7 @@ def test_buffers_are_of_the_arena_in_use_and_go_back_to_it():
         safecomm.all_reduce(tensor)
     assert arena.stats().high_water >= tensor.nbytes
     assert arena.stats().in_use == 0
+    arena.close()
 
 
 @on(3)
@@ -419,6 +420,21 @@ def test_an_error_after_all_was_replaced_restores_it():
         safecomm.invariant().__enter__()
     assert not _torch.OVERRIDDEN
     assert ROUTES.fast
+
+
+@on(2)
+def test_with_low_latency_on_for_all_groups_and_none_that_can():
+    """As SAFECOMM_LOW_LATENCY=1 switches it on: gloo's group stays as it is."""
+    from safecomm.peers import low_latency
+
+    tensor = torch.ones(3)
+    with mock.patch.dict(ENGINES), mock.patch.object(low_latency.operators, "install"):
+        low_latency.everywhere()
+        with safecomm.invariant():
+            safecomm.all_reduce(tensor)
+            with safecomm.invariant():  # of an engine that takes no call
+                pass
+    assert tensor.tolist() == [2.0] * 3
 
 
 @on(2)

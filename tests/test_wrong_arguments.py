@@ -103,6 +103,7 @@ OWN = {
         "newer": set(),
     },
     "is_patched": {"name": {"None"}},
+    "invariant": {"group": {"None"}},
     "low_latency": {
         "group": {"None"},
         "limits": {"None", "typo", "empty"},

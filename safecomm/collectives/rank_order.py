@@ -34,13 +34,13 @@ LINE = 16
 _SUM, _AVG, _PRODUCT, _MIN, _MAX = (
     getattr(c10d.ReduceOp.RedOpType, name) for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX")
 )
-OPERATIONS: frozenset[Any] = frozenset((_SUM, _AVG, _PRODUCT, _MIN, _MAX))
+OPERATIONS: frozenset[object] = frozenset((_SUM, _AVG, _PRODUCT, _MIN, _MAX))
 """The operations whose result can depend on the order."""
 
-SUMS: frozenset[Any] = frozenset((_SUM, _AVG))
+SUMS: frozenset[object] = frozenset((_SUM, _AVG))
 """Those that complex numbers have, too."""
 
-KNOWN: frozenset[Any] = OPERATIONS | {getattr(c10d.ReduceOp.RedOpType, name) for name in ("BAND", "BOR", "BXOR")}
+KNOWN: frozenset[object] = OPERATIONS | {getattr(c10d.ReduceOp.RedOpType, name) for name in ("BAND", "BOR", "BXOR")}
 """Those, and the ones that are defined for integers alone."""
 
 NOT_HERE: str = (
@@ -58,14 +58,14 @@ class RankOrder:
         self._through = group if _torch.HOOKS else _torch.backend_of(group, "cpu" if index < 0 else "cuda")
         self._timeout = timeout
 
-    def all_reduce(self, tensor: torch.Tensor, op: Any) -> None:
+    def all_reduce(self, tensor: torch.Tensor, op: object) -> None:
         """Reduce ``tensor`` in place, on every rank."""
         flat = _flat(tensor)
         for turn in _turns(flat):
             self._reduce(turn, op)
         _write(tensor, flat)
 
-    def reduce(self, tensor: torch.Tensor, op: Any, root: int) -> None:
+    def reduce(self, tensor: torch.Tensor, op: object, root: int) -> None:
         """Reduce ``tensor`` in place on rank ``root`` of the group; that of other ranks stays as it is."""
         flat = _flat(tensor)
         for turn in _turns(flat):
@@ -75,7 +75,7 @@ class RankOrder:
                 turn.copy_(result)
         _write(tensor, flat)
 
-    def reduce_scatter(self, out: torch.Tensor, sent: list[torch.Tensor], op: Any) -> None:
+    def reduce_scatter(self, out: torch.Tensor, sent: list[torch.Tensor], op: object) -> None:
         """Reduce into ``out`` what every rank has for this one.
 
         ``sent`` has a part for each rank, of as many elements as that rank's ``out``.
@@ -105,7 +105,7 @@ class RankOrder:
         work: c10d.Work = launch(self._through, whole, whole, kept, kept, options)
         return work
 
-    def _reduce(self, flat: torch.Tensor, op: Any) -> None:
+    def _reduce(self, flat: torch.Tensor, op: object) -> None:
         """Reduce ``flat`` in place, on every rank, at once."""
         line = LINE // flat.element_size()
         part = 0 if flat.nbytes * self._world <= SMALL else flat.numel() // (self._world * line) * line
@@ -177,7 +177,7 @@ def _write(tensor: torch.Tensor, flat: torch.Tensor) -> None:
         tensor.copy_(values)
 
 
-def _combine(rows: torch.Tensor, op: Any, out: torch.Tensor) -> None:
+def _combine(rows: torch.Tensor, op: object, out: torch.Tensor) -> None:
     """Reduce ``rows``, one of each rank, into ``out``, in their order."""
     dtype = rows.dtype
     wide = torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype

@@ -101,7 +101,7 @@ class invariant(contextlib.ContextDecorator):  # noqa: N801
             _plan_again()
 
     def _launch_deferred(self) -> None:
-        """Launch what ``bucketed()`` has deferred: a call is made inside or outside, wherever its launch would be."""
+        """Launch what ``bucketed()`` has deferred, so that each call is reduced as it is where it was made."""
         for group in [*BUCKETS, *REGIONS]:  # in the order in which they were opened, which ranks share
             if self._group is None or group is self._group:
                 with now("invariant()", group):  # which raises for a region
@@ -179,7 +179,7 @@ def _calls(given: tuple[Any, ...]) -> _Calls:
     return [(out.data, [one.data for one in parts]) for out, parts in zip(outputs, inputs, strict=False)]
 
 
-def _is_ours(row: Row, group: c10d.ProcessGroup, calls: _Calls, op: Any, *, several: bool) -> bool:
+def _is_ours(row: Row, group: c10d.ProcessGroup, calls: _Calls, op: object, *, several: bool) -> bool:
     """Return whether the result depends on the order; raise InvarianceError if it does and none can be kept.
 
     That of integers never does, nor what the backend refuses. ``several``: it is a call of several tensors.
@@ -215,7 +215,7 @@ def _is_ours(row: Row, group: c10d.ProcessGroup, calls: _Calls, op: Any, *, seve
 
 
 def _run(
-    ranks: RankOrder, row: Row, group: c10d.ProcessGroup, calls: _Calls, op: Any, root: int | None, *,
+    ranks: RankOrder, row: Row, group: c10d.ProcessGroup, calls: _Calls, op: object, root: int | None, *,
     asynchronous: bool,
 ) -> c10d.Work:  # fmt: skip
     """Reduce, on the current stream, or on a GPU if that is ``asynchronous`` beside it."""

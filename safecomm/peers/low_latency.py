@@ -491,6 +491,9 @@ class _Everywhere:
     def __init__(self, limits: str | None) -> None:
         self._limits = limits
 
+    def plan_again(self) -> None:
+        """Do nothing."""
+
     def run(
         self, group: c10d.ProcessGroup, name: str, tensors: list[Any], op: object, asynchronous: bool, *,
         unshared: bool = True,
