@@ -40,8 +40,7 @@ _make_work: Any = look_up(f"{C_C10D}._create_work_from_future", None, _COSTS)
 _schemas: Any = look_up("torch._C._jit_get_all_schemas", None, _COSTS)
 _without: Any = look_up("torch._C.DispatchKeySet.remove", None, _COSTS)
 _implement: Any = look_up(
-    "torch.library.Library.impl", None, _COSTS, lambda found: "with_keyset" in inspect.signature(found).parameters,
-    since="2.5",
+    "torch.library.Library.impl", None, _COSTS, lambda found: "with_keyset" in inspect.signature(found).parameters
 )  # fmt: skip
 _redispatch: Any = look_up("torch._ops.OpOverload.redispatch", None, _COSTS)
 _FRAMES = "torch._C._dynamo.eval_frame"
