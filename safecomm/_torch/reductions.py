@@ -77,7 +77,7 @@ def replace_reduction(name: str, ours: Callable[..., object]) -> Override:
     Torch's kernel is called without the interpreter's lock, which a thread may need that the call waits for.
     """
     redispatch = getattr(torch.ops.c10d, name).default.redispatch
-    key = torch._C.DispatchKey.BackendSelect
+    key = getattr(torch._C.DispatchKey, _ABOVE_ALL_DEVICES)
 
     def kernel(keys: Any, *args: Any) -> object:
         return ours(functools.partial(redispatch, keys.remove(key)), *args)

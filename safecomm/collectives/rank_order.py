@@ -21,6 +21,7 @@ import torch.distributed.distributed_c10d as c10d
 from safecomm import _torch
 from safecomm.arena.staging import buffer
 from safecomm.collectives.holding import relaxed
+from safecomm.collectives.table import OPS_BY_NAME
 
 TURN = 16 << 20
 """Bytes that are reduced at once: as much is received, and two ranks' halves in fp32 are as much again twice."""
@@ -31,17 +32,12 @@ SMALL = 64 << 10
 LINE = 16
 """Bytes of which each rank's part is a multiple, so that its address is one that is easy to copy from."""
 
-_SUM, _AVG, _PRODUCT, _MIN, _MAX = (
-    getattr(c10d.ReduceOp.RedOpType, name) for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX")
-)
+_SUM, _AVG, _PRODUCT, _MIN, _MAX = (OPS_BY_NAME[name] for name in ("sum", "avg", "product", "min", "max"))
 OPERATIONS: frozenset[object] = frozenset((_SUM, _AVG, _PRODUCT, _MIN, _MAX))
 """The operations whose result can depend on the order."""
 
 SUMS: frozenset[object] = frozenset((_SUM, _AVG))
 """Those that complex numbers have, too."""
-
-KNOWN: frozenset[object] = OPERATIONS | {getattr(c10d.ReduceOp.RedOpType, name) for name in ("BAND", "BOR", "BXOR")}
-"""Those, and the ones that are defined for integers alone."""
 
 NOT_HERE: str = (
     "" if _torch.all_to_all_single and _torch.all_gather else f"torch {torch.__version__} has no exchange to launch"

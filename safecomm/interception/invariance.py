@@ -17,10 +17,10 @@ import torch.distributed.distributed_c10d as c10d
 
 from safecomm import _torch, arguments
 from safecomm.collectives.holding import Call, finish
-from safecomm.collectives.rank_order import KNOWN, NOT_HERE, OPERATIONS, SUMS, RankOrder
+from safecomm.collectives.rank_order import NOT_HERE, OPERATIONS, SUMS, RankOrder
 from safecomm.collectives.regions import REGIONS
 from safecomm.collectives.routes import ROUTES
-from safecomm.collectives.table import ROWS, Row
+from safecomm.collectives.table import OPS, ROWS, Row
 from safecomm.collectives.takers import BUCKETS, ENGINES, now
 from safecomm.core.call_site import place, program
 from safecomm.errors import InvarianceError
@@ -194,7 +194,7 @@ def _is_ours(row: Row, group: c10d.ProcessGroup, calls: _Calls, op: object, *, s
         what = "a sparse tensor"
     elif any(0 in tensor.stride() and not tensor.is_contiguous() for tensor in tensors):
         what = "a tensor whose elements share memory"
-    elif op not in KNOWN:
+    elif op not in OPS:
         what = f"the operation {getattr(op, 'name', 'that torch does not tell')}"
     if what:
         raise InvarianceError(
