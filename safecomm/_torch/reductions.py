@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed.distributed_c10d as c10d
@@ -19,15 +19,27 @@ from safecomm._torch.names import C_C10D, is_class, look_up
 
 F = TypeVar("F", bound=Callable[..., object])
 
-REDUCTIONS: dict[str, int] = {
-    "allreduce_": 1,
-    "allreduce_coalesced_": 1,
-    "reduce_": 1,
-    "reduce_scatter_": 2,
-    "_reduce_scatter_base_": 2,
-    "reduce_scatter_tensor_coalesced_": 2,
+
+class Signature(NamedTuple):
+    """What an operator is given beside the group, the operation, a flag and a timeout; and what it returns."""
+
+    before: int
+    """How many arguments come before the group: tensors, or lists of them."""
+    between: int = 0
+    """How many come between the operation and the flag."""
+    returns_first: bool = False
+    """It returns its first argument and the work, and not the work alone."""
+
+
+REDUCTIONS: dict[str, Signature] = {
+    "allreduce_": Signature(1, between=1, returns_first=True),
+    "allreduce_coalesced_": Signature(1),
+    "reduce_": Signature(1, between=2),
+    "reduce_scatter_": Signature(2, returns_first=True),
+    "_reduce_scatter_base_": Signature(2, returns_first=True),
+    "reduce_scatter_tensor_coalesced_": Signature(2),
 }
-"""The operators of ``c10d`` that reduce, with how many arguments they have before the group."""
+"""The operators of ``c10d`` that reduce."""
 
 _ABOVE_ALL_DEVICES = "BackendSelect"
 """The key of a kernel that is asked before that of any device, and that c10d has none at."""

@@ -140,15 +140,12 @@ _ROWS = {
 }
 """The calls that the operators are of."""
 
-_RETURN_TENSORS = frozenset(("allreduce_", "reduce_scatter_", "_reduce_scatter_base_"))
-"""The operators that return their first argument, and the work."""
-
 
 def _reduction(name: str) -> Callable[..., object]:
     """Return our kernel of an operator, which is given torch's, and what that is given."""
-    at, row, returns = _torch.REDUCTIONS[name], ROWS[_ROWS[name]], name in _RETURN_TENSORS
-    # Behind the group and the operation are the root, or what is sparse, in some; then the flag, and the timeout.
-    flag = at + 2 + {"reduce_": 2, "allreduce_": 1}.get(name, 0)
+    signature, row = _torch.REDUCTIONS[name], ROWS[_ROWS[name]]
+    at = signature.before
+    flag = at + 2 + signature.between
 
     def kernel(original: Callable[..., object], *args: Any) -> object:
         group, op = _torch.unboxed(args[at], args[at + 1])
@@ -163,7 +160,7 @@ def _reduction(name: str) -> Callable[..., object]:
         ranks = RankOrder(group, _torch.index_of(calls[0][0]), timeout)
         root = args[at + 2] if row.key == "reduce" else None
         work = _torch.boxed(_run(ranks, row, group, calls, op, root, asynchronous=asynchronous))
-        return (args[0], work) if returns else work
+        return (args[0], work) if signature.returns_first else work
 
     return kernel
 
