@@ -19,7 +19,7 @@ from watching import slowed
 
 import safecomm
 from safecomm.collectives.takers import DECLINED, ENGINES
-from safecomm.peers import bulk, low_latency
+from safecomm.peers import bulk, engine, low_latency
 from safecomm.peers.limits import LowLatencyLimits
 from safecomm.peers.staging import StagingLayout
 
@@ -274,6 +274,25 @@ def test_kernels_give_the_bits_of_what_is_moved_s11():
     ):
         assert [same_bits.try_all(seed, ways)[0] for seed in range(4)] == [[]] * 4
         assert ours.calls >= 4 * len(ways)
+
+
+@on(3, interpreted=True)
+def test_kernels_take_larger_calls_in_turns_asynchronous_ones_and_those_of_torch_s11():
+    limits = LowLatencyLimits(one_shot=512, two_shot=2 * KIB, scatter=0, gather=0)
+    generator = torch.Generator().manual_seed(7)
+    rows = list(torch.randn(stock.get_world_size(), 1500, generator=generator))
+    with switched_on(tried=True, limits=limits) as ours, mock.patch.object(engine, "LEAST_TURN", KIB):
+        for library, asynchronous in itertools.product((safecomm, stock), (False, True)):
+            tensor, before = rows[stock.get_rank()].clone(), ours.calls
+            with safecomm.invariant():
+                work = library.all_reduce(tensor, async_op=asynchronous)
+                assert (work is None) is not asynchronous
+                if work is not None:
+                    work.wait()
+            assert ours.calls - before == 3
+            assert same_bits.differing(tensor, same_bits.expected(rows, "SUM")) == 0
+        safecomm.all_reduce(tensor)
+        assert ours.calls - before == 3  # outside it is the backend's as before
 
 
 @on(3, interpreted=True)

@@ -23,8 +23,9 @@ from safecomm.arena.staging import buffer
 from safecomm.collectives.holding import relaxed
 from safecomm.collectives.table import OPS_BY_NAME
 
-TURN = 16 << 20
-"""Bytes that are reduced at once: as much is received, and two ranks' halves in fp32 are as much again twice."""
+TURN = 64 << 20
+"""Bytes that are reduced at once: as much is received, and of two ranks' half precision one half in fp32 is as much
+again. On two H200, 256 MiB took 1.74 of NCCL's time in one turn, 2.2 in turns of this, 5.6 in turns of 16 MiB."""
 
 SMALL = 64 << 10
 """Bytes of all ranks together up to which each rank gets everything, and adds it: one step in place of two."""
@@ -177,13 +178,16 @@ def _combine(rows: torch.Tensor, op: object, out: torch.Tensor) -> None:
     """Reduce ``rows``, one of each rank, into ``out``, in their order."""
     dtype = rows.dtype
     wide = torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
-    total = rows[0].to(wide, copy=True)
-    for row in rows[1:]:
-        value = row.to(wide) if dtype.itemsize == 1 else row  # of which torch promotes none
-        if op in (_SUM, _AVG):
-            total.add_(value)
+    total, narrow = rows[0].to(wide), dtype.itemsize == 1  # of which torch promotes none
+    for number, row in enumerate(rows[1:], 2):
+        value = row.to(wide) if narrow else row
+        if op == _SUM and number == len(rows) and not narrow:
+            torch.add(total, value, out=out)  # in the wider type, rounded as it is stored
+            return
+        if op in SUMS:
+            total = total + value
         elif op == _PRODUCT:
-            total.mul_(value)
+            total = total * value
         else:
             # Which of two zeros, or of a number and NaN, torch's own minimum takes depends on the place.
             better = value > total if op == _MAX else value < total
@@ -191,5 +195,5 @@ def _combine(rows: torch.Tensor, op: object, out: torch.Tensor) -> None:
             total = torch.where(better | total.isnan() | ((value == total) & zero), value, total)
     if op == _AVG:
         # By a tensor: on a GPU torch multiplies by the reciprocal of a number, which rounds twice.
-        total.div_(torch.full((), len(rows), dtype=wide, device=rows.device))
+        total = total / torch.full((), len(rows), dtype=wide, device=rows.device)
     out.copy_(total)

@@ -117,18 +117,21 @@ def offer(row: Row, group: object, tensors: tuple[Any, ...], op: object, asynchr
     return _run(row, group, tensors, op, asynchronous) if ENGINES else DECLINED
 
 
-def take(row: Row, group: object, tensors: tuple[Any, ...], op: object, site: Callable[[], types.FrameType]) -> bool:
+def take(
+    row: Row, group: object, tensors: tuple[Any, ...], op: object, site: Callable[[], types.FrameType],
+    *, unshared: bool = False,
+) -> bool:  # fmt: skip
     """Offer a call of one of torch's operators to the engine; return whether it has run it, on the current stream.
 
     Such a call runs now: what the buckets have deferred is launched before it. Its caller waits for it later, so other
-    kernels may be meant to run beside it. ``site`` tells the call site.
+    kernels may be meant to run beside it, if it is not ``unshared``. ``site`` tells the call site.
     """
     if REGIONS and group in REGIONS:
         return False
     if BUCKETS and group in BUCKETS:
         with at_once(group):
-            return take(row, group, tensors, op, site)
-    return _run(row, group, tensors, op, False, site, unshared=False) is not DECLINED
+            return take(row, group, tensors, op, site, unshared=unshared)
+    return _run(row, group, tensors, op, False, site, unshared=unshared) is not DECLINED
 
 
 def _ordinary(route: Route, tensors: tuple[Any, ...], asynchronous: bool) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeAlias
 
@@ -21,8 +21,9 @@ from safecomm.collectives.rank_order import NOT_HERE, OPERATIONS, SUMS, RankOrde
 from safecomm.collectives.regions import REGIONS
 from safecomm.collectives.routes import ROUTES
 from safecomm.collectives.table import OPS, ROWS, Row
-from safecomm.collectives.takers import BUCKETS, ENGINES, now
+from safecomm.collectives.takers import BUCKETS, ENGINES, now, take
 from safecomm.core.call_site import place, program
+from safecomm.core.streams import beside
 from safecomm.errors import InvarianceError
 from safecomm.interception import replacing
 
@@ -165,18 +166,18 @@ def _reduction(name: str) -> Callable[..., object]:
     return kernel
 
 
-_Calls: TypeAlias = "list[tuple[torch.Tensor, list[torch.Tensor]]]"
-"""Of each call the output, and what is sent: one tensor, or one for each rank; of what is reduced in place nothing."""
+_Call: TypeAlias = "tuple[torch.Tensor, list[torch.Tensor]]"
+"""The output, and what is sent: one tensor, or one for each rank; of what is reduced in place nothing."""
 
 
-def _calls(given: tuple[Any, ...]) -> _Calls:
+def _calls(given: tuple[Any, ...]) -> list[_Call]:
     """Return the calls of an operator. Of each tensor another object, which tells autograd nothing, as torch's call."""
     outputs, *sent = ([one] if isinstance(one, torch.Tensor) else one for one in given)
     inputs = [[one] if isinstance(one, torch.Tensor) else one for one in sent[0]] if sent else [[] for _ in outputs]
     return [(out.data, [one.data for one in parts]) for out, parts in zip(outputs, inputs, strict=False)]
 
 
-def _is_ours(row: Row, group: c10d.ProcessGroup, calls: _Calls, op: object, *, several: bool) -> bool:
+def _is_ours(row: Row, group: c10d.ProcessGroup, calls: list[_Call], op: object, *, several: bool) -> bool:
     """Return whether the result depends on the order; raise InvarianceError if it does and none can be kept.
 
     That of integers never does, nor what the backend refuses. ``several``: it is a call of several tensors.
@@ -212,30 +213,41 @@ def _is_ours(row: Row, group: c10d.ProcessGroup, calls: _Calls, op: object, *, s
 
 
 def _run(
-    ranks: RankOrder, row: Row, group: c10d.ProcessGroup, calls: _Calls, op: object, root: int | None, *,
+    ranks: RankOrder, row: Row, group: c10d.ProcessGroup, calls: list[_Call], op: object, root: int | None, *,
     asynchronous: bool,
 ) -> c10d.Work:  # fmt: skip
-    """Reduce, on the current stream, or on a GPU if that is ``asynchronous`` beside it."""
+    """Reduce: by the kernels of low_latency() on the current stream, and what those do not take by the backend.
+
+    That one runs beside the current stream on a GPU if the call is ``asynchronous``: there it is late where its steps
+    and a kernel that fills the device keep each other from running, and elsewhere programs waited longer.
+    """
     index = _torch.index_of(calls[0][0])
-    beside = asynchronous and index >= 0
     with (
         _torch.undisturbed(),
         _torch.inference_mode(True),  # where tensors of either kind can be written to
-        _beside(group, index) if beside else contextlib.nullcontext(),
     ):
-        for out, sent in calls:
-            if root is not None:
-                ranks.reduce(out, op, root)
-            elif row.key == "all_reduce":
-                ranks.all_reduce(out, op)
-            else:
-                parts = sent if len(sent) == group.size() else list(sent[0].reshape(-1).chunk(group.size()))
-                ranks.reduce_scatter(out, parts, op)
-        if beside:
-            # Who has called may drop these before this stream has read them (S1).
-            used = [tensor for out, sent in calls for tensor in (out, *sent)]
-            finish(Call(row, group, used, index, program()), None)
-        return ranks.finish(calls[-1][0]) if asynchronous else _torch.complete_work()
+        left = [call for call in calls if not (ENGINES and _taken(row, group, call, op))]
+        side = _side(group, index) if asynchronous and left and index >= 0 else None
+        with contextlib.nullcontext() if side is None else beside(side):
+            for out, sent in left:
+                if root is not None:
+                    ranks.reduce(out, op, root)
+                elif row.key == "all_reduce":
+                    ranks.all_reduce(out, op)
+                else:
+                    parts = sent if len(sent) == group.size() else list(sent[0].reshape(-1).chunk(group.size()))
+                    ranks.reduce_scatter(out, parts, op)
+            if side is not None:
+                # Who has called may drop these before this stream has read them (S1).
+                used = [tensor for out, sent in left for tensor in (out, *sent)]
+                finish(Call(row, group, used, index, program()), None)
+            return ranks.finish(calls[-1][0]) if asynchronous else _torch.complete_work()
+
+
+def _taken(row: Row, group: c10d.ProcessGroup, call: _Call, op: object) -> bool:
+    """Return whether a kernel of low_latency() has run a call."""
+    out, sent = call
+    return take(row, group, (out, sent) if row.key == "reduce_scatter" else (out, *sent), op, program, unshared=True)
 
 
 _STREAMS: weakref.WeakKeyDictionary[c10d.ProcessGroup, torch.cuda.Stream] = weakref.WeakKeyDictionary()
@@ -243,16 +255,8 @@ _STREAMS: weakref.WeakKeyDictionary[c10d.ProcessGroup, torch.cuda.Stream] = weak
 order would wait for each other."""
 
 
-@contextlib.contextmanager
-def _beside(group: c10d.ProcessGroup, index: int) -> Iterator[None]:
-    """Make a stream of the group's own the current one, after what is on the current stream now."""
-    current, side = torch.cuda.current_stream(index), _STREAMS.get(group)
+def _side(group: c10d.ProcessGroup, index: int) -> torch.cuda.Stream:
+    side = _STREAMS.get(group)
     if side is None or side.device_index != index:
         side = _STREAMS[group] = torch.cuda.Stream(index)  # type: ignore[no-untyped-call]
-    side.wait_stream(current)
-    try:
-        with torch.cuda.stream(side):
-            yield
-    except BaseException:
-        current.wait_stream(side)  # the caller gets no work to wait for
-        raise
+    return side

@@ -6,7 +6,7 @@ import contextlib
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeAlias
 
@@ -22,7 +22,7 @@ from safecomm.collectives.takers import DECLINED
 from safecomm.core import captures
 from safecomm.core.call_site import outside, program
 from safecomm.core.ledger import LEDGER
-from safecomm.core.streams import HOST
+from safecomm.core.streams import HOST, beside
 from safecomm.errors import LowLatencyError
 from safecomm.interception.invariance import is_invariant
 from safecomm.peers import bulk, list_exchange
@@ -42,6 +42,9 @@ LIST_LARGEST = 4 << 20
 SWEEP = 1 << 11
 """The largest grid of a kernel that waits for no peer, of which not all programs need to fit at once."""
 
+LEAST_TURN = 1 << 20
+"""Bytes. 64 MiB in turns of that take two H200 as long as what NCCL moves and torch adds (``invariance_gpus.json``)."""
+
 KINDS = 4096
 """How many kinds of calls are remembered."""
 
@@ -52,7 +55,7 @@ _NUMBERS = {id(op): _REDUCTIONS.index(op) if op in _REDUCTIONS else _UNKNOWN for
 
 _HERE = contextlib.nullcontext()
 
-_EXCHANGE = "all_to_all_single"
+_EXCHANGE, _ALL_REDUCE = "all_to_all_single", "all_reduce"
 
 _KINDS = {REDUCE: 0, SCATTER: 1, GATHER: 2, EXCHANGE: 3}  # what the kernels know them by
 
@@ -117,6 +120,9 @@ class Engine:
         # Bytes of the largest tensor of an operator's call that it looks at.
         self.most: int = sys.maxsize if check else self._world * limits.most_asynchronous
         self._compared = 0
+        self._ordered = False  # all reductions are to be in the order of the ranks
+        self._turn = sys.maxsize  # bytes that an all_reduce which is too large for that is reduced in turns of
+        self.plan_again()
         # What the end of the group calls: tells the peers, and returns what waits for them.
         self.leave: Callable[[timedelta], Callable[[], None]] = lambda _: lambda: None
         self.nbytes: int = int(staging.block.nbytes + self._table.nbytes)
@@ -152,8 +158,13 @@ class Engine:
             plan = self._plans[key] = self._plan(name, out, data, number)
         if exchanges and (op is not None or any(one.dim() == 0 or len(one) % self._world for one in tensors)):
             plan = ()  # its parts differ, and no rank knows those of all others
-        elif plan and plan[2] and (asynchronous or not unshared):
+        elif plan and plan[2] and (asynchronous or not unshared) and not self._ordered:
             plan = ()
+        if not plan and name == _ALL_REDUCE and data.nbytes > self._turn and data.dtype in DTYPES and number >= 0:
+            for turn in data.view(-1).split(self._turn // data.itemsize):
+                if self.run(group, name, [turn], op, False) is DECLINED:  # then the first one is
+                    return DECLINED
+            return LaunchedKernel(self, tensors[:1]) if asynchronous else None
         stream = capture = 0
         if index != HOST:
             stream = LEDGER.current(index)
@@ -239,8 +250,10 @@ class Engine:
             self._launch(name, launcher, addresses, tensor.numel(), number, stream, capture)
             return LaunchedKernel(self, given[:1]) if asynchronous else None
         self.taken += 1
+        if asynchronous and index != HOST and self._side is None:
+            self._side = torch.cuda.Stream(index)  # type: ignore[no-untyped-call]
         try:
-            with self._beside() if asynchronous and index != HOST else _HERE:
+            with beside(self._side) if asynchronous and self._side is not None else _HERE:
                 return self._exchange(whole, tensor, number, scatter, direct, asynchronous)
         except BaseException as error:  # by a copy to a tensor that can't be written to; what was launched goes on
             if index != HOST:
@@ -261,20 +274,6 @@ class Engine:
         if self.index != HOST:
             self._exchanged.add(LEDGER.current(self.index))
         return LaunchedKernel(self, [tensor] if scatter else whole) if asynchronous else None
-
-    @contextlib.contextmanager
-    def _beside(self) -> Iterator[None]:
-        """Make a stream of the engine's own the current one, after what is on the current stream now."""
-        if self._side is None:
-            self._side = torch.cuda.Stream(self.index)  # type: ignore[no-untyped-call]
-        current = torch.cuda.current_stream(self.index)
-        self._side.wait_stream(current)
-        try:
-            with torch.cuda.stream(self._side):
-                yield
-        except BaseException:
-            current.wait_stream(self._side)  # the caller gets no handle to wait for
-            raise
 
     def _combine(self, out: torch.Tensor, own: torch.Tensor, others: torch.Tensor, number: int) -> None:
         """Reduce ``own``, and what each of the other ranks has sent, into ``out``, on the current stream.
@@ -377,7 +376,7 @@ class Engine:
         if number == _UNKNOWN and collective != GATHER:
             return ()
         if kernel == RING:
-            if self._world > 2 and is_invariant(self.group):
+            if self._ordered and self._world > 2:
                 return ()  # of more ranks its order depends on the place
             launchers = self._bulk.plan(collective, dtype, count, number)
             return (launchers, count, True) if launchers else ()
@@ -406,7 +405,10 @@ class Engine:
         }
 
     def plan_again(self) -> None:
-        """Decide anew which calls are taken."""
+        """Decide anew which calls are taken; inside of invariant() all that can be, asynchronous ones too."""
+        self._ordered, limits = is_invariant(self.group), self.limits
+        largest = max(limits.one_shot, limits.two_shot, limits.ring if self._world == 2 else 0)
+        self._turn = largest if self._ordered and largest >= LEAST_TURN else sys.maxsize
         self._plans.clear()
 
     def before_capture(self, index: int) -> None:

@@ -1,5 +1,7 @@
 """invariant() on real GPUs: the bits that a model on the CPU gives, by kernels and by what NCCL moves (S11)."""
 
+import contextlib
+import itertools
 import random
 import sys
 from pathlib import Path
@@ -51,6 +53,42 @@ def invariant_kernels_give_the_bits_of_a_cpu():
             require(on.calls - before >= 80, on.calls - before)  # none was moved
         settle()
     return found
+
+
+@case(90, ranks=2, there=THERE)
+def invariant_kernels_run_what_torch_calls_and_in_turns():
+    """All of one group by kernels of up to 1 MiB, whoever calls, asynchronous and captured ones too: wrong elements."""
+    world, wrong, made = stock.get_world_size(), 0, 0
+    with safecomm.low_latency(limits=KERNELS["two-shot"]) as on, safecomm.invariant():
+        for count, dtype in itertools.product((1000, 300_001, 3 * MIB), (torch.bfloat16, torch.float32)):
+            generator = torch.Generator().manual_seed(count)
+            rows = [torch.randn(count, generator=generator).to(dtype) for _ in range(world)]
+            right, given = same_bits.expected(rows, "SUM"), rows[rank()].cuda()
+            for library, asynchronous, captured in itertools.product((safecomm, stock), (False, True), (False, True)):
+                before, tensor = on.calls, given.clone()
+                graph = torch.cuda.CUDAGraph()
+                with safecomm.graph(graph) if captured else contextlib.nullcontext():
+                    work = library.all_reduce(tensor, async_op=asynchronous)
+                    if work is not None:
+                        work.wait()
+                if captured:
+                    graph.replay()
+                wrong += same_bits.differing(tensor, right)
+                made += 1
+                require(on.calls - before == -(-given.nbytes // MIB), on.calls - before, count, dtype)
+                graph.reset()
+        before = on.calls
+        model = torch.nn.Linear(400_000, 1, bias=False).cuda()
+        wrapped = torch.nn.parallel.DistributedDataParallel(model)
+        inputs = [torch.randn(400_000, generator=generator) for _ in range(world)]
+        wrapped(inputs[rank()].cuda().view(1, -1)).sum().backward()
+        divided = same_bits.expected([one * (1 / world) for one in inputs], "SUM")
+        wrong += same_bits.differing(model.weight.grad.view(-1), divided)
+        require(on.calls - before == 2, on.calls - before)
+        del wrapped, model
+    settle()
+    require(wrong == 0, wrong)
+    return {"calls": made + 1, "wrong": wrong}
 
 
 @case(120, ranks=2, there=THERE)

@@ -42,7 +42,7 @@ def main():
     environment = os.environ | {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
     for ranks in arguments.ranks:
         part = out.with_suffix(f".{ranks}")
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         command += [str(Path(__file__).with_name("run.py")), "--one-gpu", "--out", str(part)]
         failed += subprocess.run([*command, "--only", *arguments.only], env=environment).returncode != 0
         if part.exists():

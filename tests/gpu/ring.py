@@ -39,7 +39,9 @@ def expected_of(op, tensors):
         stacked = torch.stack(tensors)
         return stacked.amax(0) if op == stock.ReduceOp.MAX else stacked.amin(0)
     total = sum(one.double() for one in tensors)
-    return (total if op == stock.ReduceOp.SUM else total / len(tensors)).to(tensors[0].dtype)
+    if op == stock.ReduceOp.AVG:
+        total = total / torch.full_like(total, len(tensors))  # by a number torch multiplies by its reciprocal, rounded
+    return total.to(tensors[0].dtype)
 
 
 @case(90, ranks=2)
