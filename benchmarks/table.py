@@ -344,6 +344,24 @@ def latency(name="low_latency_4.json"):
     return table(("us", *three, *(f"{one}, back to back" for one in three)), rows) + source(name)
 
 
+def sglang():
+    """The times of all_reduce beside those of SGLang's push kernels."""
+    results, rows = load("low_latency_sglang.json"), []
+    for size in (1 << power for power in (13, 16, 19, 21, 22, 23, 24, 25, 26)):
+        cells = []
+        for way in (BETWEEN, BACK_TO_BACK):
+            row = results[way]["all_reduce"][str(size)]
+            with_it, without = (
+                min(us for name, us in row.items() if name.startswith("SGLang") and name.endswith("PDL") is plain)
+                for plain in (False, True)
+            )
+            cells += [row["safecomm"], with_it, without]
+        rows.append((bytes_of(size), *cells))
+    heads = ("`low_latency()`", "SGLang", "SGLang without PDL")
+    heads = (f"us, {results['world']} x {card(results)}", *heads, *(f"{one}, back to back" for one in heads))
+    return table(heads, rows) + source("low_latency_sglang.json")
+
+
 def since():
     """Return what the kernels of today take of the time of those that the other figures are of, by collective."""
     results = load("low_latency_parent.json")
@@ -377,6 +395,36 @@ def invariance():
     rows = [(ranks, *(f"{found[name]:,}" for name in COUNTED)) for ranks, found in results.items()]
     link = "[invariance.json](../benchmarks/results/invariance.json)"
     return table(("ranks on gloo", *COUNTED), rows) + f"\n{link}, by `python tests/same_bits.py`.\n"
+
+
+def invariant_on_gpus():
+    """The times of all_reduce inside of invariant(), beside NCCL's as it is, and pinned."""
+    results = load("invariance_gpus.json")
+    pinned = results["us of NCCL, pinned"]["all_reduce"]
+    rows = []
+    for size in (1 << power for power in (13, 16, 19, 21, 23, 26, 28)):
+        ours, moved = (results[name]["all_reduce"][str(size)] for name in ("us", "us, moved"))
+        us = ours["invariant()"]
+        rows.append((bytes_of(size), ours["NCCL"], us, moved["invariant(), moved"], pinned[str(size)]["NCCL"]))
+    ratios = [us["ratio of invariant()"] for sizes in results["us"].values() for us in sizes.values()]
+    of_pinned = [us["invariant()"] / pinned[size]["NCCL"] for size, us in results["us"]["all_reduce"].items()]
+    without = [row["ratio of invariant(), moved"] for row in results["us without links"]["all_reduce"].values()]
+    lines = [
+        f"- With kernels, 8 KiB to 256 MiB of `all_reduce` and `reduce_scatter`: {span(ratios)} of NCCL's time, "
+        f"{span(of_pinned)} of NCCL pinned to one channel of a tree. Moved, where GPUs don't reach each other's memory "
+        f"(`NCCL_P2P_DISABLE=1`), from 1 MiB on: {span(without)}.",
+    ]
+    for name, what in (("by kernels", "kernels"), ("moved", "moved"), ("without links", "moved, without links")):
+        four = next(found for key, found in results[name].items() if "GEMM" in key)["4"]
+        backward = [row["ratio"] for row in results[name]["us of products and buckets"].values()]
+        lines.append(
+            f"- Asynchronous, {what}: of the time with NCCL's, a product of 8192 cubed beside four of 32 MiB takes "
+            f"{four['GEMM, safecomm'] / four['GEMM, NCCL']:.2f}, all of it "
+            f"{four['both, safecomm'] / four['both, NCCL']:.2f}; products with buckets of 25 MiB between them, as in a "
+            f"backward, {span(backward)}."
+        )
+    heads = (f"us, `all_reduce`, {results['world']} x {card(results)}", "NCCL", "kernels", "moved", "NCCL pinned")
+    return table(heads, rows) + "\n" + "\n".join(lines) + "\n" + source("invariance_gpus.json")
 
 
 COUNTED = ("cases", "sets of elements", "wrong", "torch alone differs")
@@ -620,7 +668,8 @@ def brief():
 
 MADE = {
     "README.md": {"": brief},
-    "docs/same-bits.md": {"invariance": invariance},
+    "docs/same-bits.md": {"invariance": invariance, "invariant_on_gpus": invariant_on_gpus},
+    "docs/low-latency.md": {"sglang": sglang},
     "docs/benchmarks.md": {
         one.__name__: one
         for one in (

@@ -42,10 +42,11 @@ class invariant(contextlib.ContextDecorator):  # noqa: N801
     ``MIN`` prefer numbers to NaN, and tell the zeros apart. Sums of integers, and collectives that only move data, have
     one result anyway and stay the backend's.
 
-    Tensors of any size, strided or complex too (those for SUM and AVG). Tensors of more than 16 MiB are reduced in
-    turns, each of which takes up to three times its bytes more, what it receives of the arena in use; one with gaps is
-    copied. A synchronous call runs on the current stream; an asynchronous one on a stream of its group's own on a GPU,
-    and on the CPU it blocks the host. Where :func:`low_latency` is on, its kernels run what they add in this order.
+    Tensors of any size, strided or complex too (those for SUM and AVG). Where :func:`low_latency` is on, its kernels
+    reduce, on the current stream, also what is asynchronous or larger than its limits. Otherwise the backend moves what
+    is added here, in turns of 64 MiB, each of which takes up to three times its bytes more, what it receives of the
+    arena in use; a tensor with gaps is copied. Then a synchronous call runs on the current stream; an asynchronous one
+    on a stream of its group's own on a GPU, and on the CPU it blocks the host.
 
     All ranks of a group have to be inside together. For all threads, because backward runs in others. Nests. A
     decorator too.
