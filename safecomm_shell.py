@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "safecomm") -> i
         with warnings.catch_warnings():
             if options.command != "run":  # whose program may want to know
                 warnings.filterwarnings("ignore", "Failed to initialize NumPy")
-            if options.command == "report" and "safecomm" not in sys.modules:
+            if options.command in ("report", "compare") and "safecomm" not in sys.modules:
                 # It reads files: the package without its __init__, and so without torch.
                 sys.modules["safecomm"] = types.ModuleType("safecomm")
                 sys.modules["safecomm"].__path__ = [str(_PACKAGE)]
@@ -134,6 +134,10 @@ def _run_arguments(parser: argparse.ArgumentParser) -> None:
         "--record", default="", metavar="DIR", help="record the memory of the run, for report; DIR is made if need be"
     )
     parser.add_argument(
+        "--snapshot", default="", metavar="DIR",
+        help="write memory snapshots to DIR: at the end, as memory runs out, and at SIGUSR2",
+    )  # fmt: skip
+    parser.add_argument(
         "--low-latency", action="store_true", help="run small collectives as one kernel, on every group that can"
     )
     parser.add_argument(
@@ -153,6 +157,24 @@ def _report_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--html", type=Path, metavar="PATH", help="also write a page with the timelines, side by side")
     parser.add_argument("--png", type=Path, metavar="PATH", help="also write a plot (needs matplotlib)")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the figures and tables, for a script")
+    parser.add_argument("--perfetto", type=Path, metavar="PATH", help="also write a trace for ui.perfetto.dev")
+
+
+def _compare_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--steps", default="3:12", metavar="A:B", help="the optimizer's steps to look at (default: 3:12)"
+    )
+    parser.add_argument("--turns", type=int, default=1, metavar="N", help="how often each way is run (default: 1)")
+    parser.add_argument("--limit", type=float, metavar="SECONDS", help="end a run that takes longer")
+    parser.add_argument("--arena", default="", metavar="SIZE", help="patched, with an arena, as 256MiB")
+    parser.add_argument(
+        "--out", type=Path, default=Path("safecomm-compare"), metavar="DIR",
+        help="what is written goes there (default: safecomm-compare)",
+    )  # fmt: skip
+    parser.add_argument("--before", type=Path, metavar="FILE", help="compare what was recorded, instead of a program;")
+    parser.add_argument("--after", type=Path, metavar="FILE", help="a recording, a snapshot of torch, or a folder")
+    parser.add_argument("program", nargs=argparse.REMAINDER, metavar="-- PROGRAM", help="the command that starts it")
 
 
 def _tune_arguments(parser: argparse.ArgumentParser) -> None:
@@ -200,6 +222,14 @@ COMMANDS: dict[str, tuple[_Arguments, str, tuple[tuple[str, str], ...]]] = {
         (
             ("report run.jsonl", "all ranks of a recording, in words"),
             ("report before.pickle after.pickle --html page.html", "two snapshots of torch, side by side"),
+        ),
+    ),
+    "compare": (
+        _compare_arguments,
+        "run a program without safecomm and with it, and tell what its communication costs in memory and time",
+        (
+            ("compare -- torchrun --nproc-per-node 2 train.py", "and what to do; a page in safecomm-compare/"),
+            ("compare --before a.pickle --after b.pickle", "of two runs that were recorded"),
         ),
     ),
     "tune": (

@@ -148,6 +148,7 @@ for _name in [name for name in _WRAPPED if globals().get(name, name) is None]:
 
 if TYPE_CHECKING:
     from safecomm.diagnostics import leaks as leaks
+    from safecomm.diagnostics.collective_log import collective_log as collective_log
     from safecomm.diagnostics.record import memory_report as memory_report
     from safecomm.diagnostics.record import record_memory as record_memory
     from safecomm.peers.limits import LowLatencyLimits as LowLatencyLimits
@@ -155,6 +156,7 @@ if TYPE_CHECKING:
 
 _LAZY = {
     "LowLatencyLimits": ("safecomm.peers.limits", "LowLatencyLimits"),
+    "collective_log": ("safecomm.diagnostics.collective_log", "collective_log"),
     "leaks": ("safecomm.diagnostics.leaks", None),
     "low_latency": ("safecomm.peers.low_latency", "low_latency"),
     "memory_report": ("safecomm.diagnostics.record", "memory_report"),
@@ -166,9 +168,9 @@ _OWN = (
     "Arena", "ArenaError", "ArenaFullError", "ArenaStats", "BucketStats", "CaptureBoundaryError", "CapturedGraph",
     "InvarianceError", "Lease", "LiveGraphError", "LowLatencyError", "LowLatencyLimits", "P2POp", "PeerTimeoutError",
     "Pending", "PendingWorkError", "RecordStreamError", "SafecommError", "StaleGraphError", "Work",
-    "avoid_record_streams", "bucketed", "bypassed", "drain", "empty", "functional", "graph", "invariant", "is_patched",
-    "leaks", "low_latency", "memory_report", "original", "patch", "patched", "pending", "record_memory",
-    "settle_before_capture", "unpatch", "use_arena",
+    "avoid_record_streams", "bucketed", "bypassed", "collective_log", "drain", "empty", "functional", "graph",
+    "invariant", "is_patched", "leaks", "low_latency", "memory_report", "original", "patch", "patched", "pending",
+    "record_memory", "settle_before_capture", "unpatch", "use_arena",
 )  # fmt: skip
 """The public names that are safecomm's own, beside the calls that are wrapped."""
 

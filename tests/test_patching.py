@@ -769,18 +769,17 @@ SPAWNS = """
 import sys, torch, torch.distributed as dist, torch.multiprocessing as mp
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-def work(rank):
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
+def work(number, first=0):
+    dist.init_process_group("fake", store=FakeStore(), rank=first + number, world_size=2)
     dist.all_reduce(torch.ones(1))
     dist.destroy_process_group()
 
 if __name__ == "__main__":
-    mp.start_processes(work, nprocs=2 - len(sys.argv[1:]), start_method="spawn")
-    if sys.argv[1:]:
+    one = len(sys.argv[1:])
+    mp.start_processes(work, (one,), nprocs=2 - one, start_method="spawn")
+    if one:
         work(0)
 """
-
-SPAWNED = "is not patched and not counted, unless it calls safecomm.patch()"
 
 
 def on_two(tmp_path, program, *options):
@@ -826,11 +825,16 @@ def test_it_says_of_how_many_ranks_it_speaks(tmp_path):
     (tmp_path / "script.py").write_text(SPAWNS)
     one = run("script.py", "one", cwd=tmp_path).err
     assert "1 calls of collectives (all_reduce 1) handled on rank 0 of 2" in one
-    assert "at least 1 of 2 ranks ran under this command" in one
-    assert SPAWNED in one
+    assert "ran under this command" not in one
+    both = run("script.py", cwd=tmp_path).err
+    assert "1 calls of collectives (all_reduce 1) handled on rank 0 of 2" in both
+    assert both.count("handled on") == 1
+    (tmp_path / "script.py").write_text("import torch.distributed")
     none = run("script.py", cwd=tmp_path).err
     assert "this process, which made no group, ran under this command" in none
-    assert SPAWNED in none
+    alone = "import os; os.environ.pop('SAFECOMM_CHILDREN', None)\n" + SPAWNS
+    (tmp_path / "script.py").write_text(alone)
+    assert "at least 1 of 2 ranks ran under this command" in run("script.py", "one", cwd=tmp_path).err
 
 
 def test_low_latency_says_why_it_takes_nothing(tmp_path):

@@ -14,7 +14,7 @@ the files here. A test that replaces ``_torch.x`` replaces it for the rest of sa
 #     launches       how collectives are launched directly, without c10d's own functions
 #     functional     functional collectives, and the registry of their works
 #     registry       c10d's registry of groups
-#     backends       the classes of backends, their timeouts, how their works wait
+#     backends       the classes of backends, their timeouts, how their works wait, their memory on a device
 #     regions        coalescing regions
 #     symmetric      torch's memory that peers can write to
 #     tensors        which tensors are plain, fake, alike
@@ -22,6 +22,7 @@ the files here. A test that replaces ``_torch.x`` replaces it for the rest of sa
 #     storages       references to storages, their death, storages over given memory
 #     modes          modes, transforms and profilers that are active on this thread
 #     autograd       saved tensors, version counters, the level of forward mode
+#     observing      the allocator's history, and the flight recorder of collectives
 #     reductions     the operators that c10d's reductions come down to, replaced
 #     kernels        torch's own kernels, replaced by functions of Python
 #     replaced       what stands in torch's place, and how torch's own comes back
@@ -54,8 +55,10 @@ from safecomm._torch.backends import Backend as Backend
 from safecomm._torch.backends import FakeWork as FakeWork
 from safecomm._torch.backends import backend_of as backend_of
 from safecomm._torch.backends import group_timeout as group_timeout
+from safecomm._torch.backends import has_context as has_context
 from safecomm._torch.backends import is_initialized as is_initialized
 from safecomm._torch.backends import is_nccl4py as is_nccl4py
+from safecomm._torch.backends import nccl_memory_of as nccl_memory_of
 from safecomm._torch.backends import regions_differ as regions_differ
 from safecomm._torch.backends import unwrapped as unwrapped
 from safecomm._torch.backends import waits_only_block_streams as waits_only_block_streams
@@ -107,6 +110,11 @@ from safecomm._torch.native import capture_id as capture_id
 from safecomm._torch.native import is_capturing as is_capturing
 from safecomm._torch.native import new_segment_table as new_segment_table
 from safecomm._torch.native import threads_are_free as threads_are_free
+from safecomm._torch.observing import FlightEntry as FlightEntry
+from safecomm._torch.observing import dump_snapshot as dump_snapshot
+from safecomm._torch.observing import flight_entries as flight_entries
+from safecomm._torch.observing import on_out_of_memory as on_out_of_memory
+from safecomm._torch.observing import record_history as record_history
 from safecomm._torch.reductions import REDUCTIONS as REDUCTIONS
 from safecomm._torch.reductions import boxed as boxed
 from safecomm._torch.reductions import complete_work as complete_work

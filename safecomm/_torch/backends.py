@@ -1,15 +1,16 @@
-"""The backends of a group: their classes, their timeouts, and how their works wait."""
+"""The backends of a group: their classes, their timeouts, how their works wait, and their memory on a device."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed.distributed_c10d as c10d
 
-from safecomm._torch.names import C10D, C_C10D, NOT_DIRECT, Never, is_class, look_up
+from safecomm._torch.names import C10D, C_C10D, NOT_DIRECT, Never, is_class, look_up, of_cuda
 
 Backend: type = look_up(f"{C_C10D}.Backend", Never, NOT_DIRECT, is_class)
 """The class of the C++ side of one backend of a group.
@@ -85,6 +86,37 @@ def group_timeout(group: c10d.ProcessGroup, device_type: str) -> timedelta | Non
     except (AttributeError, RuntimeError):
         return None
     return timeout if isinstance(timeout, timedelta) else None
+
+
+def nccl_memory_of(group: c10d.ProcessGroup) -> int | None:
+    """Return the bytes of a device that NCCL has for ``group``; None if torch does not say, or has no communicator yet.
+
+    ``memory_stats()`` is in torch 2.12 and later, and needs NCCL 2.29.7: https://github.com/pytorch/pytorch/pull/176300.
+    It reads counters.
+    """
+    backend = unwrapped(backend_of(group, "cuda"))
+    # Torch would wait for a communicator that its peers have not joined yet.
+    if not isinstance(backend, _NCCLS) or not is_initialized(group, "cuda"):
+        return None
+    try:
+        stats = backend.memory_stats()  # type: ignore[attr-defined]
+        # NCCL goes on to count what it has given back when it was suspended.
+        return int(stats["persist" if stats.get("suspended") else "total"])
+    except (AttributeError, KeyError, RuntimeError):
+        return None
+
+
+_NCCLS = tuple(known for known in (NCCL, NCCL2, NCCL_LAZY) if known is not None)
+
+
+def _no_context(index: int) -> bool:
+    return False
+
+
+has_context: Callable[[int], bool] = of_cuda(
+    "_cuda_hasPrimaryContext", _no_context, "memory_report() does not tell what is used outside of the allocator"
+)
+"""Whether this process has started CUDA on a device, by its index. Starts it on none."""
 
 
 def regions_differ() -> bool:

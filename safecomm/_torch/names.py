@@ -84,12 +84,12 @@ def is_class(found: object) -> TypeGuard[type]:
     return isinstance(found, type)
 
 
-_HAS_CUDA = bool(torch.version.cuda or torch.version.hip)
+HAS_CUDA: bool = bool(torch.version.cuda or torch.version.hip)
 
 
 def of_cuda(name: str, otherwise: object, costs: str) -> Any:
     """Return ``torch._C.name``; where torch was built without CUDA, ``otherwise``, which costs nothing there."""
-    return look_up(f"torch._C.{name}", otherwise, costs) if _HAS_CUDA else otherwise
+    return look_up(f"torch._C.{name}", otherwise, costs) if HAS_CUDA else otherwise
 
 
 def missing(*, expected: bool = False) -> list[str]:

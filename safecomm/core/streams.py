@@ -7,8 +7,8 @@ never objects: ``torch.cuda.Stream()`` hands out 32 pooled streams round robin, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -109,22 +109,6 @@ def stream_object(index: int, stream: int) -> torch.cuda.Stream:
     if stream:
         return torch.cuda.ExternalStream(stream, device=index)  # type: ignore[no-untyped-call]
     return torch.cuda.default_stream(index)
-
-
-@contextmanager
-def beside(side: torch.cuda.Stream) -> Iterator[None]:
-    """Make ``side`` the current stream of its device inside, after all that is on the current one now.
-
-    Of an exception the current stream waits for it, since the caller gets nothing to wait for.
-    """
-    current = torch.cuda.current_stream(side.device_index)
-    side.wait_stream(current)
-    try:
-        with torch.cuda.stream(side):
-            yield
-    except BaseException:
-        current.wait_stream(side)
-        raise
 
 
 class _Relaxed:

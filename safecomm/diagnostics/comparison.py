@@ -85,10 +85,10 @@ def of_ranks(ranks: list[Report]) -> Report:
             alike.setdefault(re.sub(r"[\d.]+ ?([KM]i)?B?", "", advice.text), []).append((advice, one.rank))
     told = []
     for same in alike.values():
-        (nbytes, text), rank = max(same, key=lambda item: item[0].nbytes)
+        advice, rank = max(same, key=lambda item: item[0].nbytes)
         count = len({one for _, one in same}) - 1
         others = f"; {count} other ranks: the like" if count else ""
-        told.append(Advice(nbytes, f"{text} (Rank {rank}{others}.)"))
+        told.append(advice._replace(text=f"{advice.text} (Rank {rank}{others}.)"))
     folder, name, _ = ranks[0].run or ("", "", None)
     what = f"{len(ranks)} ranks; what follows the first table is rank {worst.rank}'s, which has the most"
     title = printable(f"{Path(folder) / name}, {len(ranks)} ranks")

@@ -30,6 +30,7 @@ from safecomm.arena.arena import OPEN, taken
 from safecomm.collectives.holding import counted
 from safecomm.core.holds import Hold, Pending
 from safecomm.core.ledger import LEDGER
+from safecomm.diagnostics.outside import Outside, outside
 from safecomm.diagnostics.recording import VERSION
 from safecomm.diagnostics.table import laid_out
 from safecomm.diagnostics.units import mib
@@ -445,6 +446,8 @@ class MemoryReport:
     unwaited: int = 0
     """Functional collectives of this thread that were not waited for: torch keeps their tensors until they are.
     0 if torch does not say."""
+    outside: Outside | None = None
+    """What the devices use that the caching allocator has not reserved; None where CUDA is not started."""
 
     @property
     def unusable(self) -> int:
@@ -458,6 +461,7 @@ class MemoryReport:
             "allocator, active": self.active,
             "allocator, reserved": self.reserved,
         } | ({} if self.arena is None else {"arena in use": self.arena})
+        figures |= {} if self.outside is None else self.outside.figures()
         lines = laid_out(("memory", "now"), [(name, mib(nbytes)) for name, nbytes in figures.items()])
         if self.unwaited:
             lines.append(unwaited_for(self.unwaited))
@@ -471,9 +475,10 @@ def unwaited_for(count: int) -> str:
 
 
 def memory_report() -> MemoryReport:
-    """Return where communication memory is now: what safecomm holds, and the figures of the caching allocator.
+    """Return where communication memory is now: what safecomm holds, the allocator's figures, and what is beside them.
 
-    Asks no event, releases nothing and orders no stream.
+    Asks no event, releases nothing, orders no stream and waits for no device. Where CUDA is started it costs a call of
+    the driver for each device, which :func:`record_memory` does not make.
 
     Examples
     --------
@@ -488,6 +493,7 @@ def memory_report() -> MemoryReport:
         reserved=figures.get("reserved", 0),
         arena=_arena_in_use(),
         unwaited=_torch.unwaited() or 0,
+        outside=outside(),
     )
 
 

@@ -79,9 +79,9 @@ def report_recording(recording: Recording) -> Report:
     by_most = sorted(series, key=lambda number: -most[number])
     bands: dict[str, Series] = {}
     for number in by_most[:ROWS]:
-        bands[_label(recording, number)] = _summed([bands.get(_label(recording, number), []), series[number]])
+        bands[_label(recording, number)] = summed([bands.get(_label(recording, number), []), series[number]])
     if by_most[ROWS:]:
-        bands[OTHERS] = _summed([series[number] for number in by_most[ROWS:]])
+        bands[OTHERS] = summed([series[number] for number in by_most[ROWS:]])
     figures = {"held by collectives": peak} | {
         "freed but unusable" if name == "unusable" else name: max(value for _, value in points)
         for name, points in lines.items()
@@ -93,12 +93,13 @@ def report_recording(recording: Recording) -> Report:
         {name: thinned(points) for name, points in bands.items()},
         holders={name: max(value for _, value in points) for name, points in bands.items()},
         caption=caption(f"{duration:.1f} s", figures),
+        began=recording.started,
     )
     title = printable(f"{recording.path}{rank}")
     return Report(title, summary, tables, advice, [timeline], figures, program=printable(recording.program))
 
 
-def _summed(all_of_them: Iterable[Series]) -> Series:
+def summed(all_of_them: Iterable[Series]) -> Series:
     """Return the sum of several series at each moment at which one of them changes."""
     changes: dict[float, int] = {}
     for points in all_of_them:

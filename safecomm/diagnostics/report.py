@@ -23,6 +23,8 @@ class Advice(NamedTuple):
 
     nbytes: int
     text: str
+    measurable: bool = False
+    """Whether ``compare`` can try it out, and knows better what it gains."""
 
 
 @dataclass
@@ -82,7 +84,7 @@ class Waiting:
             "with it tells: compare the files of both. Where the host waits for its streams anyway, as in FSDP1 and "
             "DeepSpeed's ZeRO 3, the peak can rise."
         )
-        return [Advice(self.gain, text)]
+        return [Advice(self.gain, text, measurable=True)]
 
 
 def caption(what: str, figures: dict[str, int]) -> str:

@@ -89,6 +89,8 @@ class Trace:
     allocated: list[int] = field(default_factory=lambda: [0])
     unusable: list[int] = field(default_factory=lambda: [0])
     reserved: list[int] = field(default_factory=lambda: [0])
+    began: float = 0.0
+    """Unix seconds of the start; 0 if the history has no times."""
 
     @property
     def active(self) -> list[int]:
@@ -291,6 +293,8 @@ class _Reader:
             history = self._list(histories[device]) if device < len(histories) else []
             if history or device in by_device:
                 traces.append(_trace(device, self._events(history), by_device.get(device, [])))
+                if history:
+                    traces[-1].began = history[0].get("time_us", 0) / 1e6
         return Snapshot(self._path, traces, self._stacks)
 
     def _segment(self, one: Any) -> tuple[Segment, list[_Part]]:

@@ -53,7 +53,7 @@ def report_snapshot(snapshot: Snapshot) -> Report:
                 figures = of_device
         tables.append(_fragmentation(trace.segments, where))
         of_trace += _advice_on_fragmentation(trace.segments)
-        advice += [Advice(nbytes, f"{where}: {text}" if where else text) for nbytes, text in of_trace]
+        advice += [one._replace(text=f"{where}: {one.text}") if where else one for one in of_trace]
     if not any(len(trace.times) > 1 for trace in snapshot.traces):
         summary.append(
             "no history: call torch.cuda.memory._record_memory_history() before what you want to look at, "
@@ -298,4 +298,5 @@ def _timeline(
         [stacks.sites[number] for number in used],
         holders,
         caption,
+        trace.began,
     )

@@ -29,6 +29,11 @@ class Drawn:
     label: str = ""
     """What the program has attached to it, as torch's ``user_metadata``."""
 
+    @property
+    def waited(self) -> bool:
+        """Whether it was freed some time before the allocator could give it out."""
+        return self.freed is not None and (self.end is None or self.freed < self.end)
+
 
 @dataclass
 class Timeline:
@@ -49,11 +54,13 @@ class Timeline:
     """Of each line of the program, or band, the bytes that it had at the most."""
     caption: str = ""
     """What it shows, in figures."""
+    began: float = 0.0
+    """Unix seconds of the start; 0 if the file does not tell."""
 
     @property
     def hatched(self) -> bool:
         """Whether a block of it was freed some time before the allocator could give it out."""
-        return any(one.freed is not None and (one.end is None or one.freed < one.end) for one in self.blocks)
+        return any(one.waited for one in self.blocks)
 
 
 def thinned(points: Series, end: float | None = None) -> Series:

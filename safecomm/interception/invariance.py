@@ -16,6 +16,7 @@ import torch
 import torch.distributed.distributed_c10d as c10d
 
 from safecomm import _torch, arguments
+from safecomm.collectives.beside import beside
 from safecomm.collectives.holding import Call, finish
 from safecomm.collectives.rank_order import NOT_HERE, OPERATIONS, SUMS, RankOrder
 from safecomm.collectives.regions import REGIONS
@@ -23,7 +24,6 @@ from safecomm.collectives.routes import ROUTES
 from safecomm.collectives.table import OPS, ROWS, Row
 from safecomm.collectives.takers import BUCKETS, ENGINES, now, take
 from safecomm.core.call_site import place, program
-from safecomm.core.streams import beside
 from safecomm.errors import InvarianceError
 from safecomm.interception import replacing
 

@@ -8,12 +8,16 @@ import importlib.machinery
 import importlib.util
 import os
 import runpy
+import shutil
 import sys
+import tempfile
 import types
 from collections.abc import Sequence
+from typing import TypedDict
 
 import torch
 from torch.distributed import ProcessGroup
+from typing_extensions import Unpack
 
 from safecomm import _torch
 from safecomm.arena.arena import OPEN
@@ -26,6 +30,7 @@ from safecomm.core.ledger import LEDGER
 from safecomm.diagnostics.record import launched_as
 from safecomm.diagnostics.units import each, mib
 from safecomm.interception import replacing
+from safecomm.patching import children
 from safecomm.patching import patch as patching
 from safecomm.patching.strict import UNSEEN
 
@@ -40,10 +45,11 @@ def check(
     avoid_record_streams: bool = False,
     arena: str = "",
     record: str = "",
+    snapshot: str = "",
 ) -> None:
     """Raise what there is to say against :func:`run`: FileNotFoundError, IsADirectoryError, ImportError, ValueError.
 
-    Makes the directory ``record``, if there is nothing to say and it is not there.
+    Makes the directories ``record`` and ``snapshot``, if there is nothing to say and they are not there.
     """
     replacing.ask("run")
     patching.wanted(strict or None, avoid_record_streams or None)
@@ -57,33 +63,117 @@ def check(
         raise IsADirectoryError(f"{name} is a directory: expected a script")
     elif not os.path.exists(name):
         raise FileNotFoundError(f"{name}: no such script")
-    if record:
+    for option, directory in (("--record", record), ("--snapshot", snapshot)):
         try:
-            os.makedirs(record, exist_ok=True)
+            if directory:
+                os.makedirs(directory, exist_ok=True)
         except OSError as error:
-            raise NotADirectoryError(f"--record: {record} can't be made a directory: {error.strerror}") from None
+            raise NotADirectoryError(f"{option}: {directory} can't be made a directory: {error.strerror}") from None
 
 
 def run(
     target: Sequence[str],
     *,
     module: bool = False,
-    strict: bool = False,
-    avoid_record_streams: bool = False,
-    arena: str = "",
-    record: str = "",
-    low_latency: bool = False,
-    invariant: bool = False,
+    **options: Unpack[Options],
 ) -> None:
     """Run a script, or with ``module`` a module, as ``python`` itself would, with every collective safecomm's.
 
     ``target`` is its path or name, and its arguments. It sees its own ``sys.argv``, ``sys.path`` and ``__main__``, and
     ends as it would without: the same exit status, and the same traceback. When the process ends, rank 0 says on
-    standard error what safecomm did for it, and on how many of the ranks. What the script spawns is not patched.
-    ``arena`` is as ``SAFECOMM_ARENA``; ``record`` is a directory for the files of ``record_memory()``; ``low_latency``
-    is as ``SAFECOMM_LOW_LATENCY=1``. Each of them wins over its variable. ``invariant``: inside of :func:`invariant`.
+    standard error what safecomm did for it, and on how many of the ranks. Python processes that it starts begin so,
+    too. ``options``: those of :func:`begin`.
     """
     sys.argv[:] = target
+    # A process that the script starts may be elsewhere.
+    options["record"] = os.path.abspath(options["record"]) if options.get("record") else ""
+    options["snapshot"] = os.path.abspath(options["snapshot"]) if options.get("snapshot") else ""
+    if "ranks" not in options:
+        options["ranks"] = tempfile.mkdtemp(prefix="safecomm-")
+        atexit.register(shutil.rmtree, options["ranks"], ignore_errors=True)
+    os.environ |= children.variables(options)
+    begin(**options)
+    try:
+        if module:
+            sys.modules["__main__"] = types.ModuleType("__main__")
+            runpy._run_module_as_main(target[0])  # type: ignore[attr-defined]
+        else:
+            _run_script(target[0])
+    except BaseException as error:
+        if not isinstance(error, SystemExit):
+            _show_without_us(error)
+        if "TORCHELASTIC_RUN_ID" in os.environ and getattr(error, "code", 1) not in (None, 0):
+            what = f"safecomm: {target[0]} ended by {error!r}; torchrun names the module that it has started"
+            print(what, file=sys.stderr)
+        raise
+
+
+class Options(TypedDict, total=False):
+    """The arguments of :func:`begin`."""
+
+    strict: bool
+    avoid_record_streams: bool
+    arena: str
+    record: str
+    snapshot: str
+    low_latency: bool
+    invariant: bool
+    observe: tuple[str, int, int, str] | None
+    patch: bool
+    ranks: str
+
+
+_BEGUN: list[bool] = []
+_RANK: list[tuple[int, int]] = []
+"""The rank in the first group that this process made, and that group's size; of a group of a program's own class 0."""
+
+
+def begin(
+    *,
+    strict: bool = False,
+    avoid_record_streams: bool = False,
+    arena: str = "",
+    record: str = "",
+    snapshot: str = "",
+    low_latency: bool = False,
+    invariant: bool = False,
+    observe: tuple[str, int, int, str] | None = None,
+    patch: bool = True,
+    ranks: str = "",
+) -> None:
+    """Begin in this process what :func:`run` does for a script, once.
+
+    ``arena`` is as ``SAFECOMM_ARENA``; ``record`` is a directory for the files of ``record_memory()``, ``snapshot`` one
+    for memory snapshots; ``low_latency`` is as ``SAFECOMM_LOW_LATENCY=1``. Each of them wins over its variable.
+    ``invariant``: inside of :func:`invariant`. ``observe``: for ``compare``, the arguments of its observer. Without
+    ``patch`` nothing but that is done. ``ranks``: a directory in which ranks leave a mark.
+    """
+    if _BEGUN:
+        return
+    _BEGUN.append(True)
+    worlds: list[int] = []
+
+    def note(group: ProcessGroup) -> None:
+        # A group of the program's own class may not know its size yet.
+        rank, world = (group.rank(), group.size()) if type(group) is ProcessGroup else (0, 0)
+        worlds.append(world)
+        if not _RANK:
+            _RANK.append((rank, world))
+            if ranks and world:
+                children.take_part(ranks, rank)
+
+    _torch.on_each_group(note)
+    if snapshot:
+        from safecomm.diagnostics.snapshots import Snapshots
+
+        Snapshots(snapshot, lambda: _rank()[0])
+    if observe:
+        from safecomm.diagnostics.observer import Observer
+
+        directory, first, last, how = observe
+        Observer(directory, first, last, _rank, how=how)
+    if not patch:
+        return
     if arena:
         os.environ[ARENA] = arena
         read_environment()
@@ -101,24 +191,14 @@ def run(
         from safecomm.interception.invariance import invariant as entered
 
         entered().__enter__()
-    worlds: list[int] = []
-    # A group of the program's own class may not know its size yet.
-    _torch.on_each_group(lambda group: worlds.append(group.size() if type(group) is ProcessGroup else 0))
     patching.patch(strict=strict or None, avoid_record_streams=avoid_record_streams or None)
-    atexit.register(_summary, os.getpid(), launched_as.__wrapped__()[1] or 1, worlds)
-    try:
-        if module:
-            sys.modules["__main__"] = types.ModuleType("__main__")
-            runpy._run_module_as_main(target[0])  # type: ignore[attr-defined]
-        else:
-            _run_script(target[0])
-    except BaseException as error:
-        if not isinstance(error, SystemExit):
-            _show_without_us(error)
-        if "TORCHELASTIC_RUN_ID" in os.environ and getattr(error, "code", 1) not in (None, 0):
-            what = f"safecomm: {target[0]} ended by {error!r}; torchrun names the module that it has started"
-            print(what, file=sys.stderr)
-        raise
+    if not observe:
+        atexit.register(_summary, os.getpid(), launched_as.__wrapped__()[1] or 1, worlds, ranks)
+
+
+def _rank() -> tuple[int | None, int | None]:
+    """Return this process's rank and how many there are; None and None if it has no group and no launcher told."""
+    return _RANK[0] if _RANK else launched_as()
 
 
 def _go_to(directory: str) -> None:
@@ -153,10 +233,14 @@ def _show_without_us(error: BaseException) -> None:
     sys.excepthook = without_us
 
 
-def _summary(process: int, started: int, worlds: list[int]) -> None:
-    """Say what safecomm did. ``started``: the ranks that a launcher has started; ``worlds``: the groups' sizes."""
+def _summary(process: int, started: int, worlds: list[int], ranks: str) -> None:
+    """Say what safecomm did, on rank 0.
+
+    ``started``: the ranks that a launcher has started; ``worlds``: the groups' sizes; ``ranks``: where they left marks.
+    """
     bypassed = patching.bypassed()
-    if os.environ.get("RANK", "0") != "0" or os.getpid() != process:
+    started = max(started, took_part := children.took_part(ranks))
+    if (_rank()[0] or 0) != 0 or os.getpid() != process or (took_part and not worlds):
         return
     world = max(worlds, default=0)
     if patching.was_strict():
@@ -167,10 +251,10 @@ def _summary(process: int, started: int, worlds: list[int]) -> None:
         beside = "--strict counts those that bypass it"
     lines = [f"{each(counted())} handled{f' on rank 0 of {world}' if world else ''}; {beside}{UNSEEN}"]
     if not worlds or world > started:
-        ranks = f"at least {started} of {world} ranks" if worlds else "this process, which made no group,"
+        which = f"at least {started} of {world} ranks" if worlds else "this process, which made no group,"
         lines.append(
-            f"{ranks} ran under this command: what a program starts by itself (spawn, Lightning without torchrun) is "
-            "not patched and not counted, unless it calls safecomm.patch()"
+            f"{which} ran under this command: what a program starts on other machines, or forks before it has made a "
+            "group, is not counted"
         )
     held = pending()
     counts = {

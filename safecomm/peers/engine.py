@@ -15,6 +15,7 @@ import torch.distributed.distributed_c10d as c10d
 
 from safecomm import _torch
 from safecomm.collectives import backends
+from safecomm.collectives.beside import beside
 from safecomm.collectives.guards import PLAIN
 from safecomm.collectives.holding import Call, finish, relaxed
 from safecomm.collectives.table import COLLECTIVE_OF, EXCHANGE, GATHER, LISTS, OPS, REDUCE, ROWS, SCATTER
@@ -22,7 +23,7 @@ from safecomm.collectives.takers import DECLINED
 from safecomm.core import captures
 from safecomm.core.call_site import outside, program
 from safecomm.core.ledger import LEDGER
-from safecomm.core.streams import HOST, beside
+from safecomm.core.streams import HOST
 from safecomm.errors import LowLatencyError
 from safecomm.interception.invariance import is_invariant
 from safecomm.peers import bulk, list_exchange

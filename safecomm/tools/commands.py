@@ -85,6 +85,7 @@ def _run(options: argparse.Namespace) -> Callable[[], int]:
             avoid_record_streams=options.avoid_record_streams,
             arena=options.arena,
             record=options.record,
+            snapshot=options.snapshot,
         )
     except (OSError, ImportError) as error:
         raise ValueError(str(error)) from None
@@ -97,6 +98,7 @@ def _run(options: argparse.Namespace) -> Callable[[], int]:
             avoid_record_streams=options.avoid_record_streams,
             arena=options.arena,
             record=options.record,
+            snapshot=options.snapshot,
             low_latency=options.low_latency,
             invariant=options.invariant,
         )
@@ -107,6 +109,7 @@ def _run(options: argparse.Namespace) -> Callable[[], int]:
 
 def _report(options: argparse.Namespace) -> int:
     from safecomm.diagnostics.comparison import compared
+    from safecomm.diagnostics.exports import write_json, write_perfetto
     from safecomm.diagnostics.files import make_reports
     from safecomm.diagnostics.plot import plot
 
@@ -116,10 +119,49 @@ def _report(options: argparse.Namespace) -> int:
         _write_page(options.html, reports)
     if options.png is not None:
         plot(reports, options.png)
+    if options.json is not None:
+        write_json(reports, options.json)
+    if options.perfetto is not None:
+        write_perfetto(reports, options.perfetto)
     _print(compared(reports))
-    for path in (options.html, options.png):
+    for path in (options.html, options.png, options.json, options.perfetto):
         if path is not None:
             _print(f"\nwrote {printable(str(path))}")
+    return DONE
+
+
+def _compare(options: argparse.Namespace) -> int:
+    from safecomm.diagnostics.comparison import compared
+    from safecomm.diagnostics.files import make_reports
+    from safecomm.tools import compare
+
+    files = [path for path in (options.before, options.after) if path is not None]
+    if bool(files) is bool(options.program) or (files and len(files) != 2):
+        raise ValueError("give a program, or --before FILE and --after FILE of two runs that were recorded")
+    if files:
+        with Progress() as progress:
+            reports = [make_reports([path], progress)[0] for path in files]
+        _print(compared(reports))
+        return DONE
+    first, _, last = options.steps.partition(":")
+    if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)) or options.turns < 1:
+        raise ValueError(f"--steps {options.steps} --turns {options.turns}: expected such as 3:12, and 1 or more")
+    options.out.mkdir(parents=True, exist_ok=True)
+    program = options.program[1:] if options.program[0] == "--" else options.program
+    with Progress() as progress:
+        reports, found = compare.compare(
+            program,
+            options.out,
+            steps=(int(first), int(last)),
+            turns=options.turns,
+            limit=options.limit,
+            arena=options.arena,
+            progress=progress,
+        )
+    compare.write(options.out / "compare.json", found)
+    _write_page(options.out / "compare.html", reports)
+    _print(str(reports[0]))
+    _print(f"\nwrote {printable(str(options.out / 'compare.html'))} and compare.json")
     return DONE
 
 
@@ -193,6 +235,7 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int | Callable[[], int]]] = 
     "demo": _demo,
     "run": _run,
     "report": _report,
+    "compare": _compare,
     "tune": _tune,
     "doctor": _doctor,
 }

@@ -189,6 +189,42 @@ def diagnostics_doctor():
     return {"links": list(found.machine.links), "red": [check.name for check in found.checks if not check.ok]}
 
 
+@case(60, ranks=2)
+def diagnostics_outside_is_accounted_for():
+    """MiB outside of the allocator: torch's tensors are not of it, and the staging of low_latency() is."""
+    settle()
+
+    def look():
+        torch.cuda.synchronize()
+        found = safecomm.memory_report().outside
+        require(found is not None, "no context")
+        return found
+
+    def shown(found):
+        parts = {name: round(nbytes / MIB, 1) for name, nbytes in found.parts.items()}
+        figures = {name: getattr(found, name) // MIB for name in ("used", "reserved", "unattributed")}
+        return {**figures, "parts": parts}
+
+    before = look()
+    tensor = torch.empty(64 * MIB, dtype=torch.uint8, device="cuda")
+    during = look()
+    require(during.reserved - before.reserved >= tensor.nbytes, before, during)
+    require(abs(during.total - before.total) <= 4 * MIB, before, during)
+    del tensor
+    settle()
+    before = look()
+    with safecomm.low_latency() as on:
+        require(on.reason == "", on.reason)
+        after = look()
+        name, staging = next(item for item in after.parts.items() if item[0].startswith("low_latency() staging"))
+        require(0 < staging <= on.nbytes, staging, on.nbytes)
+        require(after.total - before.total >= staging - 4 * MIB, before, after)
+    left = look()
+    require(name not in left.parts, left)
+    told = hasattr(stock.group.WORLD._get_backend(torch.device("cuda")), "memory_stats")
+    return {"torch_has_memory_stats": told, "before": shown(before), "low_latency": shown(after), "left": shown(left)}
+
+
 @case(240)
 def diagnostics_cost_of_a_recording():
     """Time of a step of eight layers with a recording against without, the median of the ratios of 15 rounds."""

@@ -1,0 +1,214 @@
+"""What ``safecomm compare`` has each rank of a program write down: its steps, its peaks, a snapshot, its collectives.
+
+It changes nothing of the program. The window begins at the end of one step of the optimizer and ends with another; of
+a program without such steps it is all of the run. Then a further step is traced on GPUs, for how long collectives run
+beside nothing else.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import json
+import os
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from safecomm import _torch
+from safecomm.core.holds import Hold
+from safecomm.core.ledger import LEDGER
+from safecomm.diagnostics.collective_log import rows_of
+from safecomm.diagnostics.exposed import exposed
+from safecomm.diagnostics.outside import outside
+from safecomm.diagnostics.snapshots import begin_history, end_history, write_snapshot
+
+if TYPE_CHECKING:
+    from torch.profiler import profile as Profile  # noqa: N812
+
+VERSION = 1
+"""Of the file that a rank writes."""
+
+CREATED = 20_000
+"""Calls whose times are kept, for how late ranks are."""
+
+
+class Observer:
+    """Observes this process, and writes ``rank0.json`` and, on GPUs, ``rank0.pickle`` into ``directory``.
+
+    ``first``, ``last``: the steps of the window, counted from 1. ``rank``: returns this process's rank and how many
+    there are, or None and None while it has no group; a process that never has one writes nothing.
+    """
+
+    def __init__(
+        self, directory: str, first: int, last: int, rank: Callable[[], tuple[int | None, int | None]], *, how: str
+    ) -> None:
+        self._directory = Path(directory)
+        self._first, self._last = first, last
+        self._rank = rank
+        self._how = how
+        self._process = os.getpid()
+        self._optimizer: weakref.ref[Optimizer] | None = None
+        self._steps = 0
+        self._ends: list[_End] = []  # of the steps of the window, the end of the one before first
+        self._began = 0.0  # the window, in unix time, as the allocator's history has it
+        self._found: dict[str, object] | None = None
+        self._profile: Profile | None = None
+        self._hook = register_optimizer_step_post_hook(self._stepped)
+        self._watched = _Held()
+        begin_history(every_stack=False)
+        if first == 1:
+            self._begin_window()
+        atexit.register(self._at_end)
+
+    def _stepped(self, optimizer: Optimizer, *_: object) -> None:
+        known = self._optimizer and self._optimizer()
+        if known is None:  # the first, or the one that has taken its place: of several one counts
+            known, self._optimizer = optimizer, weakref.ref(optimizer)
+        if optimizer is not known or self._rank()[0] is None or os.getpid() != self._process:
+            return
+        self._steps += 1
+        if self._steps == self._first - 1:
+            self._begin_window()
+        elif self._first <= self._steps <= self._last:
+            self._ends.append(_now())
+            if self._steps == self._last:
+                self._end_window("steps")
+                self._profile = _profile()
+        elif self._profile is not None:
+            self._end_profile()
+
+    def _begin_window(self) -> None:
+        if _has_device():
+            torch.cuda.reset_peak_memory_stats()
+        self._watched.peak = self._watched.now
+        self._began = time.time()
+        self._ends = [_now()]
+
+    def _end_window(self, ended: str) -> None:
+        rank, world = self._rank()
+        memory: dict[str, int] = {"held": self._watched.peak}
+        if _has_device():
+            stats = torch.cuda.memory_stats()
+            memory |= {name: stats.get(f"{name}_bytes.all.peak", 0) for name in ("active", "allocated", "reserved")}
+        elsewhere = outside()
+        if elsewhere is not None:
+            memory["outside"] = elsewhere.total
+        entries = _torch.flight_entries() or []
+        ranks = {_torch.group_name(group): group.size() for group in _torch.all_groups()}
+        rows = rows_of(entries, ranks)
+        self._found = {
+            "safecomm_observed": VERSION,
+            "rank": rank,
+            "world": world,
+            "how": self._how,
+            "torch": torch.__version__,
+            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+            "ended": ended,
+            "window": [self._first, self._first + max(len(self._ends) - 2, 0)],
+            "began": self._began,
+            "seconds": _between(self._ends),
+            "memory": memory,
+            "collectives": [[*vars(row).values()] for row in rows[:1000]],
+            "created": [
+                [entry["process_group"][0], entry["collective_seq_id"], entry["time_created_ns"]]
+                for entry in entries[-CREATED:]
+                if not entry.get("is_p2p")
+            ],
+            "exposed": None,
+        }
+        write_snapshot(self._directory / f"rank{rank}.pickle")
+        end_history()
+        self._write()
+
+    def _end_profile(self) -> None:
+        profile, self._profile = self._profile, None
+        if profile is None or self._found is None:
+            return
+        torch.cuda.synchronize()
+        profile.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self._found["exposed"] = exposed(profile.events())  # type: ignore[no-untyped-call]
+        self._write()
+        self._hook.remove()
+
+    def _at_end(self) -> None:
+        if os.getpid() != self._process or self._rank()[0] is None:
+            return
+        self._profile = None
+        if self._found is None:
+            self._end_window("end")
+
+    def _write(self) -> None:
+        rank, _ = self._rank()
+        path = self._directory / f"rank{rank}.json"
+        part = path.with_name(f".{path.name}.part")
+        try:
+            part.write_text(json.dumps(self._found), encoding="utf-8")
+            os.replace(part, path)
+        except OSError as error:  # a full disk must not end the program
+            print(f"safecomm: {path} can't be written: {error.strerror}", file=sys.stderr, flush=True)
+
+
+def _has_device() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+
+
+class _End(NamedTuple):
+    """The end of a step: on the host, and on a GPU where the current stream has got to, which the host is ahead of."""
+
+    host: float
+    event: torch.cuda.Event | None
+
+
+def _now() -> _End:
+    event = None
+    if _has_device():
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+    return _End(time.perf_counter(), event)
+
+
+def _between(ends: list[_End]) -> list[float]:
+    """Return the seconds between the ends of steps; on a GPU waits for the last."""
+    seconds = []
+    for before, after in itertools.pairwise(ends):
+        took = after.host - before.host
+        if before.event is not None and after.event is not None:
+            after.event.synchronize()
+            took = 1e-3 * before.event.elapsed_time(after.event)
+        seconds.append(round(took, 6))
+    return seconds
+
+
+class _Held:
+    """What collectives hold, as the ledger tells of each hold that comes or goes."""
+
+    def __init__(self) -> None:
+        self.now = self.peak = 0
+        LEDGER.observer = self
+
+    def held(self, hold: Hold) -> None:
+        vars(hold)["observed"] = nbytes = hold.nbytes
+        self.now += nbytes
+        self.peak = max(self.peak, self.now)
+
+    def released(self, hold: Hold) -> None:
+        self.now -= vars(hold).pop("observed", 0)
+
+
+def _profile() -> Profile | None:
+    """Return a profile that has begun, of what the device runs; None where there is none."""
+    if not torch.cuda.is_available():
+        return None
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.synchronize()  # what came before is no part of the step
+    found = profile(activities=[ProfilerActivity.CUDA])
+    found.__enter__()  # type: ignore[no-untyped-call]
+    return found

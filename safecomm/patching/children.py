@@ -1,0 +1,41 @@
+"""Processes that a program starts by itself: how they begin as the first one has, and which ranks took part.
+
+The way of coverage.py and OpenTelemetry: an environment in which each Python process, whoever starts it, runs our
+``site/sitecustomize.py``. A process that was forked has what its parent had.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+VARIABLE = "SAFECOMM_CHILDREN"
+_SITE = Path(__file__).parent / "site"
+_ROOT = Path(__file__).parents[2]
+
+
+def variables(options: Mapping[str, object]) -> dict[str, str]:
+    """Return the variables by which each Python process that is started with them begins with ``options``.
+
+    They are the arguments of :func:`safecomm.patching.runner.begin`.
+
+    Examples
+    --------
+    >>> sorted(variables({"strict": True}))
+    ['PYTHONPATH', 'SAFECOMM_CHILDREN']
+    """
+    ours = [str(_SITE), str(_ROOT)]  # the second for a checkout that is not installed; behind all others
+    others = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path not in ours]
+    return {"PYTHONPATH": os.pathsep.join([ours[0], *others, ours[1]]), VARIABLE: json.dumps(options)}
+
+
+def take_part(directory: str, rank: int) -> None:
+    """Leave a mark in ``directory`` that ``rank`` took part."""
+    Path(directory, f"took part.{rank}").touch()
+
+
+def took_part(directory: str) -> int:
+    """Return how many ranks have left their mark in ``directory``."""
+    return len(list(Path(directory).glob("took part.*")))

@@ -1,0 +1,353 @@
+"""python -m safecomm compare: what communication costs a program, without safecomm and with it.
+
+The program runs unpatched and patched in turns. Each of its ranks is observed (``diagnostics/observer.py``) and writes
+a file; this process only starts, waits and reads, and imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from safecomm.diagnostics.collective_log import late, table_of
+from safecomm.diagnostics.files import make_reports
+from safecomm.diagnostics.observed import Observed, read_run
+from safecomm.diagnostics.peaks import Peak, peak_of
+from safecomm.diagnostics.report import ROWS, SHARE, WORTH, Advice, Report
+from safecomm.diagnostics.snapshot import read_snapshot
+from safecomm.diagnostics.table import Table
+from safecomm.diagnostics.units import mib
+from safecomm.errors import SafecommError
+from safecomm.patching import children
+
+VERSION = 1
+"""Of ``compare.json``."""
+
+UNPATCHED, PATCHED, AVOIDING = "unpatched", "patch()", "avoid_record_streams()"
+CALLS = 20_000
+"""That torch's flight recorder keeps."""
+PATIENCE = 5.0
+"""Seconds that a program has to end by itself when it is told to."""
+_FIGURES = {
+    "active": "peak, active",
+    "reserved": "peak, reserved",
+    "unusable": "freed but unusable",
+    "held": "held by collectives",
+    "outside": "outside of the allocator",
+}
+
+
+@dataclass
+class Run:
+    """One run of the program in one way."""
+
+    ranks: list[Observed]
+    report: Report | None = None
+    """What the snapshots of its ranks say; None where there are none."""
+    peak: Peak | None = None
+    """That of the window, of the rank with the most; None without snapshots."""
+
+
+@dataclass
+class Way:
+    """All runs in one way."""
+
+    name: str
+    runs: list[Run] = field(default_factory=list)
+
+    def nbytes(self, name: str) -> int | None:
+        """Return a figure of memory: of the rank with the most, the median over runs; None if it is not known."""
+        values = []
+        for run in self.runs:
+            of_ranks = [one.memory[name] for one in run.ranks if name in one.memory]
+            if name == "unusable" and run.peak is not None:
+                of_ranks = [run.peak.unusable]
+            values += [max(of_ranks)] if of_ranks else []
+        return round(statistics.median(values)) if values else None
+
+    @property
+    def seconds(self) -> list[float]:
+        """Return how long the steps took, each on its slowest rank."""
+        return [max(step) for run in self.runs for step in zip(*(one.seconds for one in run.ranks), strict=False)]
+
+    @property
+    def exposed(self) -> dict[str, float]:
+        """Return the ms of collectives in a step, and of those the ms beside nothing else, of the slowest rank."""
+        found = [one.exposed for run in self.runs for one in run.ranks if one.exposed]
+        return max(found, key=lambda one: one.get("exposed ms", 0.0)) if found else {}
+
+
+def compare(
+    command: Sequence[str],
+    out: Path,
+    *,
+    steps: tuple[int, int],
+    turns: int,
+    limit: float | None,
+    arena: str,
+    progress: Callable[[str], None],
+) -> tuple[list[Report], dict[str, object]]:
+    """Run ``command`` unpatched and patched ``turns`` times, in turns; return a report, and what it rests on.
+
+    A third way, inside of ``avoid_record_streams()``, is run too where patching alone left memory unusable. What the
+    program prints goes to files in ``out``.
+
+    Raises
+    ------
+    SafecommError
+        If a run fails, takes longer than ``limit`` seconds, or is seen by no rank. All that it started has ended then.
+    """
+    ways = {name: Way(name) for name in (UNPATCHED, PATCHED)}
+    for turn in range(1, turns + 1):
+        for way in ways.values() if turn % 2 else reversed(ways.values()):
+            progress(f"turn {turn} of {turns}: {way.name}")
+            way.runs.append(_run(command, out / f"{turn}.{_folder(way.name)}", way.name, steps, limit, arena))
+    if (ways[PATCHED].nbytes("unusable") or 0) >= WORTH:
+        way = ways[AVOIDING] = Way(AVOIDING)
+        progress(f"once more: {AVOIDING}")
+        way.runs.append(_run(command, out / f"1.{_folder(AVOIDING)}", AVOIDING, steps, limit, arena))
+    return _told(command, list(ways.values()))
+
+
+def _folder(name: str) -> str:
+    return name.removesuffix("()")
+
+
+def _run(
+    command: Sequence[str], directory: Path, how: str, steps: tuple[int, int], limit: float | None, arena: str
+) -> Run:
+    directory.mkdir(parents=True, exist_ok=True)
+    for old in directory.iterdir():
+        old.unlink()
+    options: dict[str, object] = {"observe": [str(directory.absolute()), *steps, how], "patch": how != UNPATCHED}
+    if how != UNPATCHED:
+        options |= {"avoid_record_streams": how == AVOIDING, "arena": arena}
+    recorded = {"TORCH_FR_BUFFER_SIZE": f"{CALLS}", "TORCH_NCCL_TRACE_BUFFER_SIZE": f"{CALLS}"}
+    environment = {**recorded, "TORCH_NCCL_ENABLE_TIMING": "1", **os.environ, **children.variables(options)}
+    log = directory / "output.txt"
+    status = _ended(command, environment, log, limit)
+    if status != 0:
+        last = log.read_text(encoding="utf-8", errors="replace").splitlines()[-20:]
+        what = f"did not end within {limit:g} seconds" if status is None else f"ended with status {status}"
+        raise SafecommError(
+            "\n".join([f"the program, {how}, {what}; {log} has what it printed, which ends so:", *last])
+        )
+    try:
+        ranks = read_run(directory)
+        with_most = max(ranks, key=lambda one: one.memory.get("active", 0))
+        if with_most.snapshot is None:
+            return Run(ranks)
+        return Run(ranks, make_reports([directory])[0], peak_of(read_snapshot(with_most.snapshot), with_most.began))
+    except ValueError as error:
+        raise SafecommError(str(error)) from None
+
+
+def _ended(command: Sequence[str], environment: Mapping[str, str], log: Path, limit: float | None) -> int | None:
+    """Run ``command`` to its end, and return its status; None if it took longer than ``limit`` seconds."""
+    with log.open("wb") as output:
+        try:
+            process = subprocess.Popen(
+                command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+            )
+        except OSError as error:
+            raise ValueError(f"{command[0]} can't be run: {error.strerror}") from None
+        with _ending(process):
+            try:
+                return process.wait(limit)
+            except subprocess.TimeoutExpired:
+                return None
+
+
+@contextlib.contextmanager
+def _ending(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """End the process, and all of its session, at the end."""
+    try:
+        yield
+    finally:
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, number)
+            deadline = time.monotonic() + PATIENCE
+            while number == signal.SIGTERM and process.poll() is None and time.monotonic() < deadline:
+                time.sleep(0.05)
+        process.wait()
+
+
+# --- what is told ---------------------------------------------------------------------------------------------------
+
+
+def _told(command: Sequence[str], ways: list[Way]) -> tuple[list[Report], dict[str, object]]:
+    first = ways[0].runs[0].ranks
+    table = Table("the program", ("", *(way.name for way in ways)), _rows(ways))
+    lines = _difference_by_line(ways)
+    advice = advised(ways)
+    world = max(one.world for one in first)
+    took_part = {way.name: min(len(run.ranks) for run in way.runs) for way in ways}
+    window = first[0].window
+    steps = (
+        f"steps {window[0]} to {window[1]} by the optimizer"
+        if first[0].seconds
+        else "all of the run: no optimizer made the steps that were asked for"
+    )
+    summary = [
+        f"{min(took_part.values())} of {world} ranks took part; {steps}; {first[0].device}, torch {first[0].torch}"
+    ]
+    if first[0].device == "cpu":
+        summary.append(
+            "without a GPU there is no caching allocator and no stream: peaks and exposure are not seen here"
+        )
+    tables = [table]
+    if lines:
+        tables.append(lines)
+    calls = [row for one in first for row in one.collectives if one.rank == first[0].rank]
+    tables.append(table_of(calls, ROWS))
+    behind = late([one.created for one in first])
+    if behind:
+        rows = [(f"rank {rank}", str(count), f"{ms:.2f} ms") for rank, (count, ms) in behind.items()]
+        tables.append(Table("the last to call, unpatched", ("rank", "calls", "after the first, median"), rows))
+    title = "what communication costs: " + " ".join(command)
+    whole = Report(title[:200], summary, tables, advice, [], {}, program=command[-1])
+    reports = [whole]
+    for way in ways:
+        report = way.runs[0].report
+        if report is not None:
+            report.title = way.name
+            reports.append(report)
+    found: dict[str, object] = {
+        "safecomm_compare": VERSION,
+        "command": list(command),
+        "ranks": took_part,
+        "world": world,
+        "window": list(window),
+        "ways": {
+            way.name: {
+                "bytes": {name: way.nbytes(name) for name in _FIGURES},
+                "seconds": way.seconds,
+                "exposed": way.exposed,
+                "collectives": [vars(row) for row in way.runs[0].ranks[0].collectives],
+            }
+            for way in ways
+        },
+        "predicted active": predicted(ways[0]),
+        "advice": [one.text for one in advice],
+    }
+    return reports, found
+
+
+def predicted(unpatched: Way) -> int | None:
+    """Return the peak of active bytes that would be left with every block usable as soon as it was freed."""
+    return max((run.peak.least for run in unpatched.runs if run.peak is not None), default=None)
+
+
+def _rows(ways: list[Way]) -> list[tuple[str, ...]]:
+    rows = []
+    for name, told in _FIGURES.items():
+        values = [way.nbytes(name) for way in ways]
+        if any(value is not None for value in values):
+            rows.append((told, *("-" if value is None else mib(value) for value in values)))
+    if any(way.seconds for way in ways):
+        rows.append(("ms a step, median (quartiles)", *(_spread(way.seconds) for way in ways)))
+    for key, told in (("ms", "collectives, ms of a step"), ("exposed ms", "exposed, ms of a step")):
+        if any(way.exposed for way in ways):
+            rows.append((told, *(f"{way.exposed[key]:.2f}" if key in way.exposed else "-" for way in ways)))
+    least = predicted(ways[0])
+    if least is not None:
+        rows.append(("peak, active, if all were usable when freed", mib(least), *["" for _ in ways[1:]]))
+    return rows
+
+
+def _spread(seconds: list[float]) -> str:
+    if not seconds:
+        return "-"
+    first, last = quartiles(seconds)
+    return f"{1e3 * statistics.median(seconds):.2f} ({1e3 * first:.2f} to {1e3 * last:.2f})"
+
+
+def _difference_by_line(ways: list[Way]) -> Table | None:
+    """Return by line of the program what was active at the peak, without and with safecomm; None without snapshots."""
+    peaks = [way.runs[0].peak for way in ways[:2]]
+    found = [peak.lines for peak in peaks if peak is not None]
+    if len(found) != len(peaks):
+        return None
+    before, after = found
+    changes = {site: after.get(site, 0) - before.get(site, 0) for site in {**before, **after}}
+    ordered = sorted(changes, key=lambda site: -abs(changes[site]))
+    rows = [
+        (_signed(changes[site]), mib(before.get(site, 0)), mib(after.get(site, 0)), site) for site in ordered[:ROWS]
+    ]
+    if len(ordered) > ROWS:
+        rest = ordered[ROWS:]
+        sums = [sum(one.get(site, 0) for site in rest) for one in found]
+        rows.append((_signed(sums[1] - sums[0]), mib(sums[0]), mib(sums[1]), f"{len(rest)} other lines"))
+    whole = [sum(one.values()) for one in found]
+    rows.append((_signed(whole[1] - whole[0]), mib(whole[0]), mib(whole[1]), "all lines"))
+    columns = ("change", ways[0].name, ways[1].name, "allocated at")
+    return Table("active at the peak, by line of the program", columns, rows)
+
+
+def _signed(nbytes: int) -> str:
+    return ("-" if nbytes < 0 else "+" if nbytes else "") + mib(abs(nbytes))
+
+
+def advised(ways: list[Way]) -> list[Advice]:
+    """Return what to do: what was measured to be better, with its price; or that there is no gain."""
+    before = ways[0]
+    found = []
+    for way in ways[1:]:
+        gains = {name: _gain(before, way, name) for name in ("active", "reserved")}
+        told = [f"the peak of {name} bytes by {mib(gain)}" for name, gain in gains.items() if gain > 0]
+        if told:
+            text = f"{way.name} lowers {' and '.join(told)}. {_price(before, way)}"
+            found.append(Advice(max(gains.values()), text))
+        worse = [f"{name} by {mib(-gain)}" for name, gain in gains.items() if gain < 0]
+        if worse:
+            found.append(Advice(0, f"{way.name} raises the peak of {' and '.join(worse)} bytes."))
+    if not any(one.nbytes for one in found):
+        known = before.nbytes("active") is not None
+        why = "no way lowers a peak by more than 1 %" if known else "memory is not seen here"
+        found.append(Advice(1, f"No gain: {why}. {_price(before, ways[1])}"))
+    report = before.runs[0].report
+    return found + [one for one in (report.advised if report is not None else []) if not one.measurable]
+
+
+def _gain(before: Way, after: Way, name: str) -> int:
+    """Return the bytes by which a peak is lower; 0 if that is less than two runs of one program differ by."""
+    one, two = before.nbytes(name), after.nbytes(name)
+    if one is None or two is None or abs(one - two) < max(WORTH, one // SHARE):
+        return 0
+    return one - two
+
+
+def _price(before: Way, after: Way) -> str:
+    if not before.seconds or not after.seconds:
+        return "Steps were not timed."
+    ratio = statistics.median(after.seconds) / statistics.median(before.seconds)
+    apart = min(quartiles(after.seconds)[1], quartiles(before.seconds)[1]) < max(
+        quartiles(after.seconds)[0], quartiles(before.seconds)[0]
+    )
+    beyond = "" if apart else ", which is within the spread of both"
+    return f"A step takes {ratio:.2f} of its time unpatched{beyond}."
+
+
+def quartiles(seconds: Sequence[float]) -> tuple[float, float]:
+    """Return the first and the last quartile."""
+    found = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else [*seconds] * 3
+    return found[0], found[2]
+
+
+def write(path: Path, found: Mapping[str, object]) -> None:
+    """Write ``found`` as JSON, as a whole or not at all. Raises ValueError if it can't be written."""
+    part = path.with_name(f".{path.name}.part")
+    try:
+        part.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        os.replace(part, path)
+    except OSError as error:
+        raise ValueError(f"{path} can't be written: {error.strerror}") from None

@@ -1,0 +1,404 @@
+"""``safecomm compare``, ``run --snapshot``, and ranks that a program starts by itself: real processes on gloo."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from ranks import run_python
+from snapshots import MIB, Allocator, stack, write
+
+import safecomm
+from safecomm import _torch
+from safecomm.diagnostics import collective_log as logs
+from safecomm.diagnostics import exposed, observed, observer, snapshots
+from safecomm.diagnostics.peaks import peak_of
+from safecomm.diagnostics.snapshot import read_snapshot
+from safecomm.errors import SafecommError
+from safecomm.patching import children
+from safecomm.tools import compare
+
+TRAIN = """
+import os, sys
+import torch, torch.distributed as dist
+import torch.multiprocessing as mp
+
+def work(rank, port):
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
+    else:
+        dist.init_process_group("gloo", init_method=f"file://{port}", rank=rank, world_size=2)
+    model = torch.nn.Linear(64, 64)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    for _ in range(6):
+        model(torch.randn(4, 64)).sum().backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+        optimizer.step()
+    dist.barrier()
+    print("patched" if "safecomm" in dist.all_reduce.__code__.co_filename else "unpatched", flush=True)
+    os._exit(0)  # a process that ends with gloo's threads now and then aborts, without safecomm too
+
+if __name__ == "__main__":
+    if "RANK" in os.environ:
+        work(int(os.environ["RANK"]), "")
+    else:
+        mp.start_processes(work, (os.path.abspath(f"store{os.getpid()}"),), nprocs=2, start_method="spawn")
+"""
+
+
+@pytest.fixture
+def program(tmp_path):
+    (tmp_path / "train.py").write_text(TRAIN)
+    return tmp_path
+
+
+def start(program, *arguments, status=0, **environment):
+    """Run ``python -m safecomm compare`` in the folder of ``program``."""
+    ended = run_python("-m", "safecomm", "compare", *arguments, cwd=str(program), limit=180, **environment)
+    assert ended.status == status, (ended.status, ended.out, ended.err)
+    return ended
+
+
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py")
+
+
+@pytest.mark.parametrize("launched", [TORCHRUN, (sys.executable, "train.py")], ids=["torchrun", "spawn"])
+def test_both_ranks_are_observed_and_patched_whoever_starts_them(program, launched):
+    said = start(program, "--steps", "2:5", "--limit", "90", "--", *launched).out
+    assert "2 of 2 ranks took part; steps 2 to 5 by the optimizer; cpu" in said
+    assert "without a GPU" in said
+    assert "No gain: memory is not seen here." in said
+    found = json.loads((program / "safecomm-compare/compare.json").read_text())
+    assert found["safecomm_compare"] == compare.VERSION
+    assert found["ranks"] == {"unpatched": 2, "patch()": 2}
+    for way, folder in (("unpatched", "1.unpatched"), ("patch()", "1.patch")):
+        assert len(found["ways"][way]["seconds"]) == 4
+        printed = (program / "safecomm-compare" / folder / "output.txt").read_text()
+        assert printed.count("unpatched" if way == "unpatched" else "patched\n") >= 2
+        assert ("unpatched" in printed) is (way == "unpatched")
+    (row, *_) = found["ways"]["unpatched"]["collectives"]
+    assert (row["op"], row["nbytes"], row["calls"]) == ("all_reduce", 64 * 64 * 4, 5)
+    assert re.search(r"train.py:\d+ in work", row["at"])
+    page = (program / "safecomm-compare/compare.html").read_text()
+    assert "No gain" in page
+
+
+@pytest.mark.parametrize(
+    ("script", "options", "said"),
+    [
+        ("raise SystemExit(7)", (), "unpatched, ended with status 7"),
+        ("import time; print('begun', flush=True); time.sleep(1e5)", ("--limit", "3"), "did not end within 3 seconds"),
+        ("print('no torch')", (), "no rank wrote what it saw"),
+        ("print('x' * 10_000_000)\nraise SystemExit(1)", (), "ended with status 1"),
+    ],
+)
+def test_a_program_that_fails_hangs_or_prints_much_is_told_in_a_line_and_nothing_is_left(
+    tmp_path, script, options, said
+):
+    (tmp_path / "script.py").write_text(script)
+    ended = start(tmp_path, *options, "--", sys.executable, "script.py", status=1)
+    assert said in ended.err.splitlines()[0]
+    assert not list((tmp_path / "safecomm-compare").glob("compare.*"))
+
+
+def test_an_interrupt_ends_the_program_too(tmp_path):
+    (tmp_path / "script.py").write_text("import os, time\nopen('pid', 'w').write(str(os.getpid()))\ntime.sleep(1e5)")
+    command = [sys.executable, "-m", "safecomm", "compare", "--", sys.executable, "script.py"]
+    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+        assert process.poll() is None
+        os.sched_yield()
+    process.send_signal(signal.SIGINT)
+    assert process.wait() == 130
+    assert "interrupted" in process.stderr.read()
+    process.stderr.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "give a program, or --before"),
+        (("--before", "a"), "give a program, or --before"),
+        (("--steps", "5:2", "--", "true"), "--steps 5:2"),
+        (("--turns", "0", "--", "true"), "--turns 0"),
+        (("--", "no-such-program"), "no-such-program can't be run"),
+        (("--before", "a", "--after", "b"), "a: no such file"),
+    ],
+)
+def test_wrong_arguments_are_told_in_a_sentence(tmp_path, arguments, said):
+    ended = start(tmp_path, *arguments, status=2)
+    assert said in ended.err
+    assert "Traceback" not in ended.err
+
+
+# --- what ranks have written -----------------------------------------------------------------------------------------
+
+GOOD = {
+    "safecomm_observed": 1, "rank": 0, "world": 2, "how": "unpatched", "torch": "2.13", "device": "cpu",
+    "ended": "steps", "window": [3, 4], "began": 1.0, "seconds": [0.5, 0.25], "memory": {"active": 5, "held": 0},
+    "collectives": [["all_reduce", "0", "a.py:1 in f", 4, 2, 8, None, None, None]], "created": [["0", 1, 10]],
+    "exposed": {"ms": 2.0, "exposed ms": 1.0},
+}  # fmt: skip
+
+
+def test_a_file_of_the_observer_is_read_as_it_was_written(tmp_path):
+    (tmp_path / "rank0.json").write_text(json.dumps(GOOD))
+    (one,) = observed.read_run(tmp_path)
+    assert (one.rank, one.world, one.window, one.seconds) == (0, 2, (3, 4), [0.5, 0.25])
+    assert one.memory == {"active": 5, "held": 0}
+    assert one.collectives[0].total == 8
+    assert one.created == {("0", 1): 10}
+    assert one.snapshot is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({name: None} for name in GOOD if name != "exposed"),
+        {"seconds": [float("nan")]}, {"rank": -1}, {"memory": {"active": "5"}}, {"collectives": [[1]]},
+        {"created": [["0", 1]]}, {"exposed": 3}, {"window": [1, 2, 3]}, {"safecomm_observed": 2},
+    ],
+)  # fmt: skip
+def test_a_file_that_is_malformed_is_refused_in_a_line(tmp_path, change):
+    path = tmp_path / "rank0.json"
+    path.write_text(json.dumps(GOOD | change))
+    with pytest.raises(ValueError, match=re.escape(str(path))) as caught:
+        observed.read_observed(path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["", "[", "[" * 100_000, "3", '{"safecomm_observed": 1}', "\0", "\x80\x02}"])
+def test_a_file_that_is_none_of_it_is_refused_in_a_line(tmp_path, text):
+    path = tmp_path / "rank0.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="not of safecomm compare"):
+        observed.read_observed(path)
+
+
+# --- what is told ----------------------------------------------------------------------------------------------------
+
+
+def a_way(name, seconds=(), peak=None, **memory):
+    one = observed.Observed(
+        0, 1, name, "2.13", "GPU", "steps", (3, 4), 0.0, list(seconds), memory, [], {}, None, None
+    )  # fmt: skip
+    return compare.Way(name, [compare.Run([one], peak=peak)])
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        (1000, 400, "patch() lowers the peak of active bytes by 600.0 MiB."),
+        (1000, 995, "No gain: no way lowers a peak by more than 1 %."),
+        (1000, 1200, "patch() raises the peak of active by 200.0 MiB bytes."),
+        (None, None, "No gain: memory is not seen here."),
+    ],
+)
+def test_only_what_was_measured_to_be_better_is_advised(before, after, said):
+    figures = [{} if one is None else {"active": one * MIB, "reserved": 2000 * MIB} for one in (before, after)]
+    ways = [a_way("unpatched", **figures[0]), a_way("patch()", **figures[1])]
+    advice = [one.text for one in compare.advised(ways)]
+    assert any(said in text for text in advice), advice
+    assert any("No gain" in text for text in advice) is ("lowers the" not in said)
+
+
+def test_times_within_the_spread_of_both_are_not_told_as_slower():
+    near = [a_way("unpatched", (1.0, 1.2, 1.4)), a_way("patch()", (1.1, 1.25, 1.5))]
+    apart = [a_way("unpatched", (1.0, 1.1, 1.2)), a_way("patch()", (2.0, 2.1, 2.2))]
+    assert "A step takes 1.04 of its time unpatched, which is within the spread of both." in str(compare.advised(near))
+    assert "A step takes 1.91 of its time unpatched.'" in str(compare.advised(apart))
+
+
+def test_lines_add_up_to_the_peak_and_what_was_before_the_window_does_not_count(tmp_path):
+    allocator = Allocator()
+    early = allocator.alloc(8 * MIB, stack((1, "early")))
+    large = allocator.alloc(16 * MIB, stack((2, "startup")))
+    allocator.tick(1000)
+    allocator.free(large, stack((3, "startup")))
+    allocator.tick(1000)
+    since = allocator.time / 1e6
+    allocator.tick(1000)
+    one = allocator.alloc(4 * MIB, stack((4, "step")))
+    allocator.tick(1000)
+    allocator.free(one, stack((5, "step")))
+    allocator.tick(1000)
+    assert early
+    write(tmp_path / "a.pickle", allocator.snapshot())
+    snapshot = read_snapshot(tmp_path / "a.pickle")
+    whole, window = peak_of(snapshot), peak_of(snapshot, since)
+    assert whole.active == 24 * MIB
+    assert window.active == 12 * MIB
+    for peak in (whole, window):
+        assert sum(peak.lines.values()) == peak.active
+    assert "startup" not in str(window.lines)
+    assert window.least == window.active
+
+
+# --- the log ---------------------------------------------------------------------------------------------------------
+
+
+def entry(op="nccl:all_reduce", count=1000, ms=None, line=5, **more):
+    frames = [
+        {"filename": "/x/torch/distributed/distributed_c10d.py", "name": "all_reduce", "line": 1},
+        {"filename": "/home/me/train.py", "name": "step", "line": line},
+    ]
+    sizes = {"input_sizes": [[count]], "output_sizes": [[count]], "input_dtypes": ["Float"], "output_dtypes": ["Float"]}
+    return {"profiling_name": op, "process_group": ("0", "default"), "frames": frames, "duration_ms": ms} | sizes | more
+
+
+def test_calls_of_a_line_are_a_row_with_the_bandwidths_of_nccl_tests():
+    calls = [entry(count=1_000_000, ms=ms) for ms in (1.0, 2.0, 3.0)] + [entry(line=9), entry(count=2_000_000)]
+    rows = logs.rows_of(calls, {"0": 4})
+    first = next(row for row in rows if row.calls == 3)
+    assert first.at == "/home/me/train.py:5 in step"
+    assert (first.nbytes, first.total, first.us) == (4_000_000, 12_000_000, 2000.0)
+    assert first.algorithm_bandwidth == pytest.approx(2.0)
+    assert first.bus_bandwidth == pytest.approx(3.0)
+    assert [row.us for row in rows if row is not first] == [None, None]
+    assert [row.total for row in rows] == sorted((row.total for row in rows), reverse=True)
+    assert "train.py:9" in str(logs.CollectiveLog(tuple(rows)))
+
+
+@pytest.mark.parametrize(
+    ("op", "expected"),
+    [("all_reduce", 1.75), ("_all_gather_base", 0.875), ("reduce_scatter_tensor", 0.875), ("all_to_all", 0.875),
+     ("broadcast", 1.0), ("send 0->1", 1.0)],
+)  # fmt: skip
+def test_the_factors_are_those_of_nccl_tests(op, expected):
+    assert logs.factor(op, 8) == expected
+
+
+def test_who_is_last_is_told_by_rank():
+    created = [{("0", 1): 100, ("0", 2): 100}, {("0", 1): 3_000_100, ("0", 2): 0, ("0", 3): 5}]
+    assert logs.late(created) == {0: (1, pytest.approx(1e-4)), 1: (1, 3.0)}
+    assert logs.late(created[:1]) == {}
+
+
+def test_without_a_flight_recorder_the_log_says_why():
+    for found in (None, []):
+        with mock.patch.object(_torch, "flight_entries", return_value=found):
+            assert "TORCH_FR_BUFFER_SIZE" in str(safecomm.collective_log())
+
+
+# --- pieces ----------------------------------------------------------------------------------------------------------
+
+
+def kernel(name, start, end):
+    device, times = SimpleNamespace(name="CUDA"), SimpleNamespace(start=start, end=end)
+    return SimpleNamespace(name=name, device_type=device, time_range=times)
+
+
+def test_what_runs_beside_no_other_kernel_is_exposed():
+    events = [
+        kernel("ncclDevKernel_AllReduce", 0, 3000), kernel("ncclDevKernel_AllGather", 2000, 4000),
+        kernel("gemm", 1000, 2500), kernel("gemm", 2400, 2600), kernel("add", 9000, 9500),
+    ]  # fmt: skip
+    assert exposed.exposed(events) == {"ms": 4.0, "exposed ms": 2.4}
+    assert exposed.exposed([]) is None
+
+
+def test_another_sitecustomize_still_runs_and_a_process_without_options_is_left_alone(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("print('theirs')")
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    with mock.patch.dict(os.environ, environment):
+        environment |= children.variables({})
+    environment.pop(children.VARIABLE)
+    program = "import torch, sys; print('safecomm' in sys.modules)"
+    ended = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+    )  # fmt: skip
+    assert ended.stdout.split() == ["theirs", "False"]
+
+
+def test_a_process_that_can_not_begin_says_so_and_goes_on(tmp_path):
+    environment = os.environ | children.variables({"no such option": 1})
+    ended = subprocess.run(
+        [sys.executable, "-c", "import torch; print('on')"], env=environment, capture_output=True, text=True, check=True
+    )  # fmt: skip
+    assert ended.stdout.strip() == "on"
+    assert "is not patched: TypeError" in ended.stderr
+
+
+def test_variables_of_a_process_within_such_a_process_do_not_grow():
+    first = children.variables({})
+    with mock.patch.dict(os.environ, first):
+        assert children.variables({}) == first
+
+
+class Torchs:
+    """Stands in for what torch writes snapshots by."""
+
+    def __init__(self, error=None):
+        self.error = error
+        self.recorded = []
+
+    def dump(self, path):
+        Path(path).write_bytes(b"half")
+        if self.error is not None:
+            raise self.error
+        Path(path).write_bytes(b"whole")
+
+
+@pytest.fixture
+def torchs(monkeypatch):
+    fake = Torchs()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(_torch, "record_history", lambda *given, **how: fake.recorded.append((given, how)))
+    monkeypatch.setattr(_torch, "dump_snapshot", fake.dump)
+    monkeypatch.setattr(_torch, "on_out_of_memory", lambda call: setattr(fake, "out_of_memory", call))
+    return fake
+
+
+def test_snapshots_are_written_at_the_end_as_memory_runs_out_and_at_a_signal(tmp_path, torchs):
+    before = signal.getsignal(snapshots.SIGNAL)
+    with mock.patch.object(snapshots.atexit, "register") as registered:
+        snapshots.Snapshots(str(tmp_path), lambda: 3)
+    try:
+        assert torchs.recorded[0][0] == ("all",)
+        torchs.out_of_memory(0, 1, 2, 3)
+        os.kill(os.getpid(), snapshots.SIGNAL)
+        registered.call_args.args[0](*registered.call_args.args[1:])
+    finally:
+        signal.signal(snapshots.SIGNAL, before)
+    assert sorted(one.name for one in tmp_path.iterdir()) == [
+        "end.rank3.pickle", "oom.rank3.pickle", "signal.rank3.pickle",
+    ]  # fmt: skip
+
+
+def test_a_full_disk_leaves_no_half_of_a_snapshot_and_ends_no_program(tmp_path, torchs, capsys):
+    torchs.error = OSError(28, "No space left on device")
+    with mock.patch.object(snapshots.atexit, "register") as registered:
+        snapshots.Snapshots(str(tmp_path), lambda: None)
+    signal.signal(snapshots.SIGNAL, signal.SIG_DFL)
+    registered.call_args.args[0](*registered.call_args.args[1:])
+    assert list(tmp_path.iterdir()) == []
+    assert "No space left on device" in capsys.readouterr().err
+
+
+def test_the_observer_says_that_a_disk_is_full_and_the_program_goes_on(tmp_path, capsys):
+    with mock.patch.object(observer.atexit, "register"):
+        one = observer.Observer(str(tmp_path / "gone"), 1, 1, lambda: (0, 2), how="unpatched")
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([weight], 0.1)
+    weight.grad = torch.ones(3)
+    optimizer.step()
+    one._hook.remove()
+    observer.LEDGER.observer = None
+    assert "rank0.json can't be written" in capsys.readouterr().err
+
+
+def test_a_run_that_no_rank_saw_is_an_error_in_a_sentence(tmp_path):
+    with pytest.raises(ValueError, match="no rank wrote what it saw"):
+        observed.read_run(tmp_path)
+    assert issubclass(SafecommError, RuntimeError)
