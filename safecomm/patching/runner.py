@@ -86,8 +86,10 @@ def run(
     """
     sys.argv[:] = target
     # A process that the script starts may be elsewhere.
-    options["record"] = os.path.abspath(options["record"]) if options.get("record") else ""
-    options["snapshot"] = os.path.abspath(options["snapshot"]) if options.get("snapshot") else ""
+    if record := options.get("record"):
+        options["record"] = os.path.abspath(record)
+    if snapshot := options.get("snapshot"):
+        options["snapshot"] = os.path.abspath(snapshot)
     if "ranks" not in options:
         options["ranks"] = tempfile.mkdtemp(prefix="safecomm-")
         atexit.register(shutil.rmtree, options["ranks"], ignore_errors=True)
