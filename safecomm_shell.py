@@ -165,6 +165,7 @@ def _compare_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--steps", default="3:12", metavar="A:B", help="the optimizer's steps to look at (default: 3:12)"
     )
+    parser.add_argument("--seconds", default="", metavar="A:B", help="look at these seconds of each process instead")
     parser.add_argument("--turns", type=int, default=1, metavar="N", help="how often each way is run (default: 1)")
     parser.add_argument("--limit", type=float, metavar="SECONDS", help="end a run that takes longer")
     parser.add_argument("--arena", default="", metavar="SIZE", help="patched, with an arena, as 256MiB")

@@ -82,8 +82,7 @@ def test_both_ranks_are_observed_and_patched_whoever_starts_them(program, launch
     for way, folder in (("unpatched", "1.unpatched"), ("patch()", "1.patch")):
         assert len(found["ways"][way]["seconds"]) == 4
         printed = (program / "safecomm-compare" / folder / "output.txt").read_text()
-        assert printed.count("unpatched" if way == "unpatched" else "patched\n") >= 2
-        assert ("unpatched" in printed) is (way == "unpatched")
+        assert re.findall("unpatched|patched", printed) == 2 * ["unpatched" if way == "unpatched" else "patched"]
     (row, *_) = found["ways"]["unpatched"]["collectives"]
     assert (row["op"], row["nbytes"], row["calls"]) == ("all_reduce", 64 * 64 * 4, 5)
     assert re.search(r"train.py:\d+ in work", row["at"])
@@ -109,6 +108,38 @@ def test_a_program_that_fails_hangs_or_prints_much_is_told_in_a_line_and_nothing
     assert not list((tmp_path / "safecomm-compare").glob("compare.*"))
 
 
+def test_seconds_are_looked_at_where_no_optimizer_steps(tmp_path):
+    (tmp_path / "script.py").write_text(
+        "import torch, torch.distributed as dist, os, time\n"
+        "dist.init_process_group('gloo', init_method='file://' + os.path.abspath(f'store{os.getpid()}'), rank=0, "
+        "world_size=1)\n"
+        "while not os.path.exists(os.environ['SEEN']):\n"
+        "    time.sleep(0.01)\n"
+        "os._exit(0)\n"
+    )
+    for way in ("1.unpatched", "1.patch"):
+        seen = str(tmp_path / "safecomm-compare" / way / "rank0.json")
+        options = {"observe": (str(Path(seen).parent), 1, 2, way, True), "patch": way == "1.patch"}
+        Path(seen).parent.mkdir(parents=True)
+        environment = os.environ | children.variables(options) | {"SEEN": seen}
+        subprocess.run([sys.executable, "script.py"], cwd=tmp_path, env=environment, check=True, timeout=60)
+        (one,) = observed.read_run(Path(seen).parent)
+        assert (one.ended, one.window, one.seconds) == ("seconds", (1, 2), [])
+
+
+def test_what_has_left_its_session_is_ended_too(tmp_path):
+    (tmp_path / "script.py").write_text(
+        "import os, subprocess, sys\n"
+        'code = \'import os, time; open("pid", "w").write(str(os.getpid())); time.sleep(1e5)\'\n'
+        "subprocess.Popen([sys.executable, '-c', code], start_new_session=True)\n"
+        "while not os.path.exists('pid') or not open('pid').read(): pass\n"
+    )
+    start(tmp_path, "--", sys.executable, "script.py", status=1)
+    left = int((tmp_path / "pid").read_text())
+    # It is killed, and gone once its parent, the first process, has collected it.
+    assert not Path(f"/proc/{left}").exists() or "Z" in Path(f"/proc/{left}/stat").read_text().rpartition(")")[2]
+
+
 def test_an_interrupt_ends_the_program_too(tmp_path):
     (tmp_path / "script.py").write_text("import os, time\nopen('pid', 'w').write(str(os.getpid()))\ntime.sleep(1e5)")
     command = [sys.executable, "-m", "safecomm", "compare", "--", sys.executable, "script.py"]
@@ -128,6 +159,7 @@ def test_an_interrupt_ends_the_program_too(tmp_path):
     ("arguments", "said"),
     [
         ((), "give a program, or --before"),
+        (("--seconds", "x", "--", "true"), "--seconds x"),
         (("--before", "a"), "give a program, or --before"),
         (("--steps", "5:2", "--", "true"), "--steps 5:2"),
         (("--turns", "0", "--", "true"), "--turns 0"),

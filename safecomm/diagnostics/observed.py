@@ -26,7 +26,7 @@ class Observed:
     torch: str
     device: str
     ended: str
-    """``"steps"`` if the window was seen whole; ``"end"`` if the program ended before."""
+    """``"steps"`` or ``"seconds"`` if the window was seen whole; ``"end"`` if the program ended before."""
     window: tuple[int, int]
     began: float
     """The window, in unix time."""

@@ -12,6 +12,7 @@ import itertools
 import json
 import os
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -42,13 +43,15 @@ CREATED = 20_000
 class Observer:
     """Observes this process, and writes ``rank0.json`` and, on GPUs, ``rank0.pickle`` into ``directory``.
 
-    ``first``, ``last``: the steps of the window, counted from 1. ``rank``: returns this process's rank and how many
+    ``first``, ``last``: the steps of the window, counted from 1; or in ``seconds`` when it begins and ends, from the
+    start of the process. ``rank``: returns this process's rank and how many
     there are, or None and None while it has no group; a process that never has one writes nothing.
     """
 
     def __init__(
-        self, directory: str, first: int, last: int, rank: Callable[[], tuple[int | None, int | None]], *, how: str
-    ) -> None:
+        self, directory: str, first: int, last: int, rank: Callable[[], tuple[int | None, int | None]],
+        *, how: str, seconds: bool = False,
+    ) -> None:  # fmt: skip
         self._directory = Path(directory)
         self._first, self._last = first, last
         self._rank = rank
@@ -62,8 +65,12 @@ class Observer:
         self._profile: Profile | None = None
         self._hook = register_optimizer_step_post_hook(self._stepped)
         self._watched = _Held()
+        self._seconds = seconds
         begin_history(every_stack=False)
-        if first == 1:
+        if seconds:
+            self._after(first, self._begin_window)
+            self._after(last, self._end_window, "seconds")
+        elif first == 1:
             self._begin_window()
         atexit.register(self._at_end)
 
@@ -74,7 +81,10 @@ class Observer:
         if optimizer is not known or self._rank()[0] is None or os.getpid() != self._process:
             return
         self._steps += 1
-        if self._steps == self._first - 1:
+        if self._seconds:
+            if self._ends and self._found is None:
+                self._ends.append(_now())
+        elif self._steps == self._first - 1:
             self._begin_window()
         elif self._first <= self._steps <= self._last:
             self._ends.append(_now())
@@ -83,6 +93,11 @@ class Observer:
                 self._profile = _profile()
         elif self._profile is not None:
             self._end_profile()
+
+    def _after(self, seconds: int, call: Callable[..., None], *given: str) -> None:
+        timer = threading.Timer(seconds, call, given)
+        timer.daemon = True
+        timer.start()
 
     def _begin_window(self) -> None:
         if _has_device():
@@ -93,6 +108,8 @@ class Observer:
 
     def _end_window(self, ended: str) -> None:
         rank, world = self._rank()
+        if rank is None:  # a launcher
+            return
         memory: dict[str, int] = {"held": self._watched.peak}
         if _has_device():
             stats = torch.cuda.memory_stats()
@@ -111,7 +128,7 @@ class Observer:
             "torch": torch.__version__,
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
             "ended": ended,
-            "window": [self._first, self._first + max(len(self._ends) - 2, 0)],
+            "window": [self._first, self._last if self._seconds else self._first + max(len(self._ends) - 2, 0)],
             "began": self._began,
             "seconds": _between(self._ends),
             "memory": memory,

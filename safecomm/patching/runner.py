@@ -120,7 +120,7 @@ class Options(TypedDict, total=False):
     snapshot: str
     low_latency: bool
     invariant: bool
-    observe: tuple[str, int, int, str] | None
+    observe: tuple[str, int, int, str, bool] | None
     patch: bool
     ranks: str
 
@@ -139,7 +139,7 @@ def begin(
     snapshot: str = "",
     low_latency: bool = False,
     invariant: bool = False,
-    observe: tuple[str, int, int, str] | None = None,
+    observe: tuple[str, int, int, str, bool] | None = None,
     patch: bool = True,
     ranks: str = "",
 ) -> None:
@@ -169,13 +169,24 @@ def begin(
         from safecomm.diagnostics.snapshots import Snapshots
 
         Snapshots(snapshot, lambda: _rank()[0])
-    if observe:
+    if patch:
+        _patch(
+            strict=strict, avoid_record_streams=avoid_record_streams, arena=arena, record=record,
+            low_latency=low_latency, invariant=invariant,
+        )  # fmt: skip
+    if observe:  # not if that has failed: what is told would be of another program
         from safecomm.diagnostics.observer import Observer
 
-        directory, first, last, how = observe
-        Observer(directory, first, last, _rank, how=how)
-    if not patch:
-        return
+        directory, first, last, how, seconds = observe
+        Observer(directory, first, last, _rank, how=how, seconds=seconds)
+    elif patch:
+        atexit.register(_summary, os.getpid(), launched_as.__wrapped__()[1] or 1, worlds, ranks)
+
+
+def _patch(
+    *, strict: bool, avoid_record_streams: bool, arena: str, record: str, low_latency: bool, invariant: bool
+) -> None:
+    """Do what :func:`begin` is asked for beside watching."""
     if arena:
         os.environ[ARENA] = arena
         read_environment()
@@ -194,8 +205,6 @@ def begin(
 
         entered().__enter__()
     patching.patch(strict=strict or None, avoid_record_streams=avoid_record_streams or None)
-    if not observe:
-        atexit.register(_summary, os.getpid(), launched_as.__wrapped__()[1] or 1, worlds, ranks)
 
 
 def _rank() -> tuple[int | None, int | None]:

@@ -143,16 +143,17 @@ def _compare(options: argparse.Namespace) -> int:
             reports = [make_reports([path], progress)[0] for path in files]
         _print(compared(reports))
         return DONE
-    first, _, last = options.steps.partition(":")
+    first, _, last = (options.seconds or options.steps).partition(":")
     if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)) or options.turns < 1:
-        raise ValueError(f"--steps {options.steps} --turns {options.turns}: expected such as 3:12, and 1 or more")
+        what = f"--seconds {options.seconds}" if options.seconds else f"--steps {options.steps}"
+        raise ValueError(f"{what} --turns {options.turns}: expected such as 3:12, and 1 or more")
     options.out.mkdir(parents=True, exist_ok=True)
     program = options.program[1:] if options.program[0] == "--" else options.program
     with Progress() as progress:
         reports, found = compare.compare(
             program,
             options.out,
-            steps=(int(first), int(last)),
+            window=(int(first), int(last), bool(options.seconds)),
             turns=options.turns,
             limit=options.limit,
             arena=options.arena,

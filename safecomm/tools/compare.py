@@ -34,8 +34,10 @@ VERSION = 1
 UNPATCHED, PATCHED, AVOIDING = "unpatched", "patch()", "avoid_record_streams()"
 CALLS = 20_000
 """That torch's flight recorder keeps."""
-PATIENCE = 5.0
-"""Seconds that a program has to end by itself when it is told to."""
+PATIENCE = 40.0
+"""Seconds that a program has to end by itself when it is told to. Torchrun gives its ranks 30 of them."""
+TAIL = 1 << 16
+"""Bytes of what a program has printed that are looked at."""
 _FIGURES = {
     "active": "peak, active",
     "reserved": "peak, reserved",
@@ -89,7 +91,7 @@ def compare(
     command: Sequence[str],
     out: Path,
     *,
-    steps: tuple[int, int],
+    window: tuple[int, int, bool],
     turns: int,
     limit: float | None,
     arena: str,
@@ -98,7 +100,8 @@ def compare(
     """Run ``command`` unpatched and patched ``turns`` times, in turns; return a report, and what it rests on.
 
     A third way, inside of ``avoid_record_streams()``, is run too where patching alone left memory unusable. What the
-    program prints goes to files in ``out``.
+    program prints goes to files in ``out``. ``window``: the first and the last step to look at, or in seconds its
+    beginning and end, and whether it is in seconds.
 
     Raises
     ------
@@ -109,11 +112,11 @@ def compare(
     for turn in range(1, turns + 1):
         for way in ways.values() if turn % 2 else reversed(ways.values()):
             progress(f"turn {turn} of {turns}: {way.name}")
-            way.runs.append(_run(command, out / f"{turn}.{_folder(way.name)}", way.name, steps, limit, arena))
+            way.runs.append(_run(command, out / f"{turn}.{_folder(way.name)}", way.name, window, limit, arena))
     if (ways[PATCHED].nbytes("unusable") or 0) >= WORTH:
         way = ways[AVOIDING] = Way(AVOIDING)
         progress(f"once more: {AVOIDING}")
-        way.runs.append(_run(command, out / f"1.{_folder(AVOIDING)}", AVOIDING, steps, limit, arena))
+        way.runs.append(_run(command, out / f"1.{_folder(AVOIDING)}", AVOIDING, window, limit, arena))
     return _told(command, list(ways.values()))
 
 
@@ -122,12 +125,14 @@ def _folder(name: str) -> str:
 
 
 def _run(
-    command: Sequence[str], directory: Path, how: str, steps: tuple[int, int], limit: float | None, arena: str
+    command: Sequence[str], directory: Path, how: str, window: tuple[int, int, bool], limit: float | None, arena: str
 ) -> Run:
     directory.mkdir(parents=True, exist_ok=True)
-    for old in directory.iterdir():
+    for old in directory.glob("rank*.*"):
         old.unlink()
-    options: dict[str, object] = {"observe": [str(directory.absolute()), *steps, how], "patch": how != UNPATCHED}
+    first, last, seconds = window
+    observe = str(directory.absolute()), first, last, how, seconds
+    options: dict[str, object] = {"observe": observe, "patch": how != UNPATCHED}
     if how != UNPATCHED:
         options |= {"avoid_record_streams": how == AVOIDING, "arena": arena}
     recorded = {"TORCH_FR_BUFFER_SIZE": f"{CALLS}", "TORCH_NCCL_TRACE_BUFFER_SIZE": f"{CALLS}"}
@@ -135,11 +140,9 @@ def _run(
     log = directory / "output.txt"
     status = _ended(command, environment, log, limit)
     if status != 0:
-        last = log.read_text(encoding="utf-8", errors="replace").splitlines()[-20:]
         what = f"did not end within {limit:g} seconds" if status is None else f"ended with status {status}"
-        raise SafecommError(
-            "\n".join([f"the program, {how}, {what}; {log} has what it printed, which ends so:", *last])
-        )
+        head = f"the program, {how}, {what}; {log} has what it printed, which ends so:"
+        raise SafecommError("\n".join([head, *_last_lines(log)]))
     try:
         ranks = read_run(directory)
         with_most = max(ranks, key=lambda one: one.memory.get("active", 0))
@@ -147,7 +150,13 @@ def _run(
             return Run(ranks)
         return Run(ranks, make_reports([directory])[0], peak_of(read_snapshot(with_most.snapshot), with_most.began))
     except ValueError as error:
-        raise SafecommError(str(error)) from None
+        raise SafecommError("\n".join([f"{error}. The program printed last:", *_last_lines(log)])) from None
+
+
+def _last_lines(log: Path) -> list[str]:
+    with log.open("rb") as file:
+        file.seek(max(log.stat().st_size - TAIL, 0))
+        return file.read().decode("utf-8", "replace").splitlines()[-20:]
 
 
 def _ended(command: Sequence[str], environment: Mapping[str, str], log: Path, limit: float | None) -> int | None:
@@ -159,7 +168,7 @@ def _ended(command: Sequence[str], environment: Mapping[str, str], log: Path, li
             )
         except OSError as error:
             raise ValueError(f"{command[0]} can't be run: {error.strerror}") from None
-        with _ending(process):
+        with _ending(process, environment[children.VARIABLE]):
             try:
                 return process.wait(limit)
             except subprocess.TimeoutExpired:
@@ -167,8 +176,8 @@ def _ended(command: Sequence[str], environment: Mapping[str, str], log: Path, li
 
 
 @contextlib.contextmanager
-def _ending(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """End the process, and all of its session, at the end."""
+def _ending(process: subprocess.Popen[bytes], options: str) -> Iterator[None]:
+    """End the process at the end, with all of its session, and what has left that and began with ``options``."""
     try:
         yield
     finally:
@@ -179,6 +188,11 @@ def _ending(process: subprocess.Popen[bytes]) -> Iterator[None]:
             while number == signal.SIGTERM and process.poll() is None and time.monotonic() < deadline:
                 time.sleep(0.05)
         process.wait()
+        mark = f"{children.VARIABLE}={options}".encode()
+        for found in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):  # another user's, or gone
+                if mark in found.read_bytes().split(b"\0"):
+                    os.kill(int(found.parent.name), signal.SIGKILL)
 
 
 # --- what is told ---------------------------------------------------------------------------------------------------
@@ -192,11 +206,10 @@ def _told(command: Sequence[str], ways: list[Way]) -> tuple[list[Report], dict[s
     world = max(one.world for one in first)
     took_part = {way.name: min(len(run.ranks) for run in way.runs) for way in ways}
     window = first[0].window
-    steps = (
-        f"steps {window[0]} to {window[1]} by the optimizer"
-        if first[0].seconds
-        else "all of the run: no optimizer made the steps that were asked for"
-    )
+    steps = {
+        "steps": f"steps {window[0]} to {window[1]} by the optimizer",
+        "seconds": f"seconds {window[0]} to {window[1]}",
+    }.get(first[0].ended, "all of the run, which had less than was asked for")
     summary = [
         f"{min(took_part.values())} of {world} ranks took part; {steps}; {first[0].device}, torch {first[0].torch}"
     ]
