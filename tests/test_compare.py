@@ -430,6 +430,28 @@ def test_the_observer_says_that_a_disk_is_full_and_the_program_goes_on(tmp_path,
     assert "rank0.json can't be written" in capsys.readouterr().err
 
 
+def test_a_process_that_a_rank_starts_does_not_write_in_its_place(tmp_path):
+    """It is told the same rank, as the workers of torch.compile are."""
+    options = {"observe": (str(tmp_path), 1, 2, "unpatched", False), "patch": False}
+    environment = os.environ | children.variables(options) | {"RANK": "0", "WORLD_SIZE": "2"}
+    subprocess.run([sys.executable, "-c", "import torch"], env=environment, check=True, timeout=60)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_observer_that_fails_ends_and_the_program_goes_on(tmp_path, capsys):
+    with mock.patch.object(observer.atexit, "register"):
+        observer.Observer(str(tmp_path), 1, 1, lambda: (0, 2), how="unpatched")
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([weight], 0.1)
+    weight.grad = torch.ones(3)
+    with mock.patch.object(_torch, "flight_entries", side_effect=RuntimeError("no recorder")):
+        optimizer.step()
+        optimizer.step()
+    observer.LEDGER.observer = None
+    said = capsys.readouterr().err
+    assert said.count("is observed no more: RuntimeError('no recorder')") == 1
+
+
 def test_a_run_that_no_rank_saw_is_an_error_in_a_sentence(tmp_path):
     with pytest.raises(ValueError, match="no rank wrote what it saw"):
         observed.read_run(tmp_path)

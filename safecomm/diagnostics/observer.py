@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch.distributed import ProcessGroup
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from safecomm import _torch
@@ -44,8 +45,8 @@ class Observer:
     """Observes this process, and writes ``rank0.json`` and, on GPUs, ``rank0.pickle`` into ``directory``.
 
     ``first``, ``last``: the steps of the window, counted from 1; or in ``seconds`` when it begins and ends, from the
-    start of the process. ``rank``: returns this process's rank and how many
-    there are, or None and None while it has no group; a process that never has one writes nothing.
+    start of the process. ``rank``: returns this process's rank and how many there are, or None and None while it has no
+    group; a process that never has one writes nothing.
     """
 
     def __init__(
@@ -74,7 +75,18 @@ class Observer:
             self._begin_window()
         atexit.register(self._at_end)
 
+    def _guarded(self, call: Callable[..., None], *given: object) -> None:
+        """Call, and if that fails observe no more: the program goes on as it would without."""
+        try:
+            call(*given)
+        except Exception as error:
+            self._hook.remove()
+            print(f"safecomm: process {os.getpid()} is observed no more: {error!r}", file=sys.stderr, flush=True)
+
     def _stepped(self, optimizer: Optimizer, *_: object) -> None:
+        self._guarded(self._count, optimizer)
+
+    def _count(self, optimizer: Optimizer) -> None:
         known = self._optimizer and self._optimizer()
         if known is None:  # the first, or the one that has taken its place: of several one counts
             known, self._optimizer = optimizer, weakref.ref(optimizer)
@@ -95,7 +107,7 @@ class Observer:
             self._end_profile()
 
     def _after(self, seconds: int, call: Callable[..., None], *given: str) -> None:
-        timer = threading.Timer(seconds, call, given)
+        timer = threading.Timer(seconds, self._guarded, (call, *given))
         timer.daemon = True
         timer.start()
 
@@ -118,7 +130,10 @@ class Observer:
         if elsewhere is not None:
             memory["outside"] = elsewhere.total
         entries = _torch.flight_entries() or []
-        ranks = {_torch.group_name(group): group.size() for group in _torch.all_groups()}
+        groups = [
+            group for group in _torch.all_groups() if type(group) is ProcessGroup
+        ]  # others may not know their size
+        ranks = {_torch.group_name(group): group.size() for group in groups}
         rows = rows_of(entries, ranks)
         self._found = {
             "safecomm_observed": VERSION,
@@ -159,7 +174,7 @@ class Observer:
             return
         self._profile = None
         if self._found is None:
-            self._end_window("end")
+            self._guarded(self._end_window, "end")
 
     def _write(self) -> None:
         rank, _ = self._rank()

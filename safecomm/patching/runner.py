@@ -90,6 +90,7 @@ def run(
         options["record"] = os.path.abspath(record)
     if snapshot := options.get("snapshot"):
         options["snapshot"] = os.path.abspath(snapshot)
+    options["parent"] = os.getpid()
     if "ranks" not in options:
         options["ranks"] = tempfile.mkdtemp(prefix="safecomm-")
         atexit.register(shutil.rmtree, options["ranks"], ignore_errors=True)
@@ -123,6 +124,7 @@ class Options(TypedDict, total=False):
     observe: tuple[str, int, int, str, bool] | None
     patch: bool
     ranks: str
+    parent: int
 
 
 _BEGUN: list[bool] = []
@@ -142,6 +144,7 @@ def begin(
     observe: tuple[str, int, int, str, bool] | None = None,
     patch: bool = True,
     ranks: str = "",
+    parent: int = 0,
 ) -> None:
     """Begin in this process what :func:`run` does for a script, once.
 
@@ -149,6 +152,7 @@ def begin(
     for memory snapshots; ``low_latency`` is as ``SAFECOMM_LOW_LATENCY=1``. Each of them wins over its variable.
     ``invariant``: inside of :func:`invariant`. ``observe``: for ``compare``, the arguments of its observer. Without
     ``patch`` nothing but that is done. ``ranks``: a directory in which ranks leave a mark.
+    ``parent``: the process that says so if none made a group.
     """
     if _BEGUN:
         return
@@ -180,7 +184,7 @@ def begin(
         directory, first, last, how, seconds = observe
         Observer(directory, first, last, _rank, how=how, seconds=seconds)
     elif patch:
-        atexit.register(_summary, os.getpid(), launched_as.__wrapped__()[1] or 1, worlds, ranks)
+        atexit.register(_summary, os.getpid(), launched_as.__wrapped__()[1] or 1, worlds, ranks, parent)
 
 
 def _patch(
@@ -208,8 +212,11 @@ def _patch(
 
 
 def _rank() -> tuple[int | None, int | None]:
-    """Return this process's rank and how many there are; None and None if it has no group and no launcher told."""
-    return _RANK[0] if _RANK else launched_as()
+    """Return this process's rank and how many there are; None and None while it has no group.
+
+    What launchers tell does not count: processes that a rank starts are told the same.
+    """
+    return _RANK[0] if _RANK else (None, None)
 
 
 def _go_to(directory: str) -> None:
@@ -244,14 +251,16 @@ def _show_without_us(error: BaseException) -> None:
     sys.excepthook = without_us
 
 
-def _summary(process: int, started: int, worlds: list[int], ranks: str) -> None:
+def _summary(process: int, started: int, worlds: list[int], ranks: str, parent: int) -> None:
     """Say what safecomm did, on rank 0.
 
-    ``started``: the ranks that a launcher has started; ``worlds``: the groups' sizes; ``ranks``: where they left marks.
+    ``started``: the ranks that a launcher has started; ``worlds``: the groups' sizes; ``ranks``: where they left marks;
+    ``parent``: the process that speaks if none made a group.
     """
     bypassed = patching.bypassed()
     started = max(started, took_part := children.took_part(ranks))
-    if (_rank()[0] or 0) != 0 or os.getpid() != process or (took_part and not worlds):
+    rank = (_RANK[0] if _RANK else launched_as())[0] or 0
+    if rank or os.getpid() != process or (not worlds and (took_part or process != parent)):
         return
     world = max(worlds, default=0)
     if patching.was_strict():
