@@ -84,7 +84,7 @@ def test_both_ranks_are_observed_and_patched_whoever_starts_them(program, launch
         printed = (program / "safecomm-compare" / folder / "output.txt").read_text()
         assert re.findall("unpatched|patched", printed) == 2 * ["unpatched" if way == "unpatched" else "patched"]
     (row, *_) = found["ways"]["unpatched"]["collectives"]
-    assert (row["op"], row["nbytes"], row["calls"]) == ("all_reduce", 64 * 64 * 4, 5)
+    assert (row["op"], row["nbytes"], row["calls"]) == ("all_reduce", 64 * 64 * 4, 4)
     assert re.search(r"train.py:\d+ in work", row["at"])
     page = (program / "safecomm-compare/compare.html").read_text()
     assert "No gain" in page
@@ -159,6 +159,8 @@ def test_an_interrupt_ends_the_program_too(tmp_path):
     ("arguments", "said"),
     [
         ((), "give a program, or --before"),
+        (("--",), "give a program, or --before"),
+        (("--out", "a-file", "--", "true"), "can't be made a directory"),
         (("--seconds", "x", "--", "true"), "--seconds x"),
         (("--before", "a"), "give a program, or --before"),
         (("--steps", "5:2", "--", "true"), "--steps 5:2"),
@@ -168,6 +170,7 @@ def test_an_interrupt_ends_the_program_too(tmp_path):
     ],
 )
 def test_wrong_arguments_are_told_in_a_sentence(tmp_path, arguments, said):
+    (tmp_path / "a-file").touch()
     ended = start(tmp_path, *arguments, status=2)
     assert said in ended.err
     assert "Traceback" not in ended.err
@@ -177,7 +180,8 @@ def test_wrong_arguments_are_told_in_a_sentence(tmp_path, arguments, said):
 
 GOOD = {
     "safecomm_observed": 1, "rank": 0, "world": 2, "how": "unpatched", "torch": "2.13", "device": "cpu",
-    "ended": "steps", "window": [3, 4], "began": 1.0, "seconds": [0.5, 0.25], "memory": {"active": 5, "held": 0},
+    "ended": "steps", "window": [3, 4], "began": 1.0, "patched": False,
+    "seconds": [0.5, 0.25], "memory": {"active": 5, "held": 0},
     "collectives": [["all_reduce", "0", "a.py:1 in f", 4, 2, 8, None, None, None]], "created": [["0", 1, 10]],
     "exposed": {"ms": 2.0, "exposed ms": 1.0},
 }  # fmt: skip
@@ -196,7 +200,7 @@ def test_a_file_of_the_observer_is_read_as_it_was_written(tmp_path):
 @pytest.mark.parametrize(
     "change",
     [
-        *({name: None} for name in GOOD if name != "exposed"),
+        *({name: None} for name in GOOD if name not in ("exposed", "patched")),
         {"seconds": [float("nan")]}, {"rank": -1}, {"memory": {"active": "5"}}, {"collectives": [[1]]},
         {"created": [["0", 1]]}, {"exposed": 3}, {"window": [1, 2, 3]}, {"safecomm_observed": 2},
     ],
@@ -222,7 +226,7 @@ def test_a_file_that_is_none_of_it_is_refused_in_a_line(tmp_path, text):
 
 def a_way(name, seconds=(), peak=None, **memory):
     one = observed.Observed(
-        0, 1, name, "2.13", "GPU", "steps", (3, 4), 0.0, list(seconds), memory, [], {}, None, None
+        0, 1, name, "2.13", "GPU", "steps", (3, 4), 0.0, False, list(seconds), memory, [], {}, None, None
     )  # fmt: skip
     return compare.Way(name, [compare.Run([one], peak=peak)])
 
@@ -273,7 +277,18 @@ def test_lines_add_up_to_the_peak_and_what_was_before_the_window_does_not_count(
     for peak in (whole, window):
         assert sum(peak.lines.values()) == peak.active
     assert "startup" not in str(window.lines)
-    assert window.least == window.active
+    assert window.gain == 0
+
+
+def test_what_was_active_as_the_window_began_counts(tmp_path):
+    allocator = Allocator()
+    block = allocator.alloc(8 * MIB, stack((1, "early")))
+    allocator.tick(1000)
+    since = allocator.time / 1e6
+    allocator.tick(1000)
+    allocator.free(block, stack((2, "step")))
+    write(tmp_path / "a.pickle", allocator.snapshot())
+    assert peak_of(read_snapshot(tmp_path / "a.pickle"), since).active == 8 * MIB
 
 
 # --- the log ---------------------------------------------------------------------------------------------------------
@@ -361,6 +376,36 @@ def test_a_process_that_can_not_begin_says_so_and_goes_on(tmp_path):
     assert "is not patched: TypeError" in ended.stderr
 
 
+def test_a_process_begins_that_first_only_asks_whether_torch_is_there():
+    environment = os.environ | children.variables({"patch": True})
+    program = (
+        "import importlib.util; importlib.util.find_spec('torch'); import torch.distributed as dist; "
+        "print(dist.all_reduce.__code__.co_filename)"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+    )  # fmt: skip
+    assert ended.stdout.endswith("safecomm/collectives/gates.py\n"), (ended.stdout, ended.stderr)
+
+
+def test_a_program_that_patches_by_itself_is_not_told_as_unpatched(tmp_path):
+    (tmp_path / "rank0.json").write_text(json.dumps(GOOD | {"patched": True}))
+
+    def ended(command, environment, log, limit):
+        assert environment["TORCH_NCCL_AVOID_RECORD_STREAMS"] == "0"
+        assert not [name for name in environment if name.startswith("SAFECOMM_") and name != children.VARIABLE]
+        log.write_text("said")
+        (log.parent / "rank0.json").write_text(json.dumps(GOOD | {"patched": True}))
+        return 0
+
+    with (
+        mock.patch.object(compare, "_ended", ended),
+        mock.patch.dict(os.environ, SAFECOMM_ARENA="1MiB"),
+        pytest.raises(SafecommError, match="patches by itself"),
+    ):
+        compare._run(["true"], tmp_path, compare.UNPATCHED, (3, 4, False), None, "")
+
+
 def test_variables_of_a_process_within_such_a_process_do_not_grow():
     first = children.variables({})
     with mock.patch.dict(os.environ, first):
@@ -384,7 +429,7 @@ class Torchs:
 @pytest.fixture
 def torchs(monkeypatch):
     fake = Torchs()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(_torch, "when_cuda_starts", lambda call: call())
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(_torch, "record_history", lambda *given, **how: fake.recorded.append((given, how)))
     monkeypatch.setattr(_torch, "dump_snapshot", fake.dump)
@@ -420,7 +465,7 @@ def test_a_full_disk_leaves_no_half_of_a_snapshot_and_ends_no_program(tmp_path, 
 
 def test_the_observer_says_that_a_disk_is_full_and_the_program_goes_on(tmp_path, capsys):
     with mock.patch.object(observer.atexit, "register"):
-        one = observer.Observer(str(tmp_path / "gone"), 1, 1, lambda: (0, 2), how="unpatched")
+        one = observer.Observer(str(tmp_path / "gone"), 1, 1, lambda: (0, 2), how="unpatched", patched=bool)
     weight = torch.nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([weight], 0.1)
     weight.grad = torch.ones(3)
@@ -440,7 +485,7 @@ def test_a_process_that_a_rank_starts_does_not_write_in_its_place(tmp_path):
 
 def test_an_observer_that_fails_ends_and_the_program_goes_on(tmp_path, capsys):
     with mock.patch.object(observer.atexit, "register"):
-        observer.Observer(str(tmp_path), 1, 1, lambda: (0, 2), how="unpatched")
+        observer.Observer(str(tmp_path), 1, 1, lambda: (0, 2), how="unpatched", patched=bool)
     weight = torch.nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([weight], 0.1)
     weight.grad = torch.ones(3)

@@ -115,6 +115,7 @@ from safecomm._torch.observing import dump_snapshot as dump_snapshot
 from safecomm._torch.observing import flight_entries as flight_entries
 from safecomm._torch.observing import on_out_of_memory as on_out_of_memory
 from safecomm._torch.observing import record_history as record_history
+from safecomm._torch.observing import when_cuda_starts as when_cuda_starts
 from safecomm._torch.reductions import REDUCTIONS as REDUCTIONS
 from safecomm._torch.reductions import boxed as boxed
 from safecomm._torch.reductions import complete_work as complete_work

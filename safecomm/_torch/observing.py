@@ -18,6 +18,11 @@ on_out_of_memory: Callable[[Callable[..., None]], object] | None = of_cuda(
 )
 """Calls a function with the device and three numbers of bytes, before torch raises OutOfMemoryError."""
 
+when_cuda_starts: Callable[[Callable[[], object]], object] = look_up(
+    "torch.cuda._lazy_call", lambda call: call(), "CUDA starts early"
+)
+"""Calls a function as the program starts CUDA, or at once if it has: to ask before would start it."""
+
 _dumps: list[Callable[[], bytes] | None] = [
     look_up(f"{C_C10D}._dump_fr_trace", None, "collectives of gloo are not logged", since="2.9")
 ]

@@ -57,27 +57,27 @@ class RankOrder:
 
     def all_reduce(self, tensor: torch.Tensor, op: object) -> None:
         """Reduce ``tensor`` in place, on every rank."""
-        flat = _flat(tensor)
+        flat = flattened(tensor)
         for turn in _turns(flat):
             self._reduce(turn, op)
-        _write(tensor, flat)
+        write_back(tensor, flat)
 
     def reduce(self, tensor: torch.Tensor, op: object, root: int) -> None:
         """Reduce ``tensor`` in place on rank ``root`` of the group; that of other ranks stays as it is."""
-        flat = _flat(tensor)
+        flat = flattened(tensor)
         for turn in _turns(flat):
             result = _buffer(turn.shape, turn).copy_(turn)
             self._reduce(result, op)
             if self._rank == root:
                 turn.copy_(result)
-        _write(tensor, flat)
+        write_back(tensor, flat)
 
     def reduce_scatter(self, out: torch.Tensor, sent: list[torch.Tensor], op: object) -> None:
         """Reduce into ``out`` what every rank has for this one.
 
         ``sent`` has a part for each rank, of as many elements as that rank's ``out``.
         """
-        flat, rows = _flat(out), [_flat(one) for one in sent]
+        flat, rows = flattened(out), [flattened(one) for one in sent]
         step = TURN // self._world // flat.element_size()
         for begin in range(0, max(row.numel() for row in rows), step):
             turn = [row[begin : begin + step] for row in rows]
@@ -86,7 +86,7 @@ class RankOrder:
             given = torch.cat(turn, out=_buffer((sum(one.numel() for one in turn),), flat))
             self._exchange(received, given, [mine.numel()] * self._world, [one.numel() for one in turn])
             _combine(received, op, mine)
-        _write(out, flat)
+        write_back(out, flat)
 
     def finish(self, tensor: torch.Tensor) -> c10d.Work:
         """Return a work that is complete when all of this is, whose result is ``tensor``.
@@ -94,7 +94,7 @@ class RankOrder:
         It is the backend's own, which tells when, and orders streams: of an exchange in which every rank keeps what it
         has.
         """
-        whole = tensor if tensor.dim() and tensor.is_contiguous() and not tensor.is_complex() else _flat(tensor)
+        whole = tensor if tensor.dim() and tensor.is_contiguous() and not tensor.is_complex() else flattened(tensor)
         if whole.element_size() == 1:  # of which backends know few types
             whole = _bytes(whole)
         kept = [len(whole) if rank == self._rank else 0 for rank in range(self._world)]
@@ -160,14 +160,14 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
+def flattened(tensor: torch.Tensor) -> torch.Tensor:
     """Return the real numbers of ``tensor`` in a line: those in its memory, or a copy where they have gaps."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     return tensor.contiguous().as_strided((tensor.numel(),), (1,))  # one element alone may have any stride
 
 
-def _write(tensor: torch.Tensor, flat: torch.Tensor) -> None:
+def write_back(tensor: torch.Tensor, flat: torch.Tensor) -> None:
     """Write ``flat`` to the ``tensor`` that it is of, if it is a copy."""
     if flat.data_ptr() != tensor.data_ptr():
         values = torch.view_as_complex(flat.view(*tensor.shape, 2)) if tensor.is_complex() else flat.view(tensor.shape)

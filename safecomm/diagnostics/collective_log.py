@@ -95,7 +95,7 @@ def rows_of(entries: Iterable[FlightEntry], ranks: Mapping[str, int]) -> list[Lo
         timed = [us for us in all_of_them if us]
         us = statistics.median(timed) if timed else None
         speed = None if us is None else nbytes / us / 1e3
-        bus = None if speed is None else speed * factor(op, ranks.get(group, 1))
+        bus = None if speed is None or group not in ranks else speed * factor(op, ranks[group])
         rows.append(LoggedCall(op, group, at, nbytes, len(all_of_them), nbytes * len(all_of_them), us, speed, bus))
     return sorted(rows, key=lambda row: -row.total)
 

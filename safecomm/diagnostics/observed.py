@@ -30,6 +30,7 @@ class Observed:
     window: tuple[int, int]
     began: float
     """The window, in unix time."""
+    patched: bool
     seconds: list[float]
     """Of each step of the window."""
     memory: dict[str, int]
@@ -58,6 +59,7 @@ def read_observed(path: Path) -> Observed:
             **{name: checked.text(found[name]) for name in ("how", "torch", "device", "ended")},
             window=(window[0], window[1]),
             began=checked.finite(found["began"]),
+            patched=found["patched"] is True,
             seconds=[checked.seconds(one) for one in _list(found["seconds"])],
             memory={name: checked.whole(found["memory"][name]) for name in MEMORY if name in _dict(found["memory"])},
             collectives=[_call(_list(one, 9)) for one in _list(found["collectives"])],

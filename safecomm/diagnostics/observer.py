@@ -29,7 +29,7 @@ from safecomm.core.ledger import LEDGER
 from safecomm.diagnostics.collective_log import rows_of
 from safecomm.diagnostics.exposed import exposed
 from safecomm.diagnostics.outside import outside
-from safecomm.diagnostics.snapshots import begin_history, end_history, write_snapshot
+from safecomm.diagnostics.snapshots import begin_history, write_snapshot
 
 if TYPE_CHECKING:
     from torch.profiler import profile as Profile  # noqa: N812
@@ -46,17 +46,18 @@ class Observer:
 
     ``first``, ``last``: the steps of the window, counted from 1; or in ``seconds`` when it begins and ends, from the
     start of the process. ``rank``: returns this process's rank and how many there are, or None and None while it has no
-    group; a process that never has one writes nothing.
+    group; a process that never has one writes nothing. ``patched``: returns whether it is patched.
     """
 
     def __init__(
         self, directory: str, first: int, last: int, rank: Callable[[], tuple[int | None, int | None]],
-        *, how: str, seconds: bool = False,
+        *, how: str, patched: Callable[[], bool], seconds: bool = False,
     ) -> None:  # fmt: skip
         self._directory = Path(directory)
         self._first, self._last = first, last
         self._rank = rank
         self._how = how
+        self._patched = patched
         self._process = os.getpid()
         self._optimizer: weakref.ref[Optimizer] | None = None
         self._steps = 0
@@ -67,12 +68,15 @@ class Observer:
         self._hook = register_optimizer_step_post_hook(self._stepped)
         self._watched = _Held()
         self._seconds = seconds
+        self._done = False
+        self._timers: list[threading.Timer] = []
         begin_history(every_stack=False)
         if seconds:
             self._after(first, self._begin_window)
             self._after(last, self._end_window, "seconds")
         elif first == 1:
             self._begin_window()
+            self._ends = []  # how long the first step took is not known: what came before it is no step
         atexit.register(self._at_end)
 
     def _guarded(self, call: Callable[..., None], *given: object) -> None:
@@ -80,13 +84,15 @@ class Observer:
         try:
             call(*given)
         except Exception as error:
-            self._hook.remove()
+            self._done = True  # and not the hook removed, while torch calls its hooks
             print(f"safecomm: process {os.getpid()} is observed no more: {error!r}", file=sys.stderr, flush=True)
 
     def _stepped(self, optimizer: Optimizer, *_: object) -> None:
         self._guarded(self._count, optimizer)
 
     def _count(self, optimizer: Optimizer) -> None:
+        if self._done or (_has_device() and torch.cuda.is_current_stream_capturing()):
+            return
         known = self._optimizer and self._optimizer()
         if known is None:  # the first, or the one that has taken its place: of several one counts
             known, self._optimizer = optimizer, weakref.ref(optimizer)
@@ -94,15 +100,15 @@ class Observer:
             return
         self._steps += 1
         if self._seconds:
-            if self._ends and self._found is None:
-                self._ends.append(_now())
-        elif self._steps == self._first - 1:
+            return
+        if self._steps == self._first - 1:
             self._begin_window()
         elif self._first <= self._steps <= self._last:
             self._ends.append(_now())
             if self._steps == self._last:
                 self._end_window("steps")
-                self._profile = _profile()
+        elif self._steps == self._last + 1:  # a step in which ranks wait for those that were still writing
+            self._profile = _profile()
         elif self._profile is not None:
             self._end_profile()
 
@@ -110,26 +116,29 @@ class Observer:
         timer = threading.Timer(seconds, self._guarded, (call, *given))
         timer.daemon = True
         timer.start()
+        self._timers.append(timer)
 
     def _begin_window(self) -> None:
-        if _has_device():
-            torch.cuda.reset_peak_memory_stats()
+        for index in _devices():
+            torch.cuda.reset_peak_memory_stats(index)
         self._watched.peak = self._watched.now
         self._began = time.time()
-        self._ends = [_now()]
+        self._ends = [] if self._seconds else [_now()]
 
     def _end_window(self, ended: str) -> None:
         rank, world = self._rank()
         if rank is None:  # a launcher
             return
         memory: dict[str, int] = {"held": self._watched.peak}
-        if _has_device():
-            stats = torch.cuda.memory_stats()
+        each = [torch.cuda.memory_stats(index) for index in _devices()]
+        if each:
+            stats = max(each, key=lambda one: one.get("active_bytes.all.peak", 0))
             memory |= {name: stats.get(f"{name}_bytes.all.peak", 0) for name in ("active", "allocated", "reserved")}
         elsewhere = outside()
         if elsewhere is not None:
             memory["outside"] = elsewhere.total
-        entries = _torch.flight_entries() or []
+        began = self._began * 1e9
+        entries = [one for one in _torch.flight_entries() or [] if one["time_created_ns"] >= began]
         groups = [
             group for group in _torch.all_groups() if type(group) is ProcessGroup
         ]  # others may not know their size
@@ -141,7 +150,8 @@ class Observer:
             "world": world,
             "how": self._how,
             "torch": torch.__version__,
-            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+            "device": torch.cuda.get_device_name() if each else "cpu",
+            "patched": self._patched(),
             "ended": ended,
             "window": [self._first, self._last if self._seconds else self._first + max(len(self._ends) - 2, 0)],
             "began": self._began,
@@ -155,9 +165,8 @@ class Observer:
             ],
             "exposed": None,
         }
-        write_snapshot(self._directory / f"rank{rank}.pickle")
-        end_history()
         self._write()
+        write_snapshot(self._directory / f"rank{rank}.pickle")
 
     def _end_profile(self) -> None:
         profile, self._profile = self._profile, None
@@ -167,12 +176,15 @@ class Observer:
         profile.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         self._found["exposed"] = exposed(profile.events())  # type: ignore[no-untyped-call]
         self._write()
-        self._hook.remove()
+        self._done = True
 
     def _at_end(self) -> None:
         if os.getpid() != self._process or self._rank()[0] is None:
             return
         self._profile = None
+        for timer in self._timers:
+            timer.cancel()
+            timer.join()  # which may be writing
         if self._found is None:
             self._guarded(self._end_window, "end")
 
@@ -188,7 +200,16 @@ class Observer:
 
 
 def _has_device() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return torch.cuda.is_initialized()  # type: ignore[no-untyped-call, no-any-return]
+
+
+def _devices() -> list[int]:
+    """Return the devices that this process uses, whatever this thread's current one is."""
+    return (
+        [index for index in range(torch.cuda.device_count()) if torch.cuda.memory_reserved(index)]
+        if _has_device()
+        else []
+    )
 
 
 class _End(NamedTuple):
@@ -236,7 +257,7 @@ class _Held:
 
 def _profile() -> Profile | None:
     """Return a profile that has begun, of what the device runs; None where there is none."""
-    if not torch.cuda.is_available():
+    if not _has_device() or _torch.profiler._is_profiler_enabled:  # the program's own would end
         return None
     from torch.profiler import ProfilerActivity, profile
 

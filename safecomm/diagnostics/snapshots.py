@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import signal
 import sys
@@ -20,19 +21,13 @@ SIGNAL = getattr(signal, "SIGUSR2", None)
 
 
 def begin_history(*, every_stack: bool = True) -> None:
-    """Have torch record what its allocator does from now on, with the line of each allocation.
+    """Have torch record what its allocator does from when the program starts CUDA, with the line of each allocation.
 
     ``every_stack``: and the line that frees it, which costs as much again.
     """
-    if _torch.record_history is not None and torch.cuda.is_available():
-        context = "all" if every_stack else "alloc"
-        _torch.record_history("all", context=context, stacks="python", max_entries=ENTRIES)
-
-
-def end_history() -> None:
-    """Have torch record nothing more."""
-    if _torch.record_history is not None and torch.cuda.is_available():
-        _torch.record_history(None)
+    record, context = _torch.record_history, "all" if every_stack else "alloc"
+    if record is not None:
+        _torch.when_cuda_starts(lambda: record("all", context=context, stacks="python", max_entries=ENTRIES))
 
 
 def write_snapshot(path: Path) -> bool:
@@ -40,7 +35,7 @@ def write_snapshot(path: Path) -> bool:
 
     The file is there as a whole or not at all. Raises OSError.
     """
-    if _torch.dump_snapshot is None or not torch.cuda.is_available() or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if _torch.dump_snapshot is None or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return False
     part = path.with_name(f".{path.name}.part")
     try:
@@ -64,10 +59,11 @@ class Snapshots:
         self._process = os.getpid()
         begin_history()
         atexit.register(self._write, "end")
-        if _torch.on_out_of_memory is not None and torch.cuda.is_available():
-            _torch.on_out_of_memory(lambda *_: self._write("oom"))
-        if SIGNAL is not None and signal.getsignal(SIGNAL) is signal.SIG_DFL:
-            signal.signal(SIGNAL, lambda *_: self._write("signal"))
+        if (observe := _torch.on_out_of_memory) is not None:
+            _torch.when_cuda_starts(lambda: observe(lambda *_: self._write("oom")))
+        with contextlib.suppress(ValueError):  # in another thread than the main one there are no handlers
+            if SIGNAL is not None and signal.getsignal(SIGNAL) is signal.SIG_DFL:
+                signal.signal(SIGNAL, lambda *_: self._write("signal"))
 
     def _write(self, why: str) -> None:
         rank = self._rank()

@@ -18,7 +18,7 @@ import torch.distributed.distributed_c10d as c10d
 from safecomm import _torch, arguments
 from safecomm.collectives.beside import beside
 from safecomm.collectives.holding import Call, finish
-from safecomm.collectives.rank_order import NOT_HERE, OPERATIONS, SUMS, RankOrder
+from safecomm.collectives.rank_order import NOT_HERE, OPERATIONS, SUMS, RankOrder, flattened, write_back
 from safecomm.collectives.regions import REGIONS
 from safecomm.collectives.routes import ROUTES
 from safecomm.collectives.table import OPS, ROWS, Row
@@ -247,8 +247,12 @@ def _run(
 
 def _taken(row: Row, group: c10d.ProcessGroup, call: _Call, op: object) -> bool:
     """Return whether a kernel of low_latency() has run a call."""
-    out, sent = call
-    return take(row, group, (out, sent) if row.key == "reduce_scatter" else (out, *sent), op, program, unshared=True)
+    out, (flat, *rows) = call[0], map(flattened, (call[0], *call[1]))  # a rank alone may have gaps in its tensors
+    given = (flat, rows) if row.key == "reduce_scatter" else (flat, *rows)
+    if not take(row, group, given, op, program, unshared=True):
+        return False
+    write_back(out, flat)
+    return True
 
 
 _STREAMS: weakref.WeakKeyDictionary[c10d.ProcessGroup, torch.cuda.Stream] = weakref.WeakKeyDictionary()

@@ -13,7 +13,6 @@ from pathlib import Path
 
 VARIABLE = "SAFECOMM_CHILDREN"
 _SITE = Path(__file__).parent / "site"
-_ROOT = Path(__file__).parents[2]
 
 
 def variables(options: Mapping[str, object]) -> dict[str, str]:
@@ -26,9 +25,9 @@ def variables(options: Mapping[str, object]) -> dict[str, str]:
     >>> sorted(variables({"strict": True}))
     ['PYTHONPATH', 'SAFECOMM_CHILDREN']
     """
-    ours = [str(_SITE), str(_ROOT)]  # the second for a checkout that is not installed; behind all others
-    others = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path not in ours]
-    return {"PYTHONPATH": os.pathsep.join([ours[0], *others, ours[1]]), VARIABLE: json.dumps(options)}
+    before = os.environ.get("PYTHONPATH")
+    others = [] if not before else [path for path in before.split(os.pathsep) if path != str(_SITE)]
+    return {"PYTHONPATH": os.pathsep.join([str(_SITE), *others]), VARIABLE: json.dumps(options)}
 
 
 def take_part(directory: str, rank: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import builtins
+import functools
 import importlib.machinery
 import importlib.util
 import os
@@ -182,7 +183,8 @@ def begin(
         from safecomm.diagnostics.observer import Observer
 
         directory, first, last, how, seconds = observe
-        Observer(directory, first, last, _rank, how=how, seconds=seconds)
+        patched = functools.partial(patching.is_patched, "all_reduce")
+        Observer(directory, first, last, _rank, how=how, seconds=seconds, patched=patched)
     elif patch:
         atexit.register(_summary, os.getpid(), launched_as.__wrapped__()[1] or 1, worlds, ranks, parent)
 

@@ -159,7 +159,7 @@ class Engine:
             plan = self._plans[key] = self._plan(name, out, data, number)
         if exchanges and (op is not None or any(one.dim() == 0 or len(one) % self._world for one in tensors)):
             plan = ()  # its parts differ, and no rank knows those of all others
-        elif plan and plan[2] and (asynchronous or not unshared) and not self._ordered:
+        elif plan and plan[2] and (asynchronous or not unshared):
             plan = ()
         if not plan and name == _ALL_REDUCE and data.nbytes > self._turn and data.dtype in DTYPES and number >= 0:
             for turn in data.view(-1).split(self._turn // data.itemsize):
@@ -376,15 +376,16 @@ class Engine:
             return self._both(kernels.one_shot, count, bits, collective, exact=True), count, False
         if number == _UNKNOWN and collective != GATHER:
             return ()
+        at_every_size = self._ordered and collective != GATHER  # whose bits depend on no order
         if kernel == RING:
             if self._ordered and self._world > 2:
                 return ()  # of more ranks its order depends on the place
             launchers = self._bulk.plan(collective, dtype, count, number)
-            return (launchers, count, True) if launchers else ()
+            return (launchers, count, not at_every_size) if launchers else ()
         if dtype not in DTYPES:
             return ()
         launchers = self._both(kernels.two_shot if kernel == TWO_SHOT else kernels.one_shot, count, dtype, collective)
-        return launchers, count, part.nbytes > ASYNCHRONOUS[collective]
+        return launchers, count, part.nbytes > ASYNCHRONOUS[collective] and not at_every_size
 
     def _both(
         self, kernel: object, count: int, dtype: torch.dtype, collective: str, *, exact: bool = False

@@ -136,7 +136,8 @@ def _compare(options: argparse.Namespace) -> int:
     from safecomm.tools import compare
 
     files = [path for path in (options.before, options.after) if path is not None]
-    if bool(files) is bool(options.program) or (files and len(files) != 2):
+    program = options.program[1:] if options.program[:1] == ["--"] else options.program
+    if bool(files) is bool(program) or (files and len(files) != 2):
         raise ValueError("give a program, or --before FILE and --after FILE of two runs that were recorded")
     if files:
         with Progress() as progress:
@@ -147,8 +148,10 @@ def _compare(options: argparse.Namespace) -> int:
     if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)) or options.turns < 1:
         what = f"--seconds {options.seconds}" if options.seconds else f"--steps {options.steps}"
         raise ValueError(f"{what} --turns {options.turns}: expected such as 3:12, and 1 or more")
-    options.out.mkdir(parents=True, exist_ok=True)
-    program = options.program[1:] if options.program[0] == "--" else options.program
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--out: {options.out} can't be made a directory: {error.strerror}") from None
     with Progress() as progress:
         reports, found = compare.compare(
             program,

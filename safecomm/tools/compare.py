@@ -82,9 +82,12 @@ class Way:
 
     @property
     def exposed(self) -> dict[str, float]:
-        """Return the ms of collectives in a step, and of those the ms beside nothing else, of the slowest rank."""
+        """Return the ms of collectives in a step, and of those the ms beside nothing else.
+
+        Of the rank with the least: what others have more is waiting for a rank that is late.
+        """
         found = [one.exposed for run in self.runs for one in run.ranks if one.exposed]
-        return max(found, key=lambda one: one.get("exposed ms", 0.0)) if found else {}
+        return min(found, key=lambda one: one.get("exposed ms", 0.0)) if found else {}
 
 
 def compare(
@@ -136,7 +139,13 @@ def _run(
     if how != UNPATCHED:
         options |= {"avoid_record_streams": how == AVOIDING, "arena": arena}
     recorded = {"TORCH_FR_BUFFER_SIZE": f"{CALLS}", "TORCH_NCCL_TRACE_BUFFER_SIZE": f"{CALLS}"}
-    environment = {**recorded, "TORCH_NCCL_ENABLE_TIMING": "1", **os.environ, **children.variables(options)}
+    recorded |= {"TORCH_NCCL_ENABLE_TIMING": "1"}
+    theirs = dict(os.environ)
+    if how == UNPATCHED:
+        # Before torch 2.8 safecomm, which observes, sets it as it is imported; and its own variables would act.
+        recorded["TORCH_NCCL_AVOID_RECORD_STREAMS"] = "0"
+        theirs = {name: value for name, value in theirs.items() if not name.startswith("SAFECOMM_")}
+    environment = {**recorded, **theirs, **children.variables(options)}
     log = directory / "output.txt"
     status = _ended(command, environment, log, limit)
     if status != 0:
@@ -145,6 +154,8 @@ def _run(
         raise SafecommError("\n".join([head, *_last_lines(log)]))
     try:
         ranks = read_run(directory)
+        if any(one.patched for one in ranks) is (how == UNPATCHED):
+            raise ValueError(f"the program patches by itself, or undoes it: this run was to be {how}")
         with_most = max(ranks, key=lambda one: one.memory.get("active", 0))
         if with_most.snapshot is None:
             return Run(ranks)
@@ -178,9 +189,13 @@ def _ended(command: Sequence[str], environment: Mapping[str, str], log: Path, li
 @contextlib.contextmanager
 def _ending(process: subprocess.Popen[bytes], options: str) -> Iterator[None]:
     """End the process at the end, with all of its session, and what has left that and began with ``options``."""
+    before = {number: signal.signal(number, _interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    before[signal.SIGINT] = signal.getsignal(signal.SIGINT)
     try:
         yield
     finally:
+        for number in before:
+            signal.signal(number, signal.SIG_IGN)  # a second one would leave what the first has begun to end
         for number in (signal.SIGTERM, signal.SIGKILL):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, number)
@@ -193,6 +208,12 @@ def _ending(process: subprocess.Popen[bytes], options: str) -> Iterator[None]:
             with contextlib.suppress(OSError):  # another user's, or gone
                 if mark in found.read_bytes().split(b"\0"):
                     os.kill(int(found.parent.name), signal.SIGKILL)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 # --- what is told ---------------------------------------------------------------------------------------------------
@@ -206,10 +227,11 @@ def _told(command: Sequence[str], ways: list[Way]) -> tuple[list[Report], dict[s
     world = max(one.world for one in first)
     took_part = {way.name: min(len(run.ranks) for run in way.runs) for way in ways}
     window = first[0].window
-    steps = {
-        "steps": f"steps {window[0]} to {window[1]} by the optimizer",
-        "seconds": f"seconds {window[0]} to {window[1]}",
-    }.get(first[0].ended, "all of the run, which had less than was asked for")
+    steps = f"steps {window[0]} to {window[1]} by the optimizer" if first[0].seconds else "all of the run"
+    if first[0].ended == "seconds":
+        steps = f"seconds {window[0]} to {window[1]}"
+    elif first[0].ended == "end":
+        steps += ", which had less than was asked for"
     summary = [
         f"{min(took_part.values())} of {world} ranks took part; {steps}; {first[0].device}, torch {first[0].torch}"
     ]
@@ -232,7 +254,7 @@ def _told(command: Sequence[str], ways: list[Way]) -> tuple[list[Report], dict[s
     for way in ways:
         report = way.runs[0].report
         if report is not None:
-            report.title = way.name
+            report.title = f"{way.name}, all of the run"
             reports.append(report)
     found: dict[str, object] = {
         "safecomm_compare": VERSION,
@@ -257,7 +279,9 @@ def _told(command: Sequence[str], ways: list[Way]) -> tuple[list[Report], dict[s
 
 def predicted(unpatched: Way) -> int | None:
     """Return the peak of active bytes that would be left with every block usable as soon as it was freed."""
-    return max((run.peak.least for run in unpatched.runs if run.peak is not None), default=None)
+    active = unpatched.nbytes("active")
+    gains = [run.peak.gain for run in unpatched.runs if run.peak is not None]
+    return None if active is None or not gains else active - min(gains)
 
 
 def _rows(ways: list[Way]) -> list[tuple[str, ...]]:

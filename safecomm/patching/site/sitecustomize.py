@@ -14,23 +14,30 @@ import os
 import sys
 import types
 from collections.abc import Sequence
+from pathlib import Path
 
 
 class _AfterTorch:
     """Finds torch as the other finders do, and has its import end with ours."""
 
+    looking = False
+
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name != "torch":
+        if name != "torch" or self.looking:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        self.looking = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self.looking = False
         if spec is not None and spec.loader is not None:
             run = spec.loader.exec_module
 
             def run_and_begin(module: types.ModuleType) -> None:
                 run(module)
+                sys.meta_path.remove(self)
                 _begin()
 
             spec.loader.exec_module = run_and_begin  # type: ignore[method-assign]
@@ -41,6 +48,7 @@ def _begin() -> None:
     options = os.environ.get("SAFECOMM_CHILDREN", "")
     if not options:
         return
+    sys.path.append(str(Path(__file__).parents[3]))  # for a checkout that is not installed; behind all others
     try:
         from safecomm.patching.runner import begin
 
