@@ -296,6 +296,18 @@ def test_kernels_take_larger_calls_in_turns_asynchronous_ones_and_those_of_torch
 
 
 @on(3, interpreted=True)
+def test_a_rank_alone_may_have_gaps_in_its_tensor_s11():
+    generator = torch.Generator().manual_seed(9)
+    rows = list(torch.randn(stock.get_world_size(), 100, generator=generator))
+    me = stock.get_rank()
+    with switched_on(tried=True) as ours, safecomm.invariant():
+        tensor = rows[me].clone() if me else torch.stack([rows[me], rows[me]], 1)[:, 0]
+        safecomm.all_reduce(tensor)
+        assert ours.calls == 1
+    assert same_bits.differing(tensor.contiguous(), same_bits.expected(rows, "SUM")) == 0
+
+
+@on(3, interpreted=True)
 def test_the_ring_whose_order_depends_on_the_place_takes_no_call_of_three_ranks():
     with small_ring(tried=True) as ours:
         for within in (False, True, False):
