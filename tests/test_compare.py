@@ -140,15 +140,20 @@ def test_what_has_left_its_session_is_ended_too(tmp_path):
     assert not Path(f"/proc/{left}").exists() or "Z" in Path(f"/proc/{left}/stat").read_text().rpartition(")")[2]
 
 
-def test_an_interrupt_ends_the_program_too(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_ends_the_program_too(tmp_path, number):
     (tmp_path / "script.py").write_text("import os, time\nopen('pid', 'w').write(str(os.getpid()))\ntime.sleep(1e5)")
     command = [sys.executable, "-m", "safecomm", "compare", "--", sys.executable, "script.py"]
-    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    # Where these tests run in the background of a shell, an interrupt is ignored, and their children inherit that.
+    process = subprocess.Popen(
+        command, cwd=tmp_path, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
     while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
         assert process.poll() is None
         os.sched_yield()
-    process.send_signal(signal.SIGINT)
-    assert process.wait() == 130
+    process.send_signal(number)
+    assert process.wait(60) == 130
     assert "interrupted" in process.stderr.read()
     process.stderr.close()
     with pytest.raises(ProcessLookupError):

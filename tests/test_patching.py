@@ -832,7 +832,7 @@ def test_it_says_of_how_many_ranks_it_speaks(tmp_path):
     (tmp_path / "script.py").write_text("import torch.distributed")
     none = run("script.py", cwd=tmp_path).err
     assert "this process, which made no group, ran under this command" in none
-    alone = "import os; os.environ.pop('SAFECOMM_CHILDREN', None)\n" + SPAWNS
+    alone = "import os; os.environ.pop('_SAFECOMM_CHILDREN', None)\n" + SPAWNS
     (tmp_path / "script.py").write_text(alone)
     assert "at least 1 of 2 ranks ran under this command" in run("script.py", "one", cwd=tmp_path).err
 

@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-VARIABLE = "SAFECOMM_CHILDREN"
+VARIABLE = "_SAFECOMM_CHILDREN"
 _SITE = Path(__file__).parent / "site"
 
 
@@ -23,7 +23,7 @@ def variables(options: Mapping[str, object]) -> dict[str, str]:
     Examples
     --------
     >>> sorted(variables({"strict": True}))
-    ['PYTHONPATH', 'SAFECOMM_CHILDREN']
+    ['PYTHONPATH', '_SAFECOMM_CHILDREN']
     """
     before = os.environ.get("PYTHONPATH")
     others = [] if not before else [path for path in before.split(os.pathsep) if path != str(_SITE)]

@@ -45,7 +45,7 @@ class _AfterTorch:
 
 
 def _begin() -> None:
-    options = os.environ.get("SAFECOMM_CHILDREN", "")
+    options = os.environ.get("_SAFECOMM_CHILDREN", "")
     if not options:
         return
     sys.path.append(str(Path(__file__).parents[3]))  # for a checkout that is not installed; behind all others
