@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
@@ -27,18 +27,11 @@ _BYTES = {
 }  # fmt: skip
 """Of an element, by the name of its type; of others, which begin with Float8, 1."""
 
-_FACTORS: dict[str, Callable[[int], float]] = {
-    "all_reduce": lambda ranks: 2 * (ranks - 1) / ranks,
-    "all_gather": lambda ranks: (ranks - 1) / ranks,
-    "reduce_scatter": lambda ranks: (ranks - 1) / ranks,
-    "all_to_all": lambda ranks: (ranks - 1) / ranks,
-}
-"""Bus bandwidth over algorithm bandwidth (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md)."""
+_TIMES = (("all_?reduce", 2), ("reduce_?scatter|all_?gather|all_?to_?all", 1))
+"""How often the other ranks' share of the bytes passes by a link; all bytes of other operations do once.
 
-_NAMES = (
-    ("all_?reduce", "all_reduce"), ("reduce_?scatter", "reduce_scatter"), ("all_?gather", "all_gather"),
-    ("all_?to_?all", "all_to_all"),
-)  # fmt: skip
+See https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md.
+"""
 
 
 @dataclass(frozen=True)
@@ -68,8 +61,8 @@ def factor(op: str, ranks: int) -> float:
     >>> factor("all_reduce", 4), factor("broadcast", 4)
     (1.5, 1.0)
     """
-    named = next((name for pattern, name in _NAMES if re.search(pattern, op)), "")
-    return _FACTORS[named](ranks) if named and ranks > 1 else 1.0
+    times = next((times for pattern, times in _TIMES if re.search(pattern, op)), 0)
+    return times * (ranks - 1) / ranks if times and ranks > 1 else 1.0
 
 
 def rows_of(entries: Iterable[FlightEntry], ranks: Mapping[str, int]) -> list[LoggedCall]:
@@ -124,7 +117,7 @@ def table_of(rows: Sequence[LoggedCall], most: int | None = None) -> Table:
     """Return a table of ``rows``; ``most``: of no more."""
     shown = [
         (
-            row.op, row.group, mib(row.nbytes), str(row.calls), mib(row.total), *map(_figure, (row.us,)),
+            row.op, row.group, mib(row.nbytes), str(row.calls), mib(row.total), _figure(row.us),
             _figure(row.algorithm_bandwidth), _figure(row.bus_bandwidth), row.at,
         )
         for row in rows[:most]
@@ -167,5 +160,13 @@ def collective_log() -> CollectiveLog:
     entries = _torch.flight_entries()
     if not entries:
         return CollectiveLog((), "no collective was logged: begin the process with TORCH_FR_BUFFER_SIZE=20000")
-    ranks = {_torch.group_name(group): group.size() for group in _torch.all_groups()}
-    return CollectiveLog(tuple(rows_of(entries, ranks)))
+    return CollectiveLog(tuple(rows_of(entries, group_sizes())))
+
+
+def group_sizes() -> dict[str, int]:
+    """Return how many ranks each group has, by name. One of the program's own class may not know, and is left out."""
+    from torch.distributed import ProcessGroup
+
+    from safecomm import _torch
+
+    return {_torch.group_name(group): group.size() for group in _torch.all_groups() if type(group) is ProcessGroup}

@@ -45,7 +45,7 @@ _Event = dict[str, object]
 
 def write_json(reports: Sequence[Report], path: Path) -> None:
     """Write ``reports`` to ``path``, all or nothing; ValueError if it can't be written."""
-    _write("--json", path, {"safecomm_report": VERSION, "reports": [_plain(report) for report in reports]})
+    write_object("--json", path, {"safecomm_report": VERSION, "reports": [_plain(report) for report in reports]})
 
 
 def write_perfetto(reports: Sequence[Report], path: Path) -> None:
@@ -53,10 +53,11 @@ def write_perfetto(reports: Sequence[Report], path: Path) -> None:
     timelines = [timeline for report in reports for timeline in report.timelines]
     if not timelines:
         raise ValueError("--perfetto: there is no timeline to write: the files have no history")
-    _write("--perfetto", path, make_trace(timelines))
+    write_object("--perfetto", path, make_trace(timelines))
 
 
-def _write(option: str, path: Path, content: Mapping[str, object]) -> None:
+def write_object(option: str, path: Path, content: Mapping[str, object]) -> None:
+    """Write ``content`` to ``path`` as JSON, all or nothing; ValueError, which names ``option``, if it can't be."""
     text = json.dumps(content, allow_nan=False) + "\n"
     try:
         if path.exists() and not path.is_file():

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import itertools
-import json
 import os
 import sys
 import threading
@@ -20,22 +19,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch.distributed import ProcessGroup
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from safecomm import _torch
 from safecomm.core.holds import Hold
 from safecomm.core.ledger import LEDGER
-from safecomm.diagnostics.collective_log import rows_of
+from safecomm.diagnostics.collective_log import group_sizes, rows_of
+from safecomm.diagnostics.exports import write_object
 from safecomm.diagnostics.exposed import exposed
+from safecomm.diagnostics.observed import VERSION
 from safecomm.diagnostics.outside import outside
 from safecomm.diagnostics.snapshots import begin_history, write_snapshot
 
 if TYPE_CHECKING:
     from torch.profiler import profile as Profile  # noqa: N812
-
-VERSION = 1
-"""Of the file that a rank writes."""
 
 CREATED = 20_000
 """Calls whose times are kept, for how late ranks are."""
@@ -76,7 +73,6 @@ class Observer:
             self._after(last, self._end_window, "seconds")
         elif first == 1:
             self._begin_window()
-            self._ends = []  # how long the first step took is not known: what came before it is no step
         atexit.register(self._at_end)
 
     def _guarded(self, call: Callable[..., None], *given: object) -> None:
@@ -91,7 +87,7 @@ class Observer:
         self._guarded(self._count, optimizer)
 
     def _count(self, optimizer: Optimizer) -> None:
-        if self._done or (_has_device() and torch.cuda.is_current_stream_capturing()):
+        if self._done or self._seconds or (_has_device() and torch.cuda.is_current_stream_capturing()):
             return
         known = self._optimizer and self._optimizer()
         if known is None:  # the first, or the one that has taken its place: of several one counts
@@ -99,8 +95,6 @@ class Observer:
         if optimizer is not known or self._rank()[0] is None or os.getpid() != self._process:
             return
         self._steps += 1
-        if self._seconds:
-            return
         if self._steps == self._first - 1:
             self._begin_window()
         elif self._first <= self._steps <= self._last:
@@ -123,7 +117,7 @@ class Observer:
             torch.cuda.reset_peak_memory_stats(index)
         self._watched.peak = self._watched.now
         self._began = time.time()
-        self._ends = [] if self._seconds else [_now()]
+        self._ends = [_now()] if self._steps else []  # what comes before the first step is none
 
     def _end_window(self, ended: str) -> None:
         rank, world = self._rank()
@@ -139,11 +133,7 @@ class Observer:
             memory["outside"] = elsewhere.total
         began = self._began * 1e9
         entries = [one for one in _torch.flight_entries() or [] if one["time_created_ns"] >= began]
-        groups = [
-            group for group in _torch.all_groups() if type(group) is ProcessGroup
-        ]  # others may not know their size
-        ranks = {_torch.group_name(group): group.size() for group in groups}
-        rows = rows_of(entries, ranks)
+        rows = rows_of(entries, group_sizes())
         self._found = {
             "safecomm_observed": VERSION,
             "rank": rank,
@@ -189,14 +179,10 @@ class Observer:
             self._guarded(self._end_window, "end")
 
     def _write(self) -> None:
-        rank, _ = self._rank()
-        path = self._directory / f"rank{rank}.json"
-        part = path.with_name(f".{path.name}.part")
         try:
-            part.write_text(json.dumps(self._found), encoding="utf-8")
-            os.replace(part, path)
-        except OSError as error:  # a full disk must not end the program
-            print(f"safecomm: {path} can't be written: {error.strerror}", file=sys.stderr, flush=True)
+            write_object("compare", self._directory / f"rank{self._rank()[0]}.json", self._found or {})
+        except ValueError as error:  # a full disk must not end the program
+            print(f"safecomm: {error}", file=sys.stderr, flush=True)
 
 
 def _has_device() -> bool:
@@ -205,11 +191,8 @@ def _has_device() -> bool:
 
 def _devices() -> list[int]:
     """Return the devices that this process uses, whatever this thread's current one is."""
-    return (
-        [index for index in range(torch.cuda.device_count()) if torch.cuda.memory_reserved(index)]
-        if _has_device()
-        else []
-    )
+    count = torch.cuda.device_count() if _has_device() else 0
+    return [index for index in range(count) if torch.cuda.memory_reserved(index)]
 
 
 class _End(NamedTuple):

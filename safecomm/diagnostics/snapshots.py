@@ -30,20 +30,19 @@ def begin_history(*, every_stack: bool = True) -> None:
         _torch.when_cuda_starts(lambda: record("all", context=context, stacks="python", max_entries=ENTRIES))
 
 
-def write_snapshot(path: Path) -> bool:
-    """Write what the allocator has, and has done since the history began; return whether there was anything to write.
+def write_snapshot(path: Path) -> None:
+    """Write what the allocator has, and has done since the history began; nothing where CUDA has not started.
 
     The file is there as a whole or not at all. Raises OSError.
     """
     if _torch.dump_snapshot is None or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return False
+        return
     part = path.with_name(f".{path.name}.part")
     try:
         _torch.dump_snapshot(str(part))
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)
-    return True
 
 
 class Snapshots:

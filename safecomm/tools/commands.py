@@ -132,6 +132,7 @@ def _report(options: argparse.Namespace) -> int:
 
 def _compare(options: argparse.Namespace) -> int:
     from safecomm.diagnostics.comparison import compared
+    from safecomm.diagnostics.exports import write_object
     from safecomm.diagnostics.files import make_reports
     from safecomm.tools import compare
 
@@ -162,7 +163,7 @@ def _compare(options: argparse.Namespace) -> int:
             arena=options.arena,
             progress=progress,
         )
-    compare.write(options.out / "compare.json", found)
+    write_object("--out", options.out / "compare.json", found)
     _write_page(options.out / "compare.html", reports)
     _print(str(reports[0]))
     _print(f"\nwrote {printable(str(options.out / 'compare.html'))} and compare.json")

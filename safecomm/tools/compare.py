@@ -7,7 +7,6 @@ a file; this process only starts, waits and reads, and imports no torch.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import statistics
@@ -378,13 +377,3 @@ def quartiles(seconds: Sequence[float]) -> tuple[float, float]:
     """Return the first and the last quartile."""
     found = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else [*seconds] * 3
     return found[0], found[2]
-
-
-def write(path: Path, found: Mapping[str, object]) -> None:
-    """Write ``found`` as JSON, as a whole or not at all. Raises ValueError if it can't be written."""
-    part = path.with_name(f".{path.name}.part")
-    try:
-        part.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-        os.replace(part, path)
-    except OSError as error:
-        raise ValueError(f"{path} can't be written: {error.strerror}") from None
