@@ -187,7 +187,7 @@ def large(nbytes):
     """Return a snapshot whose pickle has about ``nbytes``."""
     entries = []
     frames = [stack(*((number + depth, f"function_{number}_{depth}") for depth in range(30))) for number in range(2000)]
-    each = 75
+    each = 82
     time = 1_700_000_000_000_000
     for number in range(nbytes // each // 3):
         address, size = 0x7F0000000000 + (number % 5000) * 4 * MIB, 512 * (1 + number % 4096)
@@ -199,6 +199,7 @@ def large(nbytes):
                     "addr": address,
                     "size": size,
                     "stream": 0,
+                    "mempool_id": (0, number % 3),
                     "time_us": time,
                     "frames": frames[number % 2000],
                     "compile_context": "N/A",

@@ -231,8 +231,10 @@ def test_a_snapshot_without_a_history(tmp_path):
 
 
 def test_a_large_snapshot_takes_seconds_and_shows_progress(tmp_path):
-    """No time is asserted here but pytest's own limit."""
+    """No time is asserted here but pytest's own limit. Frames of the pickle begin within its tuples too."""
     path = write(tmp_path / "large.pickle", snapshots.large(12 << 20))
+    content = path.read_bytes()
+    assert re.search(rb"K.\x95.{6}\x00\x00K.\x86", content, re.DOTALL)
     assert path.stat().st_size > 8 << 20
     lines = []
     (tmp_path / "x.html").write_text(make_page(make_reports([path], lines.append)))

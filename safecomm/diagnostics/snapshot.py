@@ -126,11 +126,12 @@ class _Unpickler(pickle.Unpickler):
         raise pickle.UnpicklingError("it refers to an object outside of the file, which no snapshot does")
 
 
-# Numbers of up to 64 bits: longer ones can be chosen so that a dictionary of them never ends.
+# Numbers of up to 64 bits: longer ones can be chosen so that a dictionary of them never ends. A frame may begin between
+# any two opcodes, so between the numbers of a tuple too.
 _NUMBER = (
     rb"(?:K.|M..|J.{4}|N|[\x88\x89]|G.{8}|\x8a(?:"
     + b"|".join(b"\\x%02x.{%d}" % (length, length) for length in range(9))
-    + rb"|\x09.{8}\x00))"
+    + rb"|\x09.{8}\x00))(?:\x95.{8})?"
 )
 # A tuple of numbers, or a number that is not in one, or what makes or fills containers, or refers to what there is. A
 # tuple of tuples, each of them twice the one before, would never end as a key of a dictionary.
