@@ -23,11 +23,15 @@ when_cuda_starts: Callable[[Callable[[], object]], object] = look_up(
 )
 """Calls a function as the program starts CUDA, or at once if it has: to ask before would start it."""
 
-_dumps: list[Callable[[], bytes] | None] = [
-    look_up(f"{C_C10D}._dump_fr_trace", None, "collectives of gloo are not logged", since="2.9")
-]
-if HAS_CUDA:
-    _dumps.append(look_up(f"{C_C10D}._dump_nccl_trace", None, "collectives of NCCL are not logged"))
+_BACKENDS = "gloo", "nccl2", "nccl-lazy"
+"""Those of torch that have a recorder each from torch 2.15 on, where "nccl" is made of the last two."""
+
+_dump: Callable[..., bytes] | None = look_up(
+    f"{C_C10D}._dump_fr_trace", None, "collectives of gloo are not logged", since="2.9"
+)
+_dump_nccl: Callable[[], bytes] | None = (
+    look_up(f"{C_C10D}._dump_nccl_trace", None, "collectives of NCCL are not logged") if HAS_CUDA else None
+)
 
 
 class FlightEntry(TypedDict):
@@ -57,5 +61,11 @@ def flight_entries() -> list[FlightEntry] | None:
 
     The calls of all backends that record, such as NCCL and gloo, from Python or not.
     """
-    found = [pickle.loads(dump()) for dump in _dumps if dump is not None]
-    return [entry for one in found for entry in one.get("entries", [])] if found else None
+    dumped = [_dump_nccl()] if _dump_nccl is not None else []
+    if _dump is not None:
+        try:
+            dumped += [_dump(backend=name) for name in _BACKENDS]
+        except TypeError:  # one recorder for all, before torch 2.15
+            dumped.append(_dump())
+    entries = [entry for one in dumped for entry in pickle.loads(one).get("entries", [])]
+    return sorted(entries, key=lambda entry: entry["time_created_ns"]) if dumped else None
