@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from snapshots import MIB, Allocator, stack, write
 
 import safecomm
 from safecomm import _torch
+from safecomm._torch import observing
 from safecomm.diagnostics import collective_log as logs
 from safecomm.diagnostics import exposed, observed, observer, snapshots
 from safecomm.diagnostics.peaks import peak_of
@@ -257,7 +259,42 @@ def test_times_within_the_spread_of_both_are_not_told_as_slower():
     near = [a_way("unpatched", (1.0, 1.2, 1.4)), a_way("patch()", (1.1, 1.25, 1.5))]
     apart = [a_way("unpatched", (1.0, 1.1, 1.2)), a_way("patch()", (2.0, 2.1, 2.2))]
     assert "A step takes 1.04 of its time unpatched, which is within the spread of both." in str(compare.advised(near))
+    assert "A step takes 1.91 of its time unpatched; the machine may have" in str(compare.advised(apart))
+    for ways in (near, apart):
+        for way in ways:
+            way.runs *= 2
+    assert "A step takes 1.04 of its time unpatched.'" in str(compare.advised(near))  # of twice the same medians
     assert "A step takes 1.91 of its time unpatched.'" in str(compare.advised(apart))
+
+
+@pytest.mark.parametrize(
+    ("printed", "shown"),
+    [
+        ("a\nb", "b"),
+        (
+            "[rank1]:  line\n[rank1]: x.OwnError: 3\n---\nx.ChildFailedError: \n====",
+            "[rank1]: x.OwnError: 3",
+        ),
+        ("Traceback\nValueError: 1\nmore\nTraceback\nKeyError: 2\nE torch.distributed failed", "KeyError: 2"),
+    ],
+)
+def test_of_a_program_that_fails_its_own_exception_is_shown(printed, shown, tmp_path):
+    log = tmp_path / "output.txt"
+    log.write_text(printed)
+    assert compare._last_lines(log)[-1] == shown
+
+
+def test_backends_that_record_apart_are_all_in_the_log():
+    """From torch 2.15 on; and before, one recorder had them all."""
+    entry = {"profiling_name": "x:all_reduce", "process_group": ("0", ""), "collective_seq_id": 1}
+
+    def of_each(backend="gloo"):
+        times = {"gloo": 2, "nccl2": 3, "nccl-lazy": 1}
+        return pickle.dumps({"entries": [{**entry, "time_created_ns": times[backend]}]})
+
+    for dump, expected in ((of_each, [1, 2, 3]), (lambda: of_each(), [2])):
+        with mock.patch.object(observing, "_dump", dump), mock.patch.object(observing, "_dump_nccl", None):
+            assert [one["time_created_ns"] for one in _torch.flight_entries()] == expected
 
 
 def test_lines_add_up_to_the_peak_and_what_was_before_the_window_does_not_count(tmp_path):

@@ -12,7 +12,7 @@ from safecomm.diagnostics.collective_log import LoggedCall
 VERSION = 1
 """Of the format of the file."""
 
-MEMORY = ("active", "allocated", "reserved", "held", "outside")
+MEMORY = ("active", "allocated", "reserved", "held", "outside", "nccl", "staging")
 """What a file may have of memory: bytes."""
 
 

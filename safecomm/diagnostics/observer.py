@@ -28,7 +28,7 @@ from safecomm.diagnostics.collective_log import group_sizes, rows_of
 from safecomm.diagnostics.exports import write_object
 from safecomm.diagnostics.exposed import exposed
 from safecomm.diagnostics.observed import VERSION
-from safecomm.diagnostics.outside import outside
+from safecomm.diagnostics.outside import NCCL, outside
 from safecomm.diagnostics.snapshots import begin_history, write_snapshot
 
 if TYPE_CHECKING:
@@ -131,6 +131,8 @@ class Observer:
         elsewhere = outside()
         if elsewhere is not None:
             memory["outside"] = elsewhere.total
+            memory["nccl"] = sum(nbytes for name, nbytes in elsewhere.parts.items() if name.startswith(NCCL))
+            memory["staging"] = sum(elsewhere.parts.values()) - memory["nccl"]
         began = self._began * 1e9
         entries = [one for one in _torch.flight_entries() or [] if one["time_created_ns"] >= began]
         rows = rows_of(entries, group_sizes())

@@ -15,7 +15,7 @@ from safecomm.collectives.takers import ENGINES
 from safecomm.core.ledger import LEDGER
 from safecomm.core.streams import HOST
 
-_NCCL = "NCCL, "
+NCCL = "NCCL, "
 """How the names of the parts begin that NCCL has told."""
 
 _REST = "CUDA's context, other processes"
@@ -52,7 +52,7 @@ class Outside:
 
     def figures(self) -> dict[str, int]:
         """Return the figures of a table by their names: the whole, and indented what it is made of."""
-        told = any(name.startswith(_NCCL) for name in self.parts)
+        told = any(name.startswith(NCCL) for name in self.parts)
         rest = _REST if told else f"NCCL (not told by this torch), {_REST}"
         of_it = {**self.parts, rest: self.unattributed}
         return {"outside of the allocator": self.total} | {f"  {name}": nbytes for name, nbytes in of_it.items()}
@@ -91,7 +91,7 @@ def _parts() -> dict[str, int]:
     for group in _torch.all_groups():
         nbytes = _torch.nccl_memory_of(group)
         if nbytes is not None:
-            _add(found, f"{_NCCL}{_named(group)}", nbytes)
+            _add(found, f"{NCCL}{_named(group)}", nbytes)
     for of, engine in tuple(ENGINES.items()):
         # What stands in for an engine has no staging, and that of an engine on the host is not on a device.
         layout = getattr(engine, "layout", None)

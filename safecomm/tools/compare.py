@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 
 from safecomm.diagnostics.collective_log import late, table_of
@@ -37,13 +40,32 @@ PATIENCE = 40.0
 """Seconds that a program has to end by itself when it is told to. Torchrun gives its ranks 30 of them."""
 TAIL = 1 << 16
 """Bytes of what a program has printed that are looked at."""
+LINES = 20
+"""Of them that are shown."""
+_EXCEPTION = re.compile(r"(\[rank\d+\]: ?)?(?!.*ChildFailedError)[\w.]+(Error|Exception)\b")
+"""The last line of a stack, as Python writes it, or torch for a rank; not that of torchrun, which follows."""
 _FIGURES = {
     "active": "peak, active",
     "reserved": "peak, reserved",
     "unusable": "freed but unusable",
     "held": "held by collectives",
     "outside": "outside of the allocator",
+    "nccl": "  NCCL, as far as torch tells it",
+    "staging": "  staging of low_latency()",
+    "context": "  CUDA's context, kernels, other processes",
+    "unattributed": "  else",
 }
+
+_CONTEXT = """
+import torch, torch.distributed as dist
+from safecomm.diagnostics.outside import outside
+dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+x = torch.ones(64, 64, device="cuda", dtype=torch.bfloat16)
+dist.all_reduce(x @ x)
+torch.cuda.synchronize()
+print(outside().unattributed)
+"""
+"""Prints what a device uses with nothing of the program on it, once torch, cuBLAS and NCCL have their kernels there."""
 
 
 @dataclass
@@ -55,6 +77,11 @@ class Run:
     """What the snapshots of its ranks say; None where there are none."""
     peak: Peak | None = None
     """That of the window, of the rank with the most; None without snapshots."""
+
+    @property
+    def seconds(self) -> list[float]:
+        """Return how long the steps took, each on its slowest rank."""
+        return [max(step) for step in zip(*(one.seconds for one in self.ranks), strict=False)]
 
 
 @dataclass
@@ -76,8 +103,18 @@ class Way:
 
     @property
     def seconds(self) -> list[float]:
-        """Return how long the steps took, each on its slowest rank."""
-        return [max(step) for run in self.runs for step in zip(*(one.seconds for one in run.ranks), strict=False)]
+        """Return how long the steps took, of all runs."""
+        return [seconds for run in self.runs for seconds in run.seconds]
+
+    @property
+    def spread(self) -> tuple[float, float]:
+        """Return between what a step takes: the quartiles of one run, or the medians of several."""
+        if len(self.runs) == 1:
+            return quartiles(self.seconds)
+        medians = [
+            statistics.median(map(max, zip(*(one.seconds for one in run.ranks), strict=False))) for run in self.runs
+        ]
+        return min(medians), max(medians)
 
     @property
     def exposed(self) -> dict[str, float]:
@@ -119,7 +156,25 @@ def compare(
         way = ways[AVOIDING] = Way(AVOIDING)
         progress(f"once more: {AVOIDING}")
         way.runs.append(_run(command, out / f"1.{_folder(AVOIDING)}", AVOIDING, window, limit, arena))
+    on_devices = [
+        rank.memory for way in ways.values() for run in way.runs for rank in run.ranks if "outside" in rank.memory
+    ]
+    if on_devices:
+        progress("what a device uses without the program")
+        context = _context()
+        for memory in on_devices:
+            if context is not None:
+                known = context + memory["nccl"] + memory["staging"]
+                memory |= {"context": context, "unattributed": max(memory["outside"] - known, 0)}
     return _told(command, list(ways.values()))
+
+
+def _context() -> int | None:
+    """Return what the first device uses without the program, in bytes; None if it does not tell."""
+    told = subprocess.run(
+        [sys.executable, "-c", _CONTEXT], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+    )
+    return int(told.stdout) if told.stdout.strip().isdigit() else None
 
 
 def _folder(name: str) -> str:
@@ -137,8 +192,10 @@ def _run(
     options: dict[str, object] = {"observe": observe, "patch": how != UNPATCHED}
     if how != UNPATCHED:
         options |= {"avoid_record_streams": how == AVOIDING, "arena": arena}
-    recorded = {"TORCH_FR_BUFFER_SIZE": f"{CALLS}", "TORCH_NCCL_TRACE_BUFFER_SIZE": f"{CALLS}"}
-    recorded |= {"TORCH_NCCL_ENABLE_TIMING": "1"}
+    # Torch warns of the old name from the moment that it has the new one.
+    renamed = tuple(map(int, metadata.version("torch").split(".")[:2])) >= (2, 9)
+    name = "TORCH_FR_BUFFER_SIZE" if renamed else "TORCH_NCCL_TRACE_BUFFER_SIZE"
+    recorded = {name: f"{CALLS}", "TORCH_NCCL_ENABLE_TIMING": "1"}
     theirs = dict(os.environ)
     if how == UNPATCHED:
         # Before torch 2.8 safecomm, which observes, sets it as it is imported; and its own variables would act.
@@ -164,9 +221,12 @@ def _run(
 
 
 def _last_lines(log: Path) -> list[str]:
+    """Return the end of what was printed, up to the last exception in it that is not the launcher's."""
     with log.open("rb") as file:
         file.seek(max(log.stat().st_size - TAIL, 0))
-        return file.read().decode("utf-8", "replace").splitlines()[-20:]
+        lines = file.read().decode("utf-8", "replace").splitlines()
+    ends = [number for number, line in enumerate(lines, 1) if _EXCEPTION.match(line)]
+    return lines[: ends[-1] if ends else None][-LINES:]
 
 
 def _ended(command: Sequence[str], environment: Mapping[str, str], log: Path, limit: float | None) -> int | None:
@@ -266,6 +326,7 @@ def _told(command: Sequence[str], ways: list[Way]) -> tuple[list[Report], dict[s
                 "bytes": {name: way.nbytes(name) for name in _FIGURES},
                 "seconds": way.seconds,
                 "exposed": way.exposed,
+                "lines": peak.lines if (peak := way.runs[0].peak) is not None else {},
                 "collectives": [vars(row) for row in way.runs[0].ranks[0].collectives],
             }
             for way in ways
@@ -366,11 +427,12 @@ def _price(before: Way, after: Way) -> str:
     if not before.seconds or not after.seconds:
         return "Steps were not timed."
     ratio = statistics.median(after.seconds) / statistics.median(before.seconds)
-    apart = min(quartiles(after.seconds)[1], quartiles(before.seconds)[1]) < max(
-        quartiles(after.seconds)[0], quartiles(before.seconds)[0]
-    )
-    beyond = "" if apart else ", which is within the spread of both"
-    return f"A step takes {ratio:.2f} of its time unpatched{beyond}."
+    (least, most), (least_before, most_before) = after.spread, before.spread
+    told = f"A step takes {ratio:.2f} of its time unpatched"
+    if least <= most_before and least_before <= most:
+        return f"{told}, which is within the spread of both."
+    alone = len(before.runs) == 1
+    return f"{told}; the machine may have changed between the two runs: --turns 3 tells." if alone else f"{told}."
 
 
 def quartiles(seconds: Sequence[float]) -> tuple[float, float]:

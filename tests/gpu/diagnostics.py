@@ -191,7 +191,7 @@ def diagnostics_doctor():
 
 @case(60, ranks=2)
 def diagnostics_outside_is_accounted_for():
-    """MiB outside of the allocator: torch's tensors are not of it, and the staging of low_latency() is."""
+    """MiB outside of the allocator: torch's tensors are not of it; the staging of low_latency() and NCCL's are."""
     settle()
 
     def look():
@@ -221,8 +221,22 @@ def diagnostics_outside_is_accounted_for():
         require(after.total - before.total >= staging - 4 * MIB, before, after)
     left = look()
     require(name not in left.parts, left)
-    told = hasattr(stock.group.WORLD._get_backend(torch.device("cuda")), "memory_stats")
-    return {"torch_has_memory_stats": told, "before": shown(before), "low_latency": shown(after), "left": shown(left)}
+    data = torch.ones(16 * MIB, device="cuda")
+    before = look()
+    group = stock.new_group()
+    for _ in range(3):
+        stock.all_reduce(data, group=group)
+    after = look()
+    told = sum(after.parts.values()) - sum(before.parts.values())
+    jump = after.total - before.total
+    has = hasattr(stock.group.WORLD._get_backend(torch.device("cuda")), "memory_stats")
+    stock.destroy_process_group(group)
+    gone = look()
+    require(gone.total < after.total - jump // 2, before, after, gone)
+    require(set(gone.parts) == set(before.parts), before, gone)
+    require(not told or abs(told - jump) <= 0.03 * jump, told, jump)
+    nccl = {"torch tells it": has, "MiB told": round(told / MIB, 1), "MiB by the driver": round(jump / MIB, 1)}
+    return {"a group of NCCL": nccl, "before": shown(before), "with it": shown(after), "left": shown(gone)}
 
 
 @case(240)
