@@ -666,10 +666,27 @@ def brief():
     return table((where, "torch.distributed", "safecomm"), rows)
 
 
+def programs():
+    """What compare tells of ten programs: peaks without and with safecomm, and what it predicted."""
+    results, rows = load("gains.json"), []
+    for name, found in results["programs"].items():
+        ways = found["ways"]
+        peaks = [ways[way]["bytes"]["active"] if way in ways else None for way in WAYS]
+        off = f"{100 * found['off by']:+.0f} %" if abs(found["off by"]) >= 0.005 else "0 %"
+        rows.append(
+            (name, *("-" if peak is None else peak >> 20 for peak in peaks), found["predicted active"] >> 20, off)
+        )
+    heads = "peak of active bytes, MiB", "unpatched", *(f"`{way}`" for way in WAYS[1:]), "predicted", "off by"
+    return table(heads, rows) + source("gains.json")
+
+
+WAYS = "unpatched", "patch()", "avoid_record_streams()"
+
 MADE = {
     "README.md": {"": brief},
     "docs/same-bits.md": {"invariance": invariance, "invariant_on_gpus": invariant_on_gpus},
     "docs/low-latency.md": {"sglang": sglang},
+    "docs/compare.md": {"programs": programs},
     "docs/benchmarks.md": {
         one.__name__: one
         for one in (
