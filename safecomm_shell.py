@@ -155,6 +155,15 @@ def _report_arguments(parser: argparse.ArgumentParser) -> None:
         "files", nargs="+", type=Path, metavar="FILE",
         help="of record_memory(), or a memory snapshot of torch, of any program; or a folder of them",
     )  # fmt: skip
+    parser.add_argument(
+        "--from",
+        dest="begin",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="look at a snapshot's history from then",
+    )
+    parser.add_argument("--to", type=float, default=float("inf"), metavar="SECONDS", help="and up to then")
     parser.add_argument("--html", type=Path, metavar="PATH", help="also write a page with the timelines, side by side")
     parser.add_argument("--png", type=Path, metavar="PATH", help="also write a plot (needs matplotlib)")
     parser.add_argument("--json", type=Path, metavar="PATH", help="also write the figures and tables, for a script")
@@ -163,7 +172,7 @@ def _report_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _compare_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--steps", default="3:12", metavar="A:B", help="the optimizer's steps to look at (default: 3:12)"
+        "--steps", default="3:12", metavar="A:B", help="the optimizer's or marked steps to look at (default: 3:12)"
     )
     parser.add_argument("--seconds", default="", metavar="A:B", help="look at these seconds of each process instead")
     parser.add_argument("--turns", type=int, default=1, metavar="N", help="how often each way is run (default: 1)")

@@ -151,6 +151,7 @@ if TYPE_CHECKING:
     from safecomm.diagnostics.collective_log import collective_log as collective_log
     from safecomm.diagnostics.record import memory_report as memory_report
     from safecomm.diagnostics.record import record_memory as record_memory
+    from safecomm.diagnostics.steps import mark_step as mark_step
     from safecomm.peers.limits import LowLatencyLimits as LowLatencyLimits
     from safecomm.peers.low_latency import low_latency as low_latency
 
@@ -159,6 +160,7 @@ _LAZY = {
     "collective_log": ("safecomm.diagnostics.collective_log", "collective_log"),
     "leaks": ("safecomm.diagnostics.leaks", None),
     "low_latency": ("safecomm.peers.low_latency", "low_latency"),
+    "mark_step": ("safecomm.diagnostics.steps", "mark_step"),
     "memory_report": ("safecomm.diagnostics.record", "memory_report"),
     "record_memory": ("safecomm.diagnostics.record", "record_memory"),
 }
@@ -169,8 +171,8 @@ _OWN = (
     "InvarianceError", "Lease", "LiveGraphError", "LowLatencyError", "LowLatencyLimits", "P2POp", "PeerTimeoutError",
     "Pending", "PendingWorkError", "RecordStreamError", "SafecommError", "StaleGraphError", "Work",
     "avoid_record_streams", "bucketed", "bypassed", "collective_log", "drain", "empty", "functional", "graph",
-    "invariant", "is_patched", "leaks", "low_latency", "memory_report", "original", "patch", "patched", "pending",
-    "record_memory", "settle_before_capture", "unpatch", "use_arena",
+    "invariant", "is_patched", "leaks", "low_latency", "mark_step", "memory_report", "original", "patch", "patched",
+    "pending", "record_memory", "settle_before_capture", "unpatch", "use_arena",
 )  # fmt: skip
 """The public names that are safecomm's own, beside the calls that are wrapped."""
 

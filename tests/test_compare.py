@@ -23,6 +23,7 @@ from safecomm.diagnostics import collective_log as logs
 from safecomm.diagnostics import exposed, observed, observer, snapshots
 from safecomm.diagnostics.peaks import peak_of
 from safecomm.diagnostics.snapshot import read_snapshot
+from safecomm.diagnostics.steps import LISTENERS
 from safecomm.errors import SafecommError
 from safecomm.patching import children
 from safecomm.tools import compare
@@ -110,22 +111,22 @@ def test_a_program_that_fails_hangs_or_prints_much_is_told_in_a_line_and_nothing
     assert not list((tmp_path / "safecomm-compare").glob("compare.*"))
 
 
-def test_seconds_are_looked_at_where_no_optimizer_steps(tmp_path):
+def test_seconds_are_looked_at_of_a_server_and_then_it_is_ended(tmp_path):
     (tmp_path / "script.py").write_text(
         "import torch, torch.distributed as dist, os, time\n"
         "dist.init_process_group('gloo', init_method='file://' + os.path.abspath(f'store{os.getpid()}'), rank=0, "
         "world_size=1)\n"
-        "while not os.path.exists(os.environ['SEEN']):\n"
+        "open('served', 'a').write(f'{os.getpid()}\\n')\n"
+        "while True:\n"
         "    time.sleep(0.01)\n"
-        "os._exit(0)\n"
     )
+    said = start(tmp_path, "--seconds", "1:2", "--limit", "60", "--", sys.executable, "script.py").out
+    assert "1 of 1 ranks took part; seconds 1 to 2" in said
+    served = (tmp_path / "served").read_text().split()
+    assert len(served) == 2
+    assert not any(Path("/proc", pid).exists() for pid in served)
     for way in ("1.unpatched", "1.patch"):
-        seen = str(tmp_path / "safecomm-compare" / way / "rank0.json")
-        options = {"observe": (str(Path(seen).parent), 1, 2, way, True), "patch": way == "1.patch"}
-        Path(seen).parent.mkdir(parents=True)
-        environment = os.environ | children.variables(options) | {"SEEN": seen}
-        subprocess.run([sys.executable, "script.py"], cwd=tmp_path, env=environment, check=True, timeout=60)
-        (one,) = observed.read_run(Path(seen).parent)
+        (one,) = observed.read_run(tmp_path / "safecomm-compare" / way)
         assert (one.ended, one.window, one.seconds) == ("seconds", (1, 2), [])
 
 
@@ -433,7 +434,7 @@ def test_a_process_begins_that_first_only_asks_whether_torch_is_there():
 def test_a_program_that_patches_by_itself_is_not_told_as_unpatched(tmp_path):
     (tmp_path / "rank0.json").write_text(json.dumps(GOOD | {"patched": True}))
 
-    def ended(command, environment, log, limit):
+    def ended(command, environment, log, limit, enough):
         assert environment["TORCH_NCCL_AVOID_RECORD_STREAMS"] == "0"
         assert not [name for name in environment if name.startswith("SAFECOMM_") and name != children.VARIABLE]
         log.write_text("said")
@@ -505,15 +506,53 @@ def test_a_full_disk_leaves_no_half_of_a_snapshot_and_ends_no_program(tmp_path, 
     assert "No space left on device" in capsys.readouterr().err
 
 
-def test_the_observer_says_that_a_disk_is_full_and_the_program_goes_on(tmp_path, capsys):
-    with mock.patch.object(observer.atexit, "register"):
-        one = observer.Observer(str(tmp_path / "gone"), 1, 1, lambda: (0, 2), how="unpatched", patched=bool)
-    weight = torch.nn.Parameter(torch.ones(3))
-    optimizer = torch.optim.SGD([weight], 0.1)
-    weight.grad = torch.ones(3)
-    optimizer.step()
-    one._hook.remove()
+@pytest.fixture
+def observe():
+    """Return what observes this process; it ends with the test."""
+    made = []
+
+    def observe(directory, first, last):
+        with mock.patch.object(observer.atexit, "register"):
+            made.append(observer.Observer(str(directory), first, last, lambda: (0, 2), how="x", patched=bool))
+
+    yield observe
+    for one in made:
+        one._hook.remove()
     observer.LEDGER.observer = None
+    LISTENERS.clear()
+
+
+def an_optimizer():
+    weight = torch.nn.Parameter(torch.ones(3))
+    weight.grad = torch.ones(3)
+    return torch.optim.SGD([weight], 0.1)
+
+
+def test_marked_steps_count_and_then_no_others(tmp_path, observe):
+    observe(tmp_path, 2, 4)
+    first, second = an_optimizer(), an_optimizer()
+    for _ in range(4):
+        for optimizer in (first, second, first):
+            optimizer.step()
+        assert not (tmp_path / "rank0.json").exists()
+        safecomm.mark_step()
+    (one,) = observed.read_run(tmp_path)
+    assert (one.ended, one.window, len(one.seconds)) == ("steps", (2, 4), 3)
+
+
+def test_of_several_optimizers_one_counts(tmp_path, observe):
+    observe(tmp_path, 1, 2)
+    first, second = an_optimizer(), an_optimizer()
+    for _ in range(2):
+        assert not (tmp_path / "rank0.json").exists()
+        second.step()
+        first.step()
+    assert observed.read_run(tmp_path)[0].window == (1, 2)
+
+
+def test_the_observer_says_that_a_disk_is_full_and_the_program_goes_on(tmp_path, capsys, observe):
+    observe(tmp_path / "gone", 1, 1)
+    an_optimizer().step()
     assert "rank0.json can't be written" in capsys.readouterr().err
 
 
@@ -525,16 +564,12 @@ def test_a_process_that_a_rank_starts_does_not_write_in_its_place(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_observer_that_fails_ends_and_the_program_goes_on(tmp_path, capsys):
-    with mock.patch.object(observer.atexit, "register"):
-        observer.Observer(str(tmp_path), 1, 1, lambda: (0, 2), how="unpatched", patched=bool)
-    weight = torch.nn.Parameter(torch.ones(3))
-    optimizer = torch.optim.SGD([weight], 0.1)
-    weight.grad = torch.ones(3)
+def test_an_observer_that_fails_ends_and_the_program_goes_on(tmp_path, capsys, observe):
+    observe(tmp_path, 1, 1)
+    optimizer = an_optimizer()
     with mock.patch.object(_torch, "flight_entries", side_effect=RuntimeError("no recorder")):
         optimizer.step()
         optimizer.step()
-    observer.LEDGER.observer = None
     said = capsys.readouterr().err
     assert said.count("is observed no more: RuntimeError('no recorder')") == 1
 

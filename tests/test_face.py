@@ -70,7 +70,7 @@ NEW = [
     "settle_before_capture", "unpatch", "use_arena",
 ]  # fmt: skip
 
-LAZY = ["LowLatencyLimits", "collective_log", "leaks", "low_latency", "memory_report", "record_memory"]
+LAZY = ["LowLatencyLimits", "collective_log", "leaks", "low_latency", "mark_step", "memory_report", "record_memory"]
 """Imported when they are first asked for."""
 
 PUBLIC = [name for name in dir(stock) if not name.startswith("_")]

@@ -94,34 +94,79 @@ def test_a_history_that_begins_and_ends_in_the_middle(tmp_path):
         assert part.reserved[-count:] == whole.reserved[-count:]
 
 
+def random_history(seed):
+    """Return an allocator with a history, and what was in use and what waited as it was asked after each action."""
+    chance = random.Random(seed)
+    allocator, live, waits, expected = Allocator(), [], [], []
+    for _ in range(chance.randrange(5, 200)):
+        allocator.tick(200 + chance.randrange(3))
+        action = chance.random()
+        if action < 0.5 or not live:
+            stream = chance.choice((0, 0, 0x55))
+            live.append(allocator.alloc(chance.randrange(1, 8 * MIB), stack((chance.randrange(9), "f")), stream))
+        elif action < 0.8:
+            address = live.pop(chance.randrange(len(live)))
+            recorded = chance.random() < 0.5
+            allocator.free(address, stack((1, "g")), recorded=recorded)
+            waits += [address] * recorded
+        elif waits:
+            address = waits.pop(chance.randrange(len(waits)))
+            if allocator.trace[-1]["action"] == "free_requested" and allocator.trace[-1]["addr"] == address:
+                del expected[-1]  # nothing came between: nobody was kept from it
+            allocator.complete(address, stack((2, "h")))
+        expected.append(allocator.active())
+    return allocator, expected
+
+
 def test_random_histories_agree_with_the_allocator(tmp_path):
     """Whatever happens, bytes in use and bytes that wait are the allocator's at each moment that it was asked."""
     for seed in range(20):
-        chance = random.Random(seed)
-        allocator, live, waits, expected = Allocator(), [], [], []
-        for _ in range(chance.randrange(5, 200)):
-            allocator.tick(200 + chance.randrange(3))
-            action = chance.random()
-            if action < 0.5 or not live:
-                stream = chance.choice((0, 0, 0x55))
-                live.append(allocator.alloc(chance.randrange(1, 8 * MIB), stack((chance.randrange(9), "f")), stream))
-            elif action < 0.8:
-                address = live.pop(chance.randrange(len(live)))
-                recorded = chance.random() < 0.5
-                allocator.free(address, stack((1, "g")), recorded=recorded)
-                waits += [address] * recorded
-            elif waits:
-                address = waits.pop(chance.randrange(len(waits)))
-                if allocator.trace[-1]["action"] == "free_requested" and allocator.trace[-1]["addr"] == address:
-                    del expected[-1]  # nothing came between: nobody was kept from it
-                allocator.complete(address, stack((2, "h")))
-            expected.append(allocator.active())
+        allocator, expected = random_history(seed)
         trace = read_snapshot(write(tmp_path / "x.pickle", allocator.snapshot())).traces[0]
         told = list(zip(trace.allocated, trace.unusable, strict=True))
         assert told[-1] == expected[-1]
         assert max(sum(one) for one in told) == max(sum(one) for one in expected)
         assert max(one[1] for one in told) == max(one[1] for one in expected)
         assert set(expected) <= set(told)
+
+
+def lives(trace):
+    """Return of each place what was in use and what waited, as the sum of its blocks."""
+    found = []
+    for place in range(len(trace.times)):
+        blocks = [one for one in trace.blocks if one.made <= place and (one.completed is None or one.completed > place)]
+        waits = sum(one.size for one in blocks if one.requested is not None and one.requested <= place)
+        found.append((sum(one.size for one in blocks) - waits, waits))
+    return found
+
+
+def test_a_part_of_a_history_has_what_was_there_as_it_began(tmp_path):
+    """Whatever the part: its lines, and the sum of its blocks, are those of the whole at each moment."""
+    for seed in range(20):
+        chance = random.Random(1000 + seed)
+        path = write(tmp_path / "x.pickle", random_history(seed)[0].snapshot())
+        whole, part = (read_snapshot(path).traces[0] for _ in range(2))
+        first = chance.uniform(0, whole.duration)
+        last = chance.choice((whole.duration, 2 * whole.duration, chance.uniform(first, whole.duration)))
+        part.keep(first, last)
+        assert part.duration == pytest.approx(min(last, whole.duration) - first)
+        assert part.began == pytest.approx(whole.began + first)
+        start = max(number for number, time in enumerate(whole.times) if time <= first)
+        end = sum(time <= last for time in whole.times)
+        assert part.times == pytest.approx([max(time - first, 0) for time in whole.times[start:end]])
+        for name in ("allocated", "unusable", "reserved"):
+            assert getattr(part, name) == getattr(whole, name)[start:end]
+        assert lives(part) == lives(whole)[start:end]
+        assert lives(part) == list(zip(part.allocated, part.unusable, strict=True))
+
+
+def test_a_report_of_a_part_says_what_is_not_in_the_file(tmp_path, capsys):
+    path = write(tmp_path / "x.pickle", random_history(3)[0].snapshot())
+    assert main(["report", str(path), "--from", "0.001", "--to", "0.002", "--html", str(tmp_path / "x.html")]) == 0
+    assert "allocations in 0.001 s" in capsys.readouterr().out
+    for wrong in (["--from", "100"], ["--from", "0.002", "--to", "0.001"], ["--from", "-1"], ["--to", "nan"]):
+        assert main(["report", str(path), *wrong]) == 2
+        assert "s of history: --from and --to have to be in it" in capsys.readouterr().err
 
 
 def test_buffers_of_many_sizes_that_split_segments_call_for_an_arena(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -16,6 +17,8 @@ from safecomm.diagnostics.snapshot import Snapshot, read_snapshot, without_colle
 from safecomm.diagnostics.snapshot_report import report_snapshot
 from safecomm.diagnostics.units import MIB
 
+WHOLE = (0.0, math.inf)
+"""Of a history: all of it, in seconds."""
 _RANK = re.compile(r"[._-]?(rank|pid)[._-]?(\d+)")
 _FILES = (".jsonl", ".pickle", ".pkl")
 """Of a folder that are read."""
@@ -30,12 +33,16 @@ _PACKED = {
 """How a file begins that was packed with what."""
 
 
-def make_reports(paths: Sequence[Path], progress: Callable[[str], None] = lambda line: None) -> list[Report]:
+def make_reports(
+    paths: Sequence[Path],
+    progress: Callable[[str], None] = lambda line: None,
+    between: tuple[float, float] = WHOLE,
+) -> list[Report]:
     """Read files of ``record_memory()`` and memory snapshots of torch, and return what each says.
 
     A recording may be named as it was to ``record_memory``: then the files of all its ranks are read, and each must be
     there. Of a folder, all recordings and snapshots in it are read. The ranks of one run are one report. Nothing that
-    is in a file is executed.
+    is in a file is executed. ``between``: the seconds of a snapshot's history that are looked at.
 
     Raises
     ------
@@ -49,7 +56,9 @@ def make_reports(paths: Sequence[Path], progress: Callable[[str], None] = lambda
         content = _read(path, named, progress)
         # A snapshot is told at once, so that there is only one of them at a time.
         with without_collection():
-            found.append(content if isinstance(content, Recording) else _of_snapshot(content))
+            found.append(content if isinstance(content, Recording) else _of_snapshot(content, between))
+        if isinstance(content, Recording) and between != WHOLE:
+            raise ValueError(f"{path} is a recording: --from and --to are of snapshots")
     _check_ranks([one for one in found if isinstance(one, Recording)])
     runs: dict[object, list[Report]] = {}
     for one in found:
@@ -65,7 +74,13 @@ def _of_recording(recording: Recording) -> Report:
     return report
 
 
-def _of_snapshot(snapshot: Snapshot) -> Report:
+def _of_snapshot(snapshot: Snapshot, between: tuple[float, float]) -> Report:
+    if between != WHOLE:
+        longest = max((trace.duration for trace in snapshot.traces), default=0.0)
+        if not 0 <= between[0] < min(between[1], longest):
+            raise ValueError(f"{snapshot.path} has {longest:.3f} s of history: --from and --to have to be in it")
+        for trace in snapshot.traces:
+            trace.keep(*between)
     report = report_snapshot(snapshot)
     rank = _rank_of(snapshot.path.name)
     if rank is not None:

@@ -91,6 +91,12 @@ def read_run(directory: Path) -> list[Observed]:
     return sorted((read_observed(path) for path in files), key=lambda one: one.rank)
 
 
+def all_done(directory: Path) -> bool:
+    """Return whether each rank has written what it saw."""
+    files = list(directory.glob("rank*.json"))
+    return bool(files) and len(files) >= read_observed(files[0]).world
+
+
 def _call(row: list[object]) -> LoggedCall:
     op, group, at = (checked.text(one) for one in row[:3])
     nbytes, calls, total = (checked.whole(one) for one in row[3:6])

@@ -1,8 +1,8 @@
 """What ``safecomm compare`` has each rank of a program write down: its steps, its peaks, a snapshot, its collectives.
 
-It changes nothing of the program. The window begins at the end of one step of the optimizer and ends with another; of
-a program without such steps it is all of the run. Then a further step is traced on GPUs, for how long collectives run
-beside nothing else.
+It changes nothing of the program. The window begins at the end of one step, of the optimizer or marked, and ends with
+another; of a program without steps it is all of the run. Then a further step is traced on GPUs, for how long
+collectives run beside nothing else.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from safecomm.diagnostics.exposed import exposed
 from safecomm.diagnostics.observed import VERSION
 from safecomm.diagnostics.outside import NCCL, outside
 from safecomm.diagnostics.snapshots import begin_history, write_snapshot
+from safecomm.diagnostics.steps import LISTENERS
 
 if TYPE_CHECKING:
     from torch.profiler import profile as Profile  # noqa: N812
@@ -57,12 +58,14 @@ class Observer:
         self._patched = patched
         self._process = os.getpid()
         self._optimizer: weakref.ref[Optimizer] | None = None
+        self._marked = False
         self._steps = 0
         self._ends: list[_End] = []  # of the steps of the window, the end of the one before first
         self._began = 0.0  # the window, in unix time, as the allocator's history has it
         self._found: dict[str, object] | None = None
         self._profile: Profile | None = None
         self._hook = register_optimizer_step_post_hook(self._stepped)
+        LISTENERS.append(self._stepped)
         self._watched = _Held()
         self._seconds = seconds
         self._done = False
@@ -83,16 +86,22 @@ class Observer:
             self._done = True  # and not the hook removed, while torch calls its hooks
             print(f"safecomm: process {os.getpid()} is observed no more: {error!r}", file=sys.stderr, flush=True)
 
-    def _stepped(self, optimizer: Optimizer, *_: object) -> None:
+    def _stepped(self, optimizer: Optimizer | None = None, *_: object) -> None:
         self._guarded(self._count, optimizer)
 
-    def _count(self, optimizer: Optimizer) -> None:
+    def _count(self, optimizer: Optimizer | None) -> None:
+        """Count a step, which the program has marked, or else its first optimizer ends."""
         if self._done or self._seconds or (_has_device() and torch.cuda.is_current_stream_capturing()):
             return
-        known = self._optimizer and self._optimizer()
-        if known is None:  # the first, or the one that has taken its place: of several one counts
-            known, self._optimizer = optimizer, weakref.ref(optimizer)
-        if optimizer is not known or self._rank()[0] is None or os.getpid() != self._process:
+        if optimizer is None and not self._marked:
+            self._marked, self._steps, self._ends = True, 0, []
+        elif optimizer is not None:
+            known = self._optimizer and self._optimizer()
+            if known is None:  # the first, or the one that has taken its place: of several one counts
+                known, self._optimizer = optimizer, weakref.ref(optimizer)
+            if optimizer is not known or self._marked:
+                return
+        if self._rank()[0] is None or os.getpid() != self._process:
             return
         self._steps += 1
         if self._steps == self._first - 1:
@@ -145,7 +154,7 @@ class Observer:
             "device": torch.cuda.get_device_name() if each else "cpu",
             "patched": self._patched(),
             "ended": ended,
-            "window": [self._first, self._last if self._seconds else self._first + max(len(self._ends) - 2, 0)],
+            "window": [self._first, self._last if self._seconds else max(self._first, min(self._steps, self._last))],
             "began": self._began,
             "seconds": _between(self._ends),
             "memory": memory,
@@ -157,8 +166,10 @@ class Observer:
             ],
             "exposed": None,
         }
-        self._write()
-        write_snapshot(self._directory / f"rank{rank}.pickle")
+        try:
+            write_snapshot(self._directory / f"rank{rank}.pickle")
+        finally:
+            self._write()  # the last, because it tells that this rank is done
 
     def _end_profile(self) -> None:
         profile, self._profile = self._profile, None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import Counter
 from dataclasses import dataclass
 
@@ -24,18 +23,20 @@ class Peak:
 
 
 def peak_of(snapshot: Snapshot, since: float = 0.0) -> Peak | None:
-    """Return the peak of ``snapshot`` from the unix time ``since`` on; None if it has no history of that."""
+    """Return the peak of ``snapshot`` from the unix time ``since`` on; None if it has none.
+
+    The snapshot forgets what was before.
+    """
     peaks = []
     for trace in snapshot.traces:
-        # What was active as it began counts too.
-        start = max(bisect_right(trace.times, since - trace.began) - 1, 0) if trace.began else 0
-        active, unusable = trace.active, trace.unusable[start:]
-        waits = Waiting(active[start:], unusable)
-        at = active.index(max(waits.active), start)
+        if since and trace.began:
+            trace.keep(max(since - trace.began, 0.0), trace.duration)
+        waits = Waiting(trace.active, trace.unusable)
+        at = waits.active.index(max(waits.active))
         lines: Counter[str] = Counter()
         for block in trace.blocks:
             if block.made <= at and (block.completed is None or block.completed > at):
                 lines[snapshot.stacks.sites[block.made_at]] += block.size
         if trace.blocks:
-            peaks.append(Peak(active[at], max(unusable), waits.gain, dict(lines)))
+            peaks.append(Peak(waits.active[at], max(trace.unusable), waits.gain, dict(lines)))
     return max(peaks, key=lambda one: one.active, default=None)

@@ -14,6 +14,7 @@ import itertools
 import mmap
 import pickle
 import re
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -100,6 +101,25 @@ class Trace:
     def seconds(self, start: int, end: int | None) -> float:
         """Return what passed between two places in ``times``; None is the end."""
         return (self.duration if end is None else self.times[end]) - self.times[start]
+
+    def keep(self, first: float, last: float) -> None:
+        """Forget what was not between ``first`` and ``last``, in seconds: what was there as that begins stays."""
+        start, end = max(bisect_right(self.times, first) - 1, 0), bisect_right(self.times, last)
+
+        def moved(place: int | None) -> int | None:
+            return None if place is None or place >= end else max(place - start, 0)
+
+        blocks, self.blocks = self.blocks, []
+        for block in blocks:
+            if block.made < end and (block.completed is None or block.completed > start):
+                block.made = max(block.made - start, 0)
+                block.requested, block.completed = moved(block.requested), moved(block.completed)
+                self.blocks.append(block)
+        self.times = [max(time - first, 0.0) for time in self.times[start:end]]
+        self.allocated, self.unusable = self.allocated[start:end], self.unusable[start:end]
+        self.reserved = self.reserved[start:end]
+        self.duration = max(min(last, self.duration) - first, 0.0)
+        self.began += first if self.began else 0.0
 
 
 @dataclass

@@ -114,7 +114,7 @@ def _report(options: argparse.Namespace) -> int:
     from safecomm.diagnostics.plot import plot
 
     with Progress() as progress:
-        reports = make_reports(options.files, progress)
+        reports = make_reports(options.files, progress, (options.begin, options.to))
     if options.html is not None:  # before what is printed, whose reader may go away
         _write_page(options.html, reports)
     if options.png is not None:

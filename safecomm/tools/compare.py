@@ -7,6 +7,7 @@ a file; this process only starts, waits and reads, and imports no torch.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import signal
@@ -21,7 +22,7 @@ from pathlib import Path
 
 from safecomm.diagnostics.collective_log import late, table_of
 from safecomm.diagnostics.files import make_reports
-from safecomm.diagnostics.observed import Observed, read_run
+from safecomm.diagnostics.observed import Observed, all_done, read_run
 from safecomm.diagnostics.peaks import Peak, peak_of
 from safecomm.diagnostics.report import ROWS, SHARE, WORTH, Advice, Report
 from safecomm.diagnostics.snapshot import read_snapshot
@@ -40,6 +41,8 @@ PATIENCE = 40.0
 """Seconds that a program has to end by itself when it is told to. Torchrun gives its ranks 30 of them."""
 TAIL = 1 << 16
 """Bytes of what a program has printed that are looked at."""
+ASKED_EVERY = 0.5
+"""Seconds between looks at a program that runs."""
 LINES = 20
 """Of them that are shown."""
 _EXCEPTION = re.compile(r"(\[rank\d+\]: ?)?(?!.*ChildFailedError)[\w.]+(Error|Exception)\b")
@@ -193,7 +196,7 @@ def _run(
     if how != UNPATCHED:
         options |= {"avoid_record_streams": how == AVOIDING, "arena": arena}
     # Torch warns of the old name from the moment that it has the new one.
-    renamed = tuple(map(int, metadata.version("torch").split(".")[:2])) >= (2, 9)
+    renamed = tuple(map(int, re.findall(r"\d+", metadata.version("torch"))[:2])) >= (2, 9)
     name = "TORCH_FR_BUFFER_SIZE" if renamed else "TORCH_NCCL_TRACE_BUFFER_SIZE"
     recorded = {name: f"{CALLS}", "TORCH_NCCL_ENABLE_TIMING": "1"}
     theirs = dict(os.environ)
@@ -203,7 +206,7 @@ def _run(
         theirs = {name: value for name, value in theirs.items() if not name.startswith("SAFECOMM_")}
     environment = {**recorded, **theirs, **children.variables(options)}
     log = directory / "output.txt"
-    status = _ended(command, environment, log, limit)
+    status = _ended(command, environment, log, limit, lambda: seconds and all_done(directory))
     if status != 0:
         what = f"did not end within {limit:g} seconds" if status is None else f"ended with status {status}"
         head = f"the program, {how}, {what}; {log} has what it printed, which ends so:"
@@ -229,8 +232,13 @@ def _last_lines(log: Path) -> list[str]:
     return lines[: ends[-1] if ends else None][-LINES:]
 
 
-def _ended(command: Sequence[str], environment: Mapping[str, str], log: Path, limit: float | None) -> int | None:
-    """Run ``command`` to its end, and return its status; None if it took longer than ``limit`` seconds."""
+def _ended(
+    command: Sequence[str], environment: Mapping[str, str], log: Path, limit: float | None, enough: Callable[[], bool]
+) -> int | None:
+    """Run ``command`` to its end, and return its status; None if it took longer than ``limit`` seconds.
+
+    A program that goes on as ``enough`` returns True, such as a server, is ended, and its status is 0.
+    """
     with log.open("wb") as output:
         try:
             process = subprocess.Popen(
@@ -239,10 +247,13 @@ def _ended(command: Sequence[str], environment: Mapping[str, str], log: Path, li
         except OSError as error:
             raise ValueError(f"{command[0]} can't be run: {error.strerror}") from None
         with _ending(process, environment[children.VARIABLE]):
-            try:
-                return process.wait(limit)
-            except subprocess.TimeoutExpired:
-                return None
+            deadline = math.inf if limit is None else time.monotonic() + limit
+            while time.monotonic() < deadline:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    return process.wait(min(ASKED_EVERY, deadline - time.monotonic()))
+                if enough():
+                    return 0
+            return None
 
 
 @contextlib.contextmanager
