@@ -23,6 +23,7 @@ the files here. A test that replaces ``_torch.x`` replaces it for the rest of sa
 #     modes          modes, transforms and profilers that are active on this thread
 #     autograd       saved tensors, version counters, the level of forward mode
 #     observing      the allocator's history, and the flight recorder of collectives
+#     debugging      pages in torch's debug server
 #     reductions     the operators that c10d's reductions come down to, replaced
 #     kernels        torch's own kernels, replaced by functions of Python
 #     replaced       what stands in torch's place, and how torch's own comes back
@@ -62,6 +63,10 @@ from safecomm._torch.backends import nccl_memory_of as nccl_memory_of
 from safecomm._torch.backends import regions_differ as regions_differ
 from safecomm._torch.backends import unwrapped as unwrapped
 from safecomm._torch.backends import waits_only_block_streams as waits_only_block_streams
+from safecomm._torch.debugging import DebugRequest as DebugRequest
+from safecomm._torch.debugging import DebugResponse as DebugResponse
+from safecomm._torch.debugging import ask_all_ranks as ask_all_ranks
+from safecomm._torch.debugging import register_debug_handler as register_debug_handler
 from safecomm._torch.driver import kernel_launcher as kernel_launcher
 from safecomm._torch.driver import pointer_attribute as pointer_attribute
 from safecomm._torch.driver import swap_capture_mode as swap_capture_mode

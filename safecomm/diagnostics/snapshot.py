@@ -38,7 +38,7 @@ FRAMES = 1000
 _AWAITING = ("active_awaiting_free", "active_pending_free")  # what versions of torch call it
 _PACKAGE = Path(__file__).parents[1]
 _OURS = "|".join(re.escape(one.stem) for one in _PACKAGE.iterdir() if one.suffix == ".py" or one.is_dir())
-_LIBRARY = re.compile(rf"(^|[/\\])(torch[/\\]|safecomm[/\\]({_OURS})([/\\]|\.py$))")
+_LIBRARY = re.compile(rf"(^|[/\\])(torch[/\\]|typing_extensions\.py$|safecomm[/\\]({_OURS})([/\\]|\.py$))")
 _STARTS = re.compile(r"^<|[/\\](runpy|threading|concurrent[/\\].*|multiprocessing[/\\].*)\.py$")
 _CXX = re.compile(r"^\?\?$|^$|\.(cpp|cc|cu|cuh|h|hpp|c)$|\.so(\.|$)")
 
@@ -546,7 +546,7 @@ class Stacks:
         self.stacks: list[tuple[str, ...]] = [(), (NO_STACK,)]
         """The lines of each that are Python's, innermost first; of C++ if there are no others."""
         self.sites: list[str] = [UNKNOWN, NO_STACK]
-        """Of each the innermost line that is the program's: neither torch's nor safecomm's."""
+        """Of each the innermost line that is the program's: not torch's, safecomm's or of what wraps theirs."""
         self.programs: list[str] = ["", ""]
         """Of each the file of the outermost such line, where Python's own that start a program are left out."""
         self._numbers: dict[tuple[str, ...], int] = {(): 1}
