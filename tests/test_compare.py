@@ -20,7 +20,7 @@ import safecomm
 from safecomm import _torch
 from safecomm._torch import observing
 from safecomm.diagnostics import collective_log as logs
-from safecomm.diagnostics import exposed, observed, observer, snapshots
+from safecomm.diagnostics import exposed, inspector, observed, observer, snapshots
 from safecomm.diagnostics.peaks import peak_of
 from safecomm.diagnostics.snapshot import read_snapshot
 from safecomm.diagnostics.steps import LISTENERS
@@ -40,6 +40,9 @@ def work(rank, port):
         dist.init_process_group("gloo", init_method=f"file://{port}", rank=rank, world_size=2)
     model = torch.nn.Linear(64, 64)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    os.makedirs(os.environ["NCCL_INSPECTOR_DUMP_DIR"], exist_ok=True)
+    with open(os.path.join(os.environ["NCCL_INSPECTOR_DUMP_DIR"], f"pid{os.getpid()}.log"), "w") as file:
+        file.write(RECORD)
     for _ in range(6):
         model(torch.randn(4, 64)).sum().backward()
         for parameter in model.parameters():
@@ -59,7 +62,7 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def program(tmp_path):
-    (tmp_path / "train.py").write_text(TRAIN)
+    (tmp_path / "train.py").write_text(TRAIN.replace("RECORD", repr(record())))
     return tmp_path
 
 
@@ -89,8 +92,12 @@ def test_both_ranks_are_observed_and_patched_whoever_starts_them(program, launch
     (row, *_) = found["ways"]["unpatched"]["collectives"]
     assert (row["op"], row["nbytes"], row["calls"]) == ("all_reduce", 64 * 64 * 4, 4)
     assert re.search(r"train.py:\d+ in work", row["at"])
+    (row,) = found["ways"]["unpatched"]["inspector"]
+    assert (row["op"], row["nbytes"], row["calls"]) == ("AllReduce", 1 << 20, 2)
     page = (program / "safecomm-compare/compare.html").read_text()
     assert "No gain" in page
+    for way in found["ways"].values():
+        assert compare._spread(way["seconds"]) in page
 
 
 @pytest.mark.parametrize(
@@ -332,6 +339,37 @@ def test_what_was_active_as_the_window_began_counts(tmp_path):
     allocator.free(block, stack((2, "step")))
     write(tmp_path / "a.pickle", allocator.snapshot())
     assert peak_of(read_snapshot(tmp_path / "a.pickle"), since).active == 8 * MIB
+
+
+# --- NCCL's Inspector ------------------------------------------------------------------------------------------------
+
+
+def record(bus=485.1, **more):
+    call = {"coll": "AllReduce", "coll_sn": 7, "coll_msg_size_bytes": 1 << 20, "coll_exec_time_us": 20}
+    call |= {"coll_algobw_gbs": 277.2, "coll_busbw_gbs": bus, **more}
+    return json.dumps({"header": {"id": "0x7f", "rank": 2, "n_ranks": 8}, "metadata": {}, "coll_perf": call})
+
+
+def test_what_the_inspector_wrote_is_summed_by_operation_group_and_size(tmp_path):
+    lines = [record(bus=1), record(bus=5), record(bus=3), record(coll="AllGather", coll_msg_size_bytes=9)]
+    (tmp_path / "host-pid1.log").write_text("\n".join(lines))
+    (tmp_path / "host-pid2.log").write_text(record(bus=2) + "\n" + record()[:50])
+    first, second = inspector.read_inspector(tmp_path)
+    assert (first.op, first.group, first.nbytes, first.calls, first.us) == ("AllReduce", "0x7f", 1 << 20, 4, 20)
+    assert (first.bus_bandwidth, first.total, second.op) == (2.5, 4 << 20, "AllGather")
+    assert inspector.read_inspector(tmp_path / "none") == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "", "x", "[]", "{}", "5", "[" * 100_000, "\x00", '{"header": 5, "coll_perf": 6}', record(bus="x"),
+        record(bus=float("nan")), record(coll_exec_time_us=-1), record(coll=5), record(coll_msg_size_bytes=1 << 70),
+    ],
+)  # fmt: skip
+def test_a_line_that_is_no_record_counts_for_nothing(line, tmp_path):
+    (tmp_path / "a.log").write_text(line)
+    assert inspector.read_inspector(tmp_path) == []
 
 
 # --- the log ---------------------------------------------------------------------------------------------------------

@@ -10,17 +10,19 @@ import contextlib
 import math
 import os
 import re
+import shutil
 import signal
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 
-from safecomm.diagnostics.collective_log import late, table_of
+from safecomm.diagnostics import inspector
+from safecomm.diagnostics.collective_log import LoggedCall, late, table_of
 from safecomm.diagnostics.files import make_reports
 from safecomm.diagnostics.observed import Observed, all_done, read_run
 from safecomm.diagnostics.peaks import Peak, peak_of
@@ -80,6 +82,8 @@ class Run:
     """What the snapshots of its ranks say; None where there are none."""
     peak: Peak | None = None
     """That of the window, of the rank with the most; None without snapshots."""
+    inspected: list[LoggedCall] = field(default_factory=list)
+    """What NCCL's Inspector has written of all of the run, if the program is run with it."""
 
     @property
     def seconds(self) -> list[float]:
@@ -204,7 +208,10 @@ def _run(
         # Before torch 2.8 safecomm, which observes, sets it as it is imported; and its own variables would act.
         recorded["TORCH_NCCL_AVOID_RECORD_STREAMS"] = "0"
         theirs = {name: value for name, value in theirs.items() if not name.startswith("SAFECOMM_")}
-    environment = {**recorded, **theirs, **children.variables(options)}
+    # A folder for each run: in that of the user those of all would mix.
+    inspected = directory / "inspector"
+    shutil.rmtree(inspected, ignore_errors=True)
+    environment = {**recorded, **theirs, **children.variables(options), inspector.VARIABLE: str(inspected.absolute())}
     log = directory / "output.txt"
     status = _ended(command, environment, log, limit, lambda: seconds and all_done(directory))
     if status != 0:
@@ -216,9 +223,11 @@ def _run(
         if any(one.patched for one in ranks) is (how == UNPATCHED):
             raise ValueError(f"the program patches by itself, or undoes it: this run was to be {how}")
         with_most = max(ranks, key=lambda one: one.memory.get("active", 0))
-        if with_most.snapshot is None:
-            return Run(ranks)
-        return Run(ranks, make_reports([directory])[0], peak_of(read_snapshot(with_most.snapshot), with_most.began))
+        run = Run(ranks, inspected=inspector.read_inspector(inspected))
+        if with_most.snapshot is not None:
+            run.report = make_reports([directory])[0]
+            run.peak = peak_of(read_snapshot(with_most.snapshot), with_most.began)
+        return run
     except ValueError as error:
         raise SafecommError("\n".join([f"{error}. The program printed last:", *_last_lines(log)])) from None
 
@@ -314,6 +323,9 @@ def _told(command: Sequence[str], ways: list[Way]) -> tuple[list[Report], dict[s
         tables.append(lines)
     calls = [row for one in first for row in one.collectives if one.rank == first[0].rank]
     tables.append(table_of(calls, ROWS))
+    inspected = ways[0].runs[0].inspected
+    if inspected:
+        tables.append(replace(table_of(inspected, ROWS), title="collectives of the whole run, by NCCL's Inspector"))
     behind = late([one.created for one in first])
     if behind:
         rows = [(f"rank {rank}", str(count), f"{ms:.2f} ms") for rank, (count, ms) in behind.items()]
@@ -339,6 +351,7 @@ def _told(command: Sequence[str], ways: list[Way]) -> tuple[list[Report], dict[s
                 "exposed": way.exposed,
                 "lines": peak.lines if (peak := way.runs[0].peak) is not None else {},
                 "collectives": [vars(row) for row in way.runs[0].ranks[0].collectives],
+                "inspector": [vars(row) for row in way.runs[0].inspected],
             }
             for way in ways
         },
