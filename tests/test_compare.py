@@ -566,6 +566,30 @@ def an_optimizer():
     return torch.optim.SGD([weight], 0.1)
 
 
+OUTLIVED = """
+import os, weakref
+import torch.distributed as dist
+dist.init_process_group("gloo", init_method="file://" + os.path.abspath(f"store{os.getpid()}"), rank=0, world_size=1)
+import safecomm, torch
+group = weakref.ref(dist.group.WORLD)
+for _ in range(3):
+    dist.all_reduce(torch.ones(3))
+    safecomm.mark_step()
+dist.destroy_process_group()
+assert group() is None
+print("gone", flush=True)
+os._exit(0)
+"""
+
+
+def test_a_group_does_not_outlive_its_end_because_it_was_looked_at(tmp_path):
+    """Threads of gloo that are there as the process ends abort it now and then."""
+    (tmp_path / "script.py").write_text(OUTLIVED)
+    start(tmp_path, "--steps", "1:2", "--limit", "60", "--", sys.executable, "script.py")
+    for way in ("1.unpatched", "1.patch"):
+        assert (tmp_path / "safecomm-compare" / way / "output.txt").read_text().splitlines()[-1] == "gone"
+
+
 def test_marked_steps_count_and_then_no_others(tmp_path, observe):
     observe(tmp_path, 2, 4)
     first, second = an_optimizer(), an_optimizer()

@@ -19,6 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+
+# As it is imported its functions take the default group as a default, which keeps that group alive. Torch imports it,
+# with all of torch.compile, as the flight recorder tells stacks; here it is imported before there is a group.
+import torch.distributed.nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from safecomm import _torch
