@@ -146,8 +146,8 @@ def late(created: Sequence[Mapping[tuple[str, int], int]]) -> dict[int, tuple[in
 def collective_log() -> CollectiveLog:
     """Return which collectives this process has called, by line: the calls that torch's flight recorder still has.
 
-    Asks no event and waits for no device. What :func:`safecomm.low_latency` runs by its kernels is not among them. Times
-    are those of NCCL with ``TORCH_NCCL_ENABLE_TIMING=1``; captured calls are counted, and have none.
+    Asks no event and waits for no device. What :func:`safecomm.low_latency` runs by its kernels is not among them.
+    Times are those of NCCL with ``TORCH_NCCL_ENABLE_TIMING=1``; captured calls are counted, and have none.
 
     The first call takes seconds, because torch imports its compiler to tell stacks. With that comes
     ``torch.distributed.nn``, which keeps the default group alive if there is one when it is imported.

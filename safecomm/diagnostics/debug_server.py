@@ -25,7 +25,7 @@ class HeldHandler:
     """A handler for ``torch.distributed.debug.start_debug_server``, made on each rank: :func:`memory_report` of all.
 
     It has the methods of torch's ``DebugHandler``: the page is at ``/safecomm``, and periodic dumps are named
-    ``safecomm``. Needs torch 2.11 or later, and what its server needs. Everyone who reaches the server can read it.
+    ``safecomm``. Needs torch 2.13 or later, and what its server needs. Everyone who reaches the server can read it.
 
     Examples
     --------
