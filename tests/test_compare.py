@@ -14,16 +14,18 @@ from unittest import mock
 import pytest
 import torch
 from ranks import run_python
-from snapshots import MIB, Allocator, stack, write
+from snapshots import MIB, Allocator, forum, stack, write
 
 import safecomm
 from safecomm import _torch
 from safecomm._torch import observing
 from safecomm.diagnostics import collective_log as logs
 from safecomm.diagnostics import exposed, inspector, observed, observer, snapshots
+from safecomm.diagnostics.page import make_page
 from safecomm.diagnostics.peaks import peak_of
 from safecomm.diagnostics.snapshot import read_snapshot
 from safecomm.diagnostics.steps import LISTENERS
+from safecomm.diagnostics.units import mib
 from safecomm.errors import SafecommError
 from safecomm.patching import children
 from safecomm.tools import compare
@@ -244,6 +246,41 @@ def a_way(name, seconds=(), peak=None, **memory):
         0, 1, name, "2.13", "GPU", "steps", (3, 4), 0.0, False, list(seconds), memory, [], {}, None, None
     )  # fmt: skip
     return compare.Way(name, [compare.Run([one], peak=peak)])
+
+
+def test_the_page_of_three_ways_has_the_figures_of_the_json(tmp_path):
+    """Each chart is named by its way, and the lines are those of the way that is best."""
+    names = {compare.UNPATCHED: True, compare.PATCHED: True, compare.AVOIDING: False}
+
+    def ended(command, environment, log, *_):
+        """Write what two ranks on GPUs would."""
+        (how,) = (name for name in names if log.parent.name == f"1.{name.removesuffix('()')}")
+        active = (640 if names[how] else 256) * MIB
+        memory = {"active": active, "reserved": active, "held": MIB, "outside": 1600 * MIB, "nccl": 484 * MIB}
+        told = GOOD | {"how": how, "patched": how != compare.UNPATCHED, "device": "a GPU", "began": 0.0}
+        for rank in range(2):
+            told |= {"rank": rank, "memory": memory | {"staging": 0}}
+            (log.parent / f"rank{rank}.json").write_text(json.dumps(told))
+            write(log.parent / f"rank{rank}.pickle", forum(stripes=names[how])[0].snapshot())
+        return 0
+
+    with mock.patch.object(compare, "_ended", ended), mock.patch.object(compare, "_context", return_value=856 * MIB):
+        reports, found = compare.compare(
+            ["a", "b"], tmp_path, window=(3, 4, False), turns=1, limit=None, arena="", progress=lambda line: None
+        )
+    page = make_page(reports, reports[0].title)
+    assert "<h1>What communication costs: a b</h1>" in page
+    for name, stripes in names.items():
+        way = found["ways"][name]
+        assert sum(way["lines"].values()) == way["bytes"]["active"] == (640 if stripes else 256) * MIB
+        assert way["bytes"]["unattributed"] == 260 * MIB
+        assert f"<strong>{name}: " in page.replace("<wbr>", "")
+        for nbytes in way["bytes"].values():
+            assert mib(nbytes) in page
+    assert found["predicted active"] == 256 * MIB
+    (lines,) = (table for table in reports[0].tables if "by line" in table.title)
+    assert lines.columns[2] == compare.AVOIDING
+    assert lines.rows[-1][:3] == ("-384.0 MiB", "640.0 MiB", "256.0 MiB")
 
 
 @pytest.mark.parametrize(

@@ -43,8 +43,10 @@ _STROKES = {
 """Of each line its colour, how it is drawn, and what it says. ``page.js`` has the same."""
 
 
-def make_page(reports: Sequence[Report]) -> str:
+def make_page(reports: Sequence[Report], title: str = "") -> str:
     """Return the page of ``reports``: the timelines of all of them side by side, and then the words of each.
+
+    ``title``: of the page, where it is not to name the files.
 
     Nothing of what the files say can become a part of the page, or run: it is escaped, and of scripts the page permits
     its own alone.
@@ -60,15 +62,15 @@ def make_page(reports: Sequence[Report]) -> str:
     table = difference(reports)
     ran = ", ".join(dict.fromkeys(report.program for report in reports if report.program))
     files = ", ".join(Path(report.title).name for report in reports)
-    what = f"{ran}: {files}" if ran else files
+    what = title or "Memory of " + (f"{ran}: {files}" if ran else files)
     return "\n".join(
         [
             '<!doctype html><html lang="en"><head><meta charset="utf-8">',
-            f"<title>{html.escape(what)} - safecomm report</title>",
+            f"<title>{html.escape(what.removeprefix('Memory of '))} - safecomm report</title>",
             f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             f"<style>{_variables()}{_STYLE.read_text(encoding='utf-8')}</style></head><body>",
-            f"<h1>Memory of {_text(what)}</h1>",
+            f"<h1>{_text(what)}</h1>",
             f'<p class="headline"><strong>{html.escape(told.replace("->", "→"))}</strong></p>' if told else "",
             _pictures(timelines, numbers)
             if timelines

@@ -48,11 +48,11 @@ def _silence(stream: TextIO) -> None:
     os.close(nowhere)
 
 
-def _write_page(path: Path, reports: Sequence[Report]) -> None:
+def _write_page(path: Path, reports: Sequence[Report], title: str = "") -> None:
     from safecomm.diagnostics.page import make_page
 
     try:
-        path.write_text(make_page(reports), encoding="utf-8", errors="backslashreplace")
+        path.write_text(make_page(reports, title), encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise ValueError(f"--html: {path} can't be written: {error.strerror}") from None
 
@@ -164,7 +164,7 @@ def _compare(options: argparse.Namespace) -> int:
             progress=progress,
         )
     write_object("--out", options.out / "compare.json", found)
-    _write_page(options.out / "compare.html", reports)
+    _write_page(options.out / "compare.html", reports, reports[0].title)
     _print(str(reports[0]))
     _print(f"\nwrote {printable(str(options.out / 'compare.html'))} and compare.json")
     return DONE

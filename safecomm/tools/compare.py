@@ -58,7 +58,7 @@ _FIGURES = {
     "nccl": "  NCCL, as far as torch tells it",
     "staging": "  staging of low_latency()",
     "context": "  CUDA's context, kernels, other processes",
-    "unattributed": "  else",
+    "unattributed": "  not put down to any of these",
 }
 
 _CONTEXT = """
@@ -330,13 +330,15 @@ def _told(command: Sequence[str], ways: list[Way]) -> tuple[list[Report], dict[s
     if behind:
         rows = [(f"rank {rank}", str(count), f"{ms:.2f} ms") for rank, (count, ms) in behind.items()]
         tables.append(Table("the last to call, unpatched", ("rank", "calls", "after the first, median"), rows))
-    title = "what communication costs: " + " ".join(command)
+    title = "What communication costs: " + " ".join(command)
     whole = Report(title[:200], summary, tables, advice, [], {}, program=command[-1])
     reports = [whole]
     for way in ways:
         report = way.runs[0].report
         if report is not None:
             report.title = f"{way.name}, all of the run"
+            for timeline in report.timelines:
+                timeline.title = f"{way.name}: {timeline.title}"
             reports.append(report)
     found: dict[str, object] = {
         "safecomm_compare": VERSION,
@@ -393,8 +395,9 @@ def _spread(seconds: list[float]) -> str:
 
 
 def _difference_by_line(ways: list[Way]) -> Table | None:
-    """Return by line of the program what was active at the peak, without and with safecomm; None without snapshots."""
-    peaks = [way.runs[0].peak for way in ways[:2]]
+    """Return by line what was active at the peak, unpatched and in the best way; None without snapshots."""
+    best = min(ways[1:], key=lambda way: way.nbytes("active") or 0)
+    peaks = [way.runs[0].peak for way in (ways[0], best)]
     found = [peak.lines for peak in peaks if peak is not None]
     if len(found) != len(peaks):
         return None
@@ -410,7 +413,7 @@ def _difference_by_line(ways: list[Way]) -> Table | None:
         rows.append((_signed(sums[1] - sums[0]), mib(sums[0]), mib(sums[1]), f"{len(rest)} other lines"))
     whole = [sum(one.values()) for one in found]
     rows.append((_signed(whole[1] - whole[0]), mib(whole[0]), mib(whole[1]), "all lines"))
-    columns = ("change", ways[0].name, ways[1].name, "allocated at")
+    columns = ("change", ways[0].name, best.name, "allocated at")
     return Table("active at the peak, by line of the program", columns, rows)
 
 
