@@ -1,6 +1,6 @@
 """What ``safecomm compare`` tells of ten programs: peaks, what it predicted, and steps, one program after another.
 
-    python benchmarks/gains.py --out FILE [--ranks 2] [--only forum fsdp1]
+    python benchmarks/gains.py --out FILE [--ranks 2] [--turns 1] [--only forum fsdp1]
 
 The file is written after each program, so a run that is cut short has what it has seen. A program whose libraries are
 not installed has its error there. ``history`` is the peak as the allocator's history has it, the sum of compare's
@@ -33,13 +33,15 @@ PROGRAMS = {
 }
 LIMIT = 75
 """Seconds that a run of a program may take."""
+LINES = 6
+"""Of a program that are kept: those that differ the most."""
 
 
-def compared(command, ranks):
+def compared(command, ranks, turns):
     with tempfile.TemporaryDirectory() as folder:
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         program = [str(ROOT / "benchmarks" / "programs" / command[0]), *command[1:]]
-        options = ["--limit", f"{LIMIT}", "--out", folder, "--"]
+        options = ["--limit", f"{LIMIT}", "--turns", f"{turns}", "--out", folder, "--"]
         start = time.monotonic()
         run = subprocess.run(
             [sys.executable, "-m", "safecomm", "compare", *options, *launch, *program],
@@ -63,14 +65,19 @@ def told(found):
             "collectives": len(calls),
             "bytes of collectives": sum(calls),
         }
-    best = min(way["bytes"]["active"] or 0 for name, way in ways.items() if name != "unpatched")
-    predicted = found["predicted active"]
+    patched = [name for name in ways if name != "unpatched"]
+    lowest = min(patched, key=lambda name: ways[name]["bytes"]["active"] or 0)
+    best, predicted = ways[lowest]["bytes"]["active"], found["predicted active"]
+    before, after = (found["ways"][name]["lines"] for name in ("unpatched", lowest))
+    changes = {at: after.get(at, 0) - before.get(at, 0) for at in {**before, **after}}
+    most = sorted(changes, key=lambda at: -abs(changes[at]))[:LINES]
     return {
         "ranks": found["ranks"],
         "ways": ways,
         "predicted active": predicted,
         "best active": best,
         "off by": round(predicted / best - 1, 4) if best else None,
+        "lines": {at.rpartition("/")[2]: changes[at] for at in most if changes[at]},
         "advice": found["advice"],
     }
 
@@ -79,18 +86,19 @@ def main():
     options = argparse.ArgumentParser()
     options.add_argument("--out", required=True)
     options.add_argument("--ranks", type=int, default=2)
+    options.add_argument("--turns", type=int, default=1)
     options.add_argument("--only", nargs="+", choices=PROGRAMS, default=list(PROGRAMS))
     options = options.parse_args()
     path = pathlib.Path(options.out)
     results = {
-        "command": f"python benchmarks/gains.py --ranks {options.ranks}",
+        "command": f"python benchmarks/gains.py --ranks {options.ranks} --turns {options.turns}",
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "world": options.ranks,
         "programs": {},
     }
     for name in options.only:
-        results["programs"][name] = one = compared(PROGRAMS[name], options.ranks)
+        results["programs"][name] = one = compared(PROGRAMS[name], options.ranks, options.turns)
         path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
         print(name, json.dumps(one)[:600], flush=True)
 
