@@ -81,7 +81,7 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 @pytest.mark.parametrize("launched", [TORCHRUN, (sys.executable, "train.py")], ids=["torchrun", "spawn"])
 def test_both_ranks_are_observed_and_patched_whoever_starts_them(program, launched):
     said = start(program, "--steps", "2:5", "--limit", "90", "--", *launched).out
-    assert "2 of 2 ranks took part; steps 2 to 5 by the optimizer; cpu" in said
+    assert "2 of 2 ranks took part; steps 2 to 5; cpu" in said
     assert "without a GPU" in said
     assert "No gain: memory is not seen here." in said
     found = json.loads((program / "safecomm-compare/compare.json").read_text())
@@ -139,6 +139,13 @@ def test_seconds_are_looked_at_of_a_server_and_then_it_is_ended(tmp_path):
         assert (one.ended, one.window, one.seconds) == ("seconds", (1, 2), [])
 
 
+def test_a_server_of_which_a_rank_writes_nothing_is_ended_too(tmp_path):
+    """One that never makes a group, here; its seconds are over, and so is the patience with it."""
+    command = [sys.executable, "-c", "import torch, time; time.sleep(1e5)"]
+    with mock.patch.object(compare, "PATIENCE", 5), pytest.raises(SafecommError, match="no rank wrote what it saw"):
+        compare._run(command, tmp_path / "x", compare.UNPATCHED, (1, 2, True), 60, "")
+
+
 def test_what_has_left_its_session_is_ended_too(tmp_path):
     (tmp_path / "script.py").write_text(
         "import os, subprocess, sys\n"
@@ -179,6 +186,10 @@ def test_an_interrupt_ends_the_program_too(tmp_path, number):
         (("--",), "give a program, or --before"),
         (("--out", "a-file", "--", "true"), "can't be made a directory"),
         (("--seconds", "x", "--", "true"), "--seconds x"),
+        (("--seconds", "2:2", "--", "true"), "--seconds 2:2"),
+        (("--steps", "1:" + "9" * 5000, "--", "true"), "expected such as 3:12"),
+        (("--limit", "nan", "--", "true"), "--limit nan: expected seconds"),
+        (("--limit", "0", "--", "true"), "--limit 0"),
         (("--before", "a"), "give a program, or --before"),
         (("--steps", "5:2", "--", "true"), "--steps 5:2"),
         (("--turns", "0", "--", "true"), "--turns 0"),
@@ -264,6 +275,9 @@ def test_the_page_of_three_ways_has_the_figures_of_the_json(tmp_path):
             write(log.parent / f"rank{rank}.pickle", forum(stripes=names[how])[0].snapshot())
         return 0
 
+    stale = tmp_path / "1.unpatched" / "inspector"
+    stale.mkdir(parents=True)
+    (stale / "old.log").write_text(record())
     with mock.patch.object(compare, "_ended", ended), mock.patch.object(compare, "_context", return_value=856 * MIB):
         reports, found = compare.compare(
             ["a", "b"], tmp_path, window=(3, 4, False), turns=1, limit=None, arena="", progress=lambda line: None
@@ -274,6 +288,7 @@ def test_the_page_of_three_ways_has_the_figures_of_the_json(tmp_path):
         way = found["ways"][name]
         assert sum(way["lines"].values()) == way["bytes"]["active"] == (640 if stripes else 256) * MIB
         assert way["bytes"]["unattributed"] == 260 * MIB
+        assert way["inspector"] == []
         assert f"<strong>{name}: " in page.replace("<wbr>", "")
         for nbytes in way["bytes"].values():
             assert mib(nbytes) in page
@@ -320,7 +335,8 @@ def test_times_within_the_spread_of_both_are_not_told_as_slower():
             "[rank1]:  line\n[rank1]: x.OwnError: 3\n---\nx.ChildFailedError: \n====",
             "[rank1]: x.OwnError: 3",
         ),
-        ("Traceback\nValueError: 1\nmore\nTraceback\nKeyError: 2\nE torch.distributed failed", "KeyError: 2"),
+        ("Traceback\nValueError: 1\nmore\nTraceback\nKeyError: 2\nE failed\nx.ChildFailedError:", "KeyError: 2"),
+        ("Traceback\nValueError: caught\nthe reason", "the reason"),
     ],
 )
 def test_of_a_program_that_fails_its_own_exception_is_shown(printed, shown, tmp_path):
@@ -637,6 +653,28 @@ def test_marked_steps_count_and_then_no_others(tmp_path, observe):
         safecomm.mark_step()
     (one,) = observed.read_run(tmp_path)
     assert (one.ended, one.window, len(one.seconds)) == ("steps", (2, 4), 3)
+
+
+def test_an_optimizer_takes_the_place_of_one_that_is_gone(tmp_path, observe):
+    observe(tmp_path, 1, 2)
+    for _ in range(2):
+        assert not (tmp_path / "rank0.json").exists()
+        an_optimizer().step()
+    assert observed.read_run(tmp_path)[0].window == (1, 2)
+
+
+def test_what_a_rank_saw_is_there_once_all_of_it_is(tmp_path, observe):
+    observe(tmp_path, 1, 1)
+
+    def snapshot(path):
+        assert not list(tmp_path.iterdir())
+
+    with mock.patch.object(observer, "write_snapshot", side_effect=snapshot) as written:
+        an_optimizer().step()
+    assert written.called
+    assert not observed.all_done(tmp_path)  # of two ranks
+    (tmp_path / "rank1.json").write_text((tmp_path / "rank0.json").read_text())
+    assert observed.all_done(tmp_path)
 
 
 def test_of_several_optimizers_one_counts(tmp_path, observe):

@@ -67,11 +67,8 @@ def test_the_page_has_what_each_rank_holds_and_by_which_line(tmp_path):
 
 def test_its_dumps_have_the_texts_of_all_ranks():
     answers = [mock.Mock(text="one"), mock.Mock(text="two")]
-    with (
-        mock.patch.object(_torch, "ask_all_ranks", return_value=(["a", "b"], answers)),
-        mock.patch.object(_torch, "register_debug_handler"),
-    ):
-        handler = debug_server.HeldHandler()
+    with mock.patch.object(_torch, "ask_all_ranks", return_value=(["a", "b"], answers)):
+        handler, _ = debug_server.HeldHandler(), debug_server.HeldHandler()
         assert handler.dump() == "rank 0\none\n\nrank 1\ntwo"
     assert handler.dump_filename() == "safecomm"
 

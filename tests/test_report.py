@@ -164,6 +164,11 @@ def test_a_report_of_a_part_says_what_is_not_in_the_file(tmp_path, capsys):
     path = write(tmp_path / "x.pickle", random_history(3)[0].snapshot())
     assert main(["report", str(path), "--from", "0.001", "--to", "0.002", "--html", str(tmp_path / "x.html")]) == 0
     assert "allocations in 0.001 s" in capsys.readouterr().out
+    recording = tmp_path / "run.jsonl"
+    with safecomm.record_memory(recording):
+        pass
+    assert main(["report", str(recording), "--from", "0.1"]) == 2
+    assert "is a recording: --from and --to are of snapshots" in capsys.readouterr().err
     for wrong in (["--from", "100"], ["--from", "0.002", "--to", "0.001"], ["--from", "-1"], ["--to", "nan"]):
         assert main(["report", str(path), *wrong]) == 2
         assert "s of history: --from and --to have to be in it" in capsys.readouterr().err
@@ -409,6 +414,36 @@ def test_a_malicious_pickle_runs_nothing(kind, tmp_path, capsys):
     assert out == ""
     assert len(err.splitlines()) == 1
     assert "evil.pickle" in err
+
+
+def crossing(size, hidden):
+    """Return a pickle with an argument that crosses the end of a frame of ``size``: C's reader drops its beginning.
+
+    What is read then are not the opcodes that stand there: ``hidden`` is no text any more.
+    """
+    hidden = b"\0\0" + hidden
+    body = b"](" + b"K\1" * ((size - 6) // 2) + b"eX" + len(hidden).to_bytes(4, "little")[:2]
+    return b"\x80\4\x95" + len(body).to_bytes(8, "little") + body + b"\0\0" + hidden + b"."
+
+
+@pytest.mark.parametrize("size", [200, 70_000, 1_048_570, 1_100_000, 3_000_000])
+def test_a_frame_hides_nothing(size, tmp_path, capsys):
+    """A tuple doubled sixty times would never end as a key of a dictionary."""
+    doubled = b"00}K\1\x85" + b"\x942\x86" * 60 + b"K\1s."
+    path = tmp_path / "hidden.pickle"
+    path.write_bytes(crossing(size, doubled))
+    assert main(["report", str(path)]) == 2
+    assert "not a memory snapshot" in capsys.readouterr().err
+
+
+def test_a_text_between_two_frames_is_read(tmp_path):
+    """Pickle writes one of more than 64 KiB outside of its frames."""
+    allocator = Allocator()
+    allocator.metadata = "x" * 100_000
+    allocator.alloc(MIB, stack((1, "f")))
+    path = write(tmp_path / "x.pickle", allocator.snapshot())
+    assert path.read_bytes().count(b"\x95") > 1
+    assert read_snapshot(path).traces[0].blocks[0].label.endswith("xxx")
 
 
 def test_the_malicious_pickles_are_such(tmp_path):

@@ -24,21 +24,20 @@ class _Place(NamedTuple):
 class HeldHandler:
     """A handler for ``torch.distributed.debug.start_debug_server``, made on each rank: :func:`memory_report` of all.
 
-    It has the methods of torch's ``DebugHandler``: the page is at ``/safecomm``, and periodic dumps are named
-    ``safecomm``. Needs torch 2.13 or later, and what its server needs. Everyone who reaches the server can read it.
+    It has the methods of torch's ``DebugHandler``: the page is at ``/safecomm``, and ``enabled_dumps`` may have
+    ``"safecomm"``. Needs torch 2.13 or later, and what its server needs. Everyone who reaches the server can read it.
 
     Examples
     --------
     from torch.distributed.debug import start_debug_server
     from torch.distributed.debug._debug_handlers import default_handlers
 
+    from safecomm.diagnostics.debug_server import HeldHandler
+
     start_debug_server(handlers=[*default_handlers(), HeldHandler()])
     """
 
     fetch_timeout = 60.0
-
-    def __init__(self) -> None:
-        _torch.register_debug_handler(_NAME, _answer)
 
     def routes(self) -> list[_Place]:
         """Return the one path, and what answers."""
@@ -70,5 +69,8 @@ def _answer(request: object, response: _torch.DebugResponse) -> None:
     response.set_content(str(memory_report()), "text/plain")
     response.set_status(200)
 
+
+# Once a process: torch refuses a name that it has.
+_torch.register_debug_handler(_NAME, _answer)
 
 __all__ = ["HeldHandler"]

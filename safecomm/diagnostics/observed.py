@@ -94,7 +94,7 @@ def read_run(directory: Path) -> list[Observed]:
 def all_done(directory: Path) -> bool:
     """Return whether each rank has written what it saw."""
     files = list(directory.glob("rank*.json"))
-    return bool(files) and len(files) >= read_observed(files[0]).world
+    return bool(files) and len(files) >= max(read_observed(one).world for one in files)
 
 
 def _call(row: list[object]) -> LoggedCall:

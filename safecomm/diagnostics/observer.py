@@ -235,7 +235,7 @@ def _between(ends: list[_End]) -> list[float]:
         if before.event is not None and after.event is not None:
             after.event.synchronize()
             took = 1e-3 * before.event.elapsed_time(after.event)
-        seconds.append(round(took, 6))
+        seconds.append(round(took, 9))
     return seconds
 
 

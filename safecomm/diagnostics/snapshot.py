@@ -114,10 +114,13 @@ class Trace:
             if block.made < end and (block.completed is None or block.completed > start):
                 block.made = max(block.made - start, 0)
                 block.requested, block.completed = moved(block.requested), moved(block.completed)
+                block.freed_at = 0 if block.requested is None else block.freed_at
                 self.blocks.append(block)
         self.times = [max(time - first, 0.0) for time in self.times[start:end]]
         self.allocated, self.unusable = self.allocated[start:end], self.unusable[start:end]
         self.reserved = self.reserved[start:end]
+        if last < self.duration:
+            self.segments = []  # they are those of the end
         self.duration = max(min(last, self.duration) - first, 0.0)
         self.began += first if self.began else 0.0
 
@@ -146,12 +149,11 @@ class _Unpickler(pickle.Unpickler):
         raise pickle.UnpicklingError("it refers to an object outside of the file, which no snapshot does")
 
 
-# Numbers of up to 64 bits: longer ones can be chosen so that a dictionary of them never ends. A frame may begin between
-# any two opcodes, so between the numbers of a tuple too.
+# Numbers of up to 64 bits: longer ones can be chosen so that a dictionary of them never ends.
 _NUMBER = (
     rb"(?:K.|M..|J.{4}|N|[\x88\x89]|G.{8}|\x8a(?:"
     + b"|".join(b"\\x%02x.{%d}" % (length, length) for length in range(9))
-    + rb"|\x09.{8}\x00))(?:\x95.{8})?"
+    + rb"|\x09.{8}\x00))"
 )
 # A tuple of numbers, or a number that is not in one, or what makes or fills containers, or refers to what there is. A
 # tuple of tuples, each of them twice the one before, would never end as a key of a dictionary.
@@ -161,14 +163,29 @@ _HARMLESS = re.compile(
     + rb")){1,1000}",
     re.DOTALL,
 )
-_ARGUMENT = {0x80: 1, 0x95: 8, 0x8C: 1, 0x58: 4, 0x72: 4}  # PROTO, FRAME, SHORT_BINUNICODE, BINUNICODE, LONG_BINPUT
+_ARGUMENT = {0x80: 1, 0x8C: 1, 0x58: 4, 0x72: 4}  # PROTO, SHORT_BINUNICODE, BINUNICODE, LONG_BINPUT
 _TRUNCATED = {
     0x4B: 2, 0x4D: 3, 0x4A: 5, 0x47: 9, 0x8A: 10, 0x68: 2, 0x71: 2, 0x6A: 5,
 }  # fmt: skip
 """The most bytes of those that are harmless when they are whole."""
 
 
-def _look_through(data: bytes | mmap.mmap) -> None:
+def _without_frames(data: mmap.mmap) -> bytes:
+    """Return a pickle without its frames, which only say how much can be read at once.
+
+    With them pickle's reader in C drops the beginning of an argument that crosses the end of a frame, so that it would
+    read other opcodes than were looked through. And a frame may begin between any two opcodes, in a tuple too.
+    """
+    pieces, place = [data[:2]], 2
+    while (opcode := data[place : place + 1]) in (b"\x95", b"X"):  # a frame, or a long text between two
+        head = 9 if opcode == b"\x95" else 5
+        end = place + head + int.from_bytes(data[place + 1 : place + head], "little")
+        pieces.append(data[place + head if opcode == b"\x95" else place : end])
+        place = end
+    return b"".join([*pieces, data[place:]])
+
+
+def _look_through(data: bytes) -> None:
     """Raise if the opcodes of a pickle are not those of a snapshot: EOFError if they end too early, or ValueError."""
     place, size = 0, len(data)
     while place < size:
@@ -194,9 +211,9 @@ def _look_through(data: bytes | mmap.mmap) -> None:
 
 
 class _Progress(io.BufferedReader):
-    def __init__(self, path: Path, progress: Callable[[int, int], None]) -> None:
-        super().__init__(io.FileIO(path), 1 << 20)
-        self._size = path.stat().st_size
+    def __init__(self, data: bytes, progress: Callable[[int, int], None]) -> None:
+        super().__init__(io.BytesIO(data), 1 << 20)
+        self._size = len(data)
         self._done = 0
         self._told = 0
         self._progress = progress
@@ -250,9 +267,10 @@ def read_snapshot(path: Path, progress: Callable[[int, int], None] = lambda done
     """
     with without_collection():
         try:
-            with path.open("rb") as plain, mmap.mmap(plain.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                _look_through(data)
-            with _Progress(path, progress) as file:
+            with path.open("rb") as plain, mmap.mmap(plain.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+                data = _without_frames(mapped)
+            _look_through(data)
+            with _Progress(data, progress) as file:
                 found = _Unpickler(file).load()
         except EOFError:
             raise ValueError(f"{path}: the file ends too early: it was cut off, or is still being written") from None

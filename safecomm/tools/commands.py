@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -145,10 +146,13 @@ def _compare(options: argparse.Namespace) -> int:
             reports = [make_reports([path], progress)[0] for path in files]
         _print(compared(reports))
         return DONE
-    first, _, last = (options.seconds or options.steps).partition(":")
-    if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)) or options.turns < 1:
+    window = re.fullmatch(r"(\d{1,9}):(\d{1,9})", options.seconds or options.steps, re.ASCII)
+    first, last = map(int, window.groups()) if window else (0, 0)
+    if not 1 <= first <= last or (options.seconds and first == last) or options.turns < 1:
         what = f"--seconds {options.seconds}" if options.seconds else f"--steps {options.steps}"
         raise ValueError(f"{what} --turns {options.turns}: expected such as 3:12, and 1 or more")
+    if options.limit is not None and not options.limit > 0:
+        raise ValueError(f"--limit {options.limit}: expected seconds")
     try:
         options.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -157,7 +161,7 @@ def _compare(options: argparse.Namespace) -> int:
         reports, found = compare.compare(
             program,
             options.out,
-            window=(int(first), int(last), bool(options.seconds)),
+            window=(first, last, bool(options.seconds)),
             turns=options.turns,
             limit=options.limit,
             arena=options.arena,

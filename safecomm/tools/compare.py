@@ -47,8 +47,8 @@ ASKED_EVERY = 0.5
 """Seconds between looks at a program that runs."""
 LINES = 20
 """Of them that are shown."""
-_EXCEPTION = re.compile(r"(\[rank\d+\]: ?)?(?!.*ChildFailedError)[\w.]+(Error|Exception)\b")
-"""The last line of a stack, as Python writes it, or torch for a rank; not that of torchrun, which follows."""
+_EXCEPTION = re.compile(r"(\[rank\d+\]: ?)?[\w.]+(Error|Exception)\b")
+"""The last line of a stack, as Python writes it, or torch for a rank."""
 _FIGURES = {
     "active": "peak, active",
     "reserved": "peak, reserved",
@@ -118,9 +118,7 @@ class Way:
         """Return between what a step takes: the quartiles of one run, or the medians of several."""
         if len(self.runs) == 1:
             return quartiles(self.seconds)
-        medians = [
-            statistics.median(map(max, zip(*(one.seconds for one in run.ranks), strict=False))) for run in self.runs
-        ]
+        medians = [statistics.median(run.seconds) for run in self.runs if run.seconds]
         return min(medians), max(medians)
 
     @property
@@ -171,17 +169,17 @@ def compare(
         context = _context()
         for memory in on_devices:
             if context is not None:
-                known = context + memory["nccl"] + memory["staging"]
+                known = context + memory.get("nccl", 0) + memory.get("staging", 0)
                 memory |= {"context": context, "unattributed": max(memory["outside"] - known, 0)}
     return _told(command, list(ways.values()))
 
 
 def _context() -> int | None:
     """Return what the first device uses without the program, in bytes; None if it does not tell."""
-    told = subprocess.run(
-        [sys.executable, "-c", _CONTEXT], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
-    )
-    return int(told.stdout) if told.stdout.strip().isdigit() else None
+    command = [sys.executable, "-c", _CONTEXT]
+    with contextlib.suppress(subprocess.SubprocessError):
+        return int(subprocess.check_output(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=120))
+    return None
 
 
 def _folder(name: str) -> str:
@@ -213,7 +211,10 @@ def _run(
     shutil.rmtree(inspected, ignore_errors=True)
     environment = {**recorded, **theirs, **children.variables(options), inspector.VARIABLE: str(inspected.absolute())}
     log = directory / "output.txt"
-    status = _ended(command, environment, log, limit, lambda: seconds and all_done(directory))
+    over = time.monotonic() + last + PATIENCE  # where a rank writes nothing
+    status = _ended(
+        command, environment, log, limit, lambda: seconds and (all_done(directory) or time.monotonic() > over)
+    )
     if status != 0:
         what = f"did not end within {limit:g} seconds" if status is None else f"ended with status {status}"
         head = f"the program, {how}, {what}; {log} has what it printed, which ends so:"
@@ -233,11 +234,12 @@ def _run(
 
 
 def _last_lines(log: Path) -> list[str]:
-    """Return the end of what was printed, up to the last exception in it that is not the launcher's."""
+    """Return the end of what was printed; of torchrun's report of a rank that failed, what that rank printed last."""
     with log.open("rb") as file:
         file.seek(max(log.stat().st_size - TAIL, 0))
         lines = file.read().decode("utf-8", "replace").splitlines()
-    ends = [number for number, line in enumerate(lines, 1) if _EXCEPTION.match(line)]
+    reported = next((number for number, line in enumerate(lines) if "ChildFailedError" in line), 0)
+    ends = [number for number, line in enumerate(lines[:reported], 1) if _EXCEPTION.match(line)]
     return lines[: ends[-1] if ends else None][-LINES:]
 
 
@@ -306,7 +308,7 @@ def _told(command: Sequence[str], ways: list[Way]) -> tuple[list[Report], dict[s
     world = max(one.world for one in first)
     took_part = {way.name: min(len(run.ranks) for run in way.runs) for way in ways}
     window = first[0].window
-    steps = f"steps {window[0]} to {window[1]} by the optimizer" if first[0].seconds else "all of the run"
+    steps = f"steps {window[0]} to {window[1]}" if first[0].seconds else "all of the run"
     if first[0].ended == "seconds":
         steps = f"seconds {window[0]} to {window[1]}"
     elif first[0].ended == "end":
@@ -325,7 +327,9 @@ def _told(command: Sequence[str], ways: list[Way]) -> tuple[list[Report], dict[s
     tables.append(table_of(calls, ROWS))
     inspected = ways[0].runs[0].inspected
     if inspected:
-        tables.append(replace(table_of(inspected, ROWS), title="collectives of the whole run, by NCCL's Inspector"))
+        tables.append(
+            replace(table_of(inspected, ROWS), title="collectives of the whole run, all ranks, by NCCL's Inspector")
+        )
     behind = late([one.created for one in first])
     if behind:
         rows = [(f"rank {rank}", str(count), f"{ms:.2f} ms") for rank, (count, ms) in behind.items()]
