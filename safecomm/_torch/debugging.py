@@ -35,7 +35,10 @@ class DebugRequest(Protocol):
 _Handler = Callable[[object, DebugResponse], None]
 
 _register: Callable[[str, _Handler], None] = look_up(
-    f"{C_C10D}._register_handler", lambda name, handler: None, "torch's debug server has no page of safecomm"
+    f"{C_C10D}._register_handler",
+    lambda name, handler: None,
+    "torch's debug server has no page of safecomm",
+    since="2.13",
 )
 
 
