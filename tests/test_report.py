@@ -24,6 +24,7 @@ from snapshots import MIB, Allocator, forum, stack, write
 
 import safecomm
 from safecomm.__main__ import main
+from safecomm.diagnostics import snapshot as snapshot_module
 from safecomm.diagnostics.comparison import compared, difference, headline
 from safecomm.diagnostics.files import make_reports
 from safecomm.diagnostics.page import make_page
@@ -434,6 +435,30 @@ def test_a_frame_hides_nothing(size, tmp_path, capsys):
     path.write_bytes(crossing(size, doubled))
     assert main(["report", str(path)]) == 2
     assert "not a memory snapshot" in capsys.readouterr().err
+
+
+def something(chance, depth=0):
+    kind = chance.random()
+    if depth > 4 or kind < 0.35:
+        text = "x" * chance.choice((0, 3, 255, 256, 1000, 70_000 if chance.random() < 0.004 else 9))
+        return chance.choice((chance.randrange(-5, 300), chance.randrange(1 << 62), None, True, chance.random(), text))
+    if kind < 0.6:
+        return [something(chance, depth + 1) for _ in range(chance.randrange(8))]
+    if kind < 0.8:
+        return {f"key{number}": something(chance, depth + 1) for number in range(chance.randrange(6))}
+    return tuple(chance.randrange(70_000) for _ in range(chance.randrange(4)))
+
+
+def test_what_pickle_writes_is_read_as_pickle_reads_it():
+    """Whatever the protocol, and wherever a frame begins."""
+    for seed in range(40):
+        chance = random.Random(seed)
+        content = [something(chance) for _ in range(chance.choice((3, 50, 2000)))]
+        for protocol in (2, 3, 4, 5):
+            data = snapshot_module._without_frames(pickle.dumps(content, protocol))
+            snapshot_module._look_through(data)
+            with snapshot_module._Progress(data, lambda done, size: None) as file:
+                assert snapshot_module._Unpickler(file).load() == content
 
 
 def test_a_text_between_two_frames_is_read(tmp_path):

@@ -170,7 +170,7 @@ _TRUNCATED = {
 """The most bytes of those that are harmless when they are whole."""
 
 
-def _without_frames(data: mmap.mmap) -> bytes:
+def _without_frames(data: bytes | mmap.mmap) -> bytes:
     """Return a pickle without its frames, which only say how much can be read at once.
 
     With them pickle's reader in C drops the beginning of an argument that crosses the end of a frame, so that it would
