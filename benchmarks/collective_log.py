@@ -19,6 +19,7 @@ import tempfile
 import time
 
 import torch
+from measured import begin, captured, machine
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RECORDED = {"TORCH_FR_BUFFER_SIZE": "20000"}
@@ -32,7 +33,6 @@ MIB = 1 << 20
 def ranks_main(out, bandwidth):
     """Run in each rank: the host time of a call, and the bandwidths if they are asked for."""
     import torch.distributed as stock
-    from measured import begin, captured
 
     import safecomm
 
@@ -112,10 +112,7 @@ def main():
     if options.parent:
         ways["off, parent"] = {}, options.parent
     results = {
-        "command": f"python benchmarks/collective_log.py --ranks {options.ranks}",
-        "torch": torch.__version__,
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        "world": options.ranks,
+        **machine(f"python benchmarks/collective_log.py --ranks {options.ranks}", options.ranks),
         "us a call, of each process": {name: {} for name in ways},
         "bus bandwidth, GB/s": {},
     }

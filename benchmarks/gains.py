@@ -15,7 +15,9 @@ import sys
 import tempfile
 import time
 
-import torch
+from measured import machine
+
+from safecomm.tools.compare import changes_by_line
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PROGRAMS = {
@@ -68,16 +70,14 @@ def told(found):
     patched = [name for name in ways if name != "unpatched"]
     lowest = min(patched, key=lambda name: ways[name]["bytes"]["active"] or 0)
     best, predicted = ways[lowest]["bytes"]["active"], found["predicted active"]
-    before, after = (found["ways"][name]["lines"] for name in ("unpatched", lowest))
-    changes = {at: after.get(at, 0) - before.get(at, 0) for at in {**before, **after}}
-    most = sorted(changes, key=lambda at: -abs(changes[at]))[:LINES]
+    changes = changes_by_line(*(found["ways"][name]["lines"] for name in ("unpatched", lowest)))
     return {
         "ranks": found["ranks"],
         "ways": ways,
         "predicted active": predicted,
         "best active": best,
         "off by": round(predicted / best - 1, 4) if best else None,
-        "lines": {at.rpartition("/")[2]: changes[at] for at in most if changes[at]},
+        "lines": {at.rpartition("/")[2]: change for at, change in list(changes.items())[:LINES] if change},
         "advice": found["advice"],
     }
 
@@ -90,13 +90,8 @@ def main():
     options.add_argument("--only", nargs="+", choices=PROGRAMS, default=list(PROGRAMS))
     options = options.parse_args()
     path = pathlib.Path(options.out)
-    results = {
-        "command": f"python benchmarks/gains.py --ranks {options.ranks} --turns {options.turns}",
-        "torch": torch.__version__,
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        "world": options.ranks,
-        "programs": {},
-    }
+    command = f"python benchmarks/gains.py --ranks {options.ranks} --turns {options.turns}"
+    results = {**machine(command, options.ranks), "programs": {}}
     for name in options.only:
         results["programs"][name] = one = compared(PROGRAMS[name], options.ranks, options.turns)
         path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")

@@ -19,16 +19,20 @@ def begin():
     return device
 
 
-def setting(command):
-    """Return what a file of results begins with."""
+def machine(command, world):
+    """Return what a file of results begins with, of a process that starts the ranks and has no group itself."""
     return {
         "command": command,
         "torch": torch.__version__,
-        "backend": stock.get_backend(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        "world": stock.get_world_size(),
+        "world": world,
         "date": datetime.date.today().isoformat(),
     }
+
+
+def setting(command):
+    """Return what a file of results begins with."""
+    return {**machine(command, stock.get_world_size()), "backend": stock.get_backend()}
 
 
 def captured(call, calls, lead):

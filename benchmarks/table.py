@@ -666,6 +666,9 @@ def brief():
     return table((where, "torch.distributed", "safecomm"), rows)
 
 
+WAYS = "unpatched", "patch()", "avoid_record_streams()"
+
+
 def programs():
     """What compare tells of ten programs: peaks without and with safecomm, and what it predicted."""
     results, rows = load("gains.json"), []
@@ -679,8 +682,6 @@ def programs():
     heads = "peak of active bytes, MiB", "unpatched", *(f"`{way}`" for way in WAYS[1:]), "predicted", "off by"
     return table(heads, rows) + source("gains.json")
 
-
-WAYS = "unpatched", "patch()", "avoid_record_streams()"
 
 MADE = {
     "README.md": {"": brief},

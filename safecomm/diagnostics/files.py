@@ -54,11 +54,11 @@ def make_reports(
     for number, path in enumerate(files, 1):
         named = f"{path} ({number} of {len(files)})" if len(files) > 1 else str(path)
         content = _read(path, named, progress)
+        if isinstance(content, Recording) and between != WHOLE:
+            raise ValueError(f"{path} is a recording: --from and --to are of snapshots")
         # A snapshot is told at once, so that there is only one of them at a time.
         with without_collection():
             found.append(content if isinstance(content, Recording) else _of_snapshot(content, between))
-        if isinstance(content, Recording) and between != WHOLE:
-            raise ValueError(f"{path} is a recording: --from and --to are of snapshots")
     _check_ranks([one for one in found if isinstance(one, Recording)])
     runs: dict[object, list[Report]] = {}
     for one in found:

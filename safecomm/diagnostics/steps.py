@@ -21,6 +21,3 @@ def mark_step() -> None:
     """
     for listener in LISTENERS:
         listener()
-
-
-__all__ = ["mark_step"]

@@ -164,18 +164,16 @@ def compare(
     on_devices = [
         rank.memory for way in ways.values() for run in way.runs for rank in run.ranks if "outside" in rank.memory
     ]
-    if on_devices:
-        progress("what a device uses without the program")
-        context = _context()
+    if on_devices and (context := _context(progress)) is not None:
         for memory in on_devices:
-            if context is not None:
-                known = context + memory.get("nccl", 0) + memory.get("staging", 0)
-                memory |= {"context": context, "unattributed": max(memory["outside"] - known, 0)}
+            known = context + memory.get("nccl", 0) + memory.get("staging", 0)
+            memory |= {"context": context, "unattributed": max(memory["outside"] - known, 0)}
     return _told(command, list(ways.values()))
 
 
-def _context() -> int | None:
+def _context(progress: Callable[[str], None]) -> int | None:
     """Return what the first device uses without the program, in bytes; None if it does not tell."""
+    progress("what a device uses without the program")
     command = [sys.executable, "-c", _CONTEXT]
     with contextlib.suppress(subprocess.SubprocessError):
         return int(subprocess.check_output(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=120))
@@ -406,8 +404,8 @@ def _difference_by_line(ways: list[Way]) -> Table | None:
     if len(found) != len(peaks):
         return None
     before, after = found
-    changes = {site: after.get(site, 0) - before.get(site, 0) for site in {**before, **after}}
-    ordered = sorted(changes, key=lambda site: -abs(changes[site]))
+    changes = changes_by_line(before, after)
+    ordered = list(changes)
     rows = [
         (_signed(changes[site]), mib(before.get(site, 0)), mib(after.get(site, 0)), site) for site in ordered[:ROWS]
     ]
@@ -419,6 +417,12 @@ def _difference_by_line(ways: list[Way]) -> Table | None:
     rows.append((_signed(whole[1] - whole[0]), mib(whole[0]), mib(whole[1]), "all lines"))
     columns = ("change", ways[0].name, best.name, "allocated at")
     return Table("active at the peak, by line of the program", columns, rows)
+
+
+def changes_by_line(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:
+    """Return by line how many bytes more are active in ``after``, those that differ the most first."""
+    changes = {site: after.get(site, 0) - before.get(site, 0) for site in {**before, **after}}
+    return dict(sorted(changes.items(), key=lambda change: -abs(change[1])))
 
 
 def _signed(nbytes: int) -> str:
