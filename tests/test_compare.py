@@ -264,7 +264,10 @@ def test_the_page_of_three_ways_has_the_figures_of_the_json(tmp_path):
     names = {compare.UNPATCHED: True, compare.PATCHED: True, compare.AVOIDING: False}
 
     def ended(command, environment, log, *_):
-        """Write what two ranks on GPUs would."""
+        """Write what two ranks on GPUs would, and those without a program."""
+        if log.name == "bare.txt":
+            log.write_text(f"OMP_NUM_THREADS is 1\n12\n{856 * MIB}\n{855 * MIB}\n")
+            return 0
         (how,) = (name for name in names if log.parent.name == f"1.{name.removesuffix('()')}")
         active = (640 if names[how] else 256) * MIB
         memory = {"active": active, "reserved": active, "held": MIB, "outside": 1600 * MIB, "nccl": 484 * MIB}
@@ -278,7 +281,7 @@ def test_the_page_of_three_ways_has_the_figures_of_the_json(tmp_path):
     stale = tmp_path / "1.unpatched" / "inspector"
     stale.mkdir(parents=True)
     (stale / "old.log").write_text(record())
-    with mock.patch.object(compare, "_ended", ended), mock.patch.object(compare, "_context", return_value=856 * MIB):
+    with mock.patch.object(compare, "_ended", ended):
         reports, found = compare.compare(
             ["a", "b"], tmp_path, window=(3, 4, False), turns=1, limit=None, arena="", progress=lambda line: None
         )
@@ -296,6 +299,11 @@ def test_the_page_of_three_ways_has_the_figures_of_the_json(tmp_path):
     (lines,) = (table for table in reports[0].tables if "by line" in table.title)
     assert lines.columns[2] == compare.AVOIDING
     assert lines.rows[-1][:3] == ("-384.0 MiB", "640.0 MiB", "256.0 MiB")
+
+
+def test_what_a_device_does_not_tell_is_not_known(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert compare._context(2, tmp_path / "bare.txt", lambda line: None) == 0
 
 
 @pytest.mark.parametrize(
