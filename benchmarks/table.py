@@ -9,6 +9,7 @@ Each table is of one run, at one commit, on one kind of card; :func:`figures_of`
 import json
 import pathlib
 import re
+import statistics
 import sys
 import textwrap
 from decimal import ROUND_HALF_UP, Decimal
@@ -683,11 +684,49 @@ def programs():
     return table(heads, rows) + source("gains.json")
 
 
+def programs_in_turns():
+    """What compare tells of the time of a step, each way in several processes by turns."""
+    rows = []
+    for name, found in load("gains_turns.json")["programs"].items():
+        ms = {way: statistics.median(one["ms"]) for way, one in found["ways"].items()}
+        first = ms["unpatched"]
+        ratios = [f"{ms[way] / first:.2f}" if way in ms else "-" for way in WAYS[1:]]
+        rows.append((name, f"{first:.1f}", *ratios))
+    heads = "a step", "unpatched, ms", *(f"`{way}`, of it" for way in WAYS[1:])
+    return table(heads, rows) + source("gains_turns.json")
+
+
+def the_log():
+    """The log's bandwidth of that by events of another program, least and most of three operations; its host time."""
+    results = load("collective_log.json")
+    rows = []
+    for size in (1, 4, 16, 64, 256):
+        row = [f"{size} MiB"]
+        for what in ("busy", "as they come"):
+            found = [
+                one for key, one in results[f"bus bandwidth, GB/s, {what}"].items() if key.endswith(f" {size} MiB")
+            ]
+            row += [span(one[f"of {apart}"] for one in found) for apart in ("loop", "each")]
+        rows.append(row)
+    heads = (
+        "the log's bus bandwidth", "queued calls: of a loop's", "of each call's", "as they come: of a loop's",
+        "of each call's",
+    )  # fmt: skip
+    us = results["us a call, median of each program"]
+    named = {"off, parent": "off, the commit before the log"}
+    host = [
+        (named.get(name, name), *(f"{rounded(statistics.median(found))} ({span(found)})" for found in of.values()))
+        for name, of in us.items()
+    ]
+    medians = "host us of `all_reduce`, median (programs)", "`torch.distributed`", "`safecomm`"
+    return table(heads, rows) + "\n" + table(medians, host) + source("collective_log.json")
+
+
 MADE = {
     "README.md": {"": brief},
     "docs/same-bits.md": {"invariance": invariance, "invariant_on_gpus": invariant_on_gpus},
     "docs/low-latency.md": {"sglang": sglang},
-    "docs/compare.md": {"programs": programs},
+    "docs/compare.md": {"programs": programs, "programs_in_turns": programs_in_turns, "the_log": the_log},
     "docs/benchmarks.md": {
         one.__name__: one
         for one in (
