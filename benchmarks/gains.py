@@ -62,6 +62,7 @@ def told(found):
         calls = [row["nbytes"] * row["calls"] for row in way["collectives"]]
         ways[name] = {
             "bytes": {**way["bytes"], "history": sum(way["lines"].values())},
+            "active of runs": way["active of runs"],
             "ms": [round(1e3 * seconds, 2) for seconds in way["seconds"]],
             "exposed": way["exposed"],
             "collectives": len(calls),

@@ -47,6 +47,7 @@ ASKED_EVERY = 0.5
 """Seconds between looks at a program that runs."""
 LINES = 20
 """Of them that are shown."""
+_ONE_RUN = " Peaks differ from run to run where the host runs ahead of the device: --turns 3 tells."
 _EXCEPTION = re.compile(r"(\[rank\d+\]: ?)?[\w.]+(Error|Exception)\b")
 """The last line of a stack, as Python writes it, or torch for a rank."""
 _FIGURES = {
@@ -103,14 +104,19 @@ class Way:
     name: str
     runs: list[Run] = field(default_factory=list)
 
-    def nbytes(self, name: str) -> int | None:
-        """Return a figure of memory: of the rank with the most, the median over runs; None if it is not known."""
+    def of_runs(self, name: str) -> list[int]:
+        """Return a figure of memory of each run that knows it, of the rank with the most; the least first."""
         values = []
         for run in self.runs:
             of_ranks = [one.memory[name] for one in run.ranks if name in one.memory]
             if name == "unusable" and run.peak is not None:
                 of_ranks = [run.peak.unusable]
             values += [max(of_ranks)] if of_ranks else []
+        return sorted(values)
+
+    def nbytes(self, name: str) -> int | None:
+        """Return a figure of memory, the median over runs; None if it is not known."""
+        values = self.of_runs(name)
         return round(statistics.median(values)) if values else None
 
     @property
@@ -273,7 +279,7 @@ def _ended(
 @contextlib.contextmanager
 def _ending(process: subprocess.Popen[bytes], options: str) -> Iterator[None]:
     """End the process at the end, with all of its session, and what has left that and began with ``options``."""
-    before = {number: signal.signal(number, _interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    before = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGTERM, signal.SIGHUP)}
     before[signal.SIGINT] = signal.getsignal(signal.SIGINT)
     try:
         yield
@@ -283,10 +289,8 @@ def _ending(process: subprocess.Popen[bytes], options: str) -> Iterator[None]:
         for number in (signal.SIGTERM, signal.SIGKILL):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, number)
-            deadline = time.monotonic() + PATIENCE
-            while number == signal.SIGTERM and process.poll() is None and time.monotonic() < deadline:
-                time.sleep(0.05)
-        process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(PATIENCE)
         mark = f"{children.VARIABLE}={options}".encode()
         for found in Path("/proc").glob("[0-9]*/environ"):
             with contextlib.suppress(OSError):  # another user's, or gone
@@ -296,16 +300,11 @@ def _ending(process: subprocess.Popen[bytes], options: str) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
-
-
 # --- what is told ---------------------------------------------------------------------------------------------------
 
 
 def _told(command: Sequence[str], ways: list[Way]) -> tuple[list[Report], dict[str, object]]:
     first = ways[0].runs[0].ranks
-    table = Table("the program", ("", *(way.name for way in ways)), _rows(ways))
     lines = _difference_by_line(ways)
     advice = advised(ways)
     world = max(one.world for one in first)
@@ -323,11 +322,10 @@ def _told(command: Sequence[str], ways: list[Way]) -> tuple[list[Report], dict[s
         summary.append(
             "without a GPU there is no caching allocator and no stream: peaks and exposure are not seen here"
         )
-    tables = [table, *([lines] if lines else [])]
+    tables = [Table("the program", ("", *(way.name for way in ways)), _rows(ways)), *([lines] if lines else [])]
     calls = [row for one in first for row in one.collectives if one.rank == first[0].rank]
     tables.append(table_of(calls, ROWS))
-    inspected = ways[0].runs[0].inspected
-    if inspected:
+    if inspected := ways[0].runs[0].inspected:
         tables.append(
             replace(table_of(inspected, ROWS), title="collectives of the whole run, all ranks, by NCCL's Inspector")
         )
@@ -335,8 +333,8 @@ def _told(command: Sequence[str], ways: list[Way]) -> tuple[list[Report], dict[s
     if behind:
         rows = [(f"rank {rank}", str(count), f"{ms:.2f} ms") for rank, (count, ms) in behind.items()]
         tables.append(Table("the last to call, unpatched", ("rank", "calls", "after the first, median"), rows))
-    title = "What communication costs: " + " ".join(command)
-    reports = [Report(title[:200], summary, tables, advice, [], {}, program=command[-1])]
+    title = f"What communication costs: {' '.join(command)}"[:200]
+    reports = [Report(title, summary, tables, advice, [], {}, program=command[-1])]
     for way in ways:
         report = way.runs[0].report
         if report is not None:
@@ -353,6 +351,7 @@ def _told(command: Sequence[str], ways: list[Way]) -> tuple[list[Report], dict[s
         "ways": {
             way.name: {
                 "bytes": {name: way.nbytes(name) for name in _FIGURES},
+                "active of runs": way.of_runs("active"),
                 "seconds": way.seconds,
                 "exposed": way.exposed,
                 "lines": peak.lines if (peak := way.runs[0].peak) is not None else {},
@@ -385,8 +384,7 @@ def _rows(ways: list[Way]) -> list[tuple[str, ...]]:
     for key, told in (("ms", "collectives, ms of a step"), ("exposed ms", "exposed, ms of a step")):
         if any(way.exposed for way in ways):
             rows.append((told, *(f"{way.exposed[key]:.2f}" if key in way.exposed else "-" for way in ways)))
-    least = predicted(ways[0])
-    if least is not None:
+    if (least := predicted(ways[0])) is not None:
         rows.append(("peak, active, if all were usable when freed", mib(least), *["" for _ in ways[1:]]))
     return rows
 
@@ -440,24 +438,26 @@ def advised(ways: list[Way]) -> list[Advice]:
         told = [f"the peak of {name} bytes by {mib(gain)}" for name, gain in gains.items() if gain > 0]
         if told:
             text = f"{way.name} lowers {' and '.join(told)}. {_price(before, way)}"
+            text += _ONE_RUN if len(before.runs) == 1 else ""
             found.append(Advice(max(gains.values()), text))
         worse = [f"{name} by {mib(-gain)}" for name, gain in gains.items() if gain < 0]
         if worse:
             found.append(Advice(0, f"{way.name} raises the peak of {' and '.join(worse)} bytes."))
     if not any(one.nbytes for one in found):
         known = before.nbytes("active") is not None
-        why = "no way lowers a peak by more than 1 %" if known else "memory is not seen here"
+        why = "no way lowers a peak by more than 1 % or than runs differ" if known else "memory is not seen here"
         found.append(Advice(1, f"No gain: {why}. {_price(before, ways[1])}"))
     report = before.runs[0].report
     return found + [one for one in (report.advised if report is not None else []) if not one.measurable]
 
 
 def _gain(before: Way, after: Way, name: str) -> int:
-    """Return the bytes by which a peak is lower; 0 if that is less than two runs of one program differ by."""
+    """Return the bytes by which a peak is lower; 0 if that is within 1 %, or within what runs in one way differ by."""
     one, two = before.nbytes(name), after.nbytes(name)
     if one is None or two is None or abs(one - two) < max(WORTH, one // SHARE):
         return 0
-    return one - two
+    lower, higher = sorted((before.of_runs(name), after.of_runs(name)))
+    return one - two if lower[-1] < higher[0] else 0
 
 
 def _price(before: Way, after: Way) -> str:
