@@ -142,6 +142,15 @@ def test_a_hazard_is_named_for_the_versions_that_have_it(nccl, applies):
     assert ("symmetric memory of NCCL" in names(examine(machine, {}))) is applies
 
 
+@pytest.mark.parametrize(
+    ("torchs", "nccl", "told"),
+    [("2.15.0", (2, 30, 7), True), ("2.15.0", (2, 28, 9), False), ("2.11.0", (2, 30, 7), False)],
+)
+def test_it_says_whether_the_memory_of_nccl_is_told(torchs, nccl, told):
+    (check,) = [one for one in examine(replace(H200, torch=torchs, nccl=nccl), {}) if one.name == "memory of NCCL"]
+    assert check.sentence.startswith("is told by group") is told
+
+
 def test_the_command_on_this_machine(monkeypatch, capsys):
     for name in doctor.VARIABLES:
         monkeypatch.delenv(name, raising=False)

@@ -220,17 +220,9 @@ def _of_the_machine(machine: Machine) -> Iterator[Check]:
         else "nothing of torch's, in this process. patch() and a few contexts do it; SAFECOMM_REPLACE=0 forbids it.",
     )
     if machine.uncounted:
-        yield Check(
-            "reference counts",
-            False,
-            f"are not used, because {machine.uncounted}: {refcounts.COSTS}.",
-        )
+        yield Check("reference counts", False, f"are not used, because {machine.uncounted}: {refcounts.COSTS}.")
     if machine.unwaited:
-        yield Check(
-            "functional collectives",
-            False,
-            f"{unwaited_for(machine.unwaited)}. Wait for them (wait_tensor).",
-        )
+        yield Check("functional collectives", False, f"{unwaited_for(machine.unwaited)}. Wait for them (wait_tensor).")
     if machine.refused:
         yield Check("GPUs", False, f"CUDA can't be started: {machine.refused.rstrip('.')}.")
     elif not machine.gpus:
@@ -250,6 +242,13 @@ def _of_the_machine(machine: Machine) -> Iterator[Check]:
         "NCCL",
         "nccl" in machine.backends,
         "there." if "nccl" in machine.backends else "this torch has no NCCL, so collectives of GPU tensors need gloo.",
+    )
+    yield Check(
+        "memory of NCCL",
+        True,
+        "is told by group in memory_report().outside."
+        if machine.at_least("2.12") and machine.nccl >= (2, 29, 7)
+        else "is not told before torch 2.12 with NCCL 2.29.7: hundreds of MiB a group, beside what torch reserves.",
     )
     pairs = sorted({f"{min(pair)} and {max(pair)}" for pair in machine.no_peer_access})
     if len(machine.gpus) > 1:
