@@ -259,18 +259,23 @@ def a_way(name, seconds=(), peak=None, **memory):
     return compare.Way(name, [compare.Run([one], peak=peak)])
 
 
-def test_the_page_of_three_ways_has_the_figures_of_the_json(tmp_path):
-    """Each chart is named by its way, and the lines are those of the way that is best."""
+@pytest.mark.parametrize("told", [484 * MIB, 0])
+def test_the_page_of_three_ways_has_the_figures_of_the_json(tmp_path, told):
+    """Each chart is named by its way, and the lines are those of the way that is best.
+
+    Where torch has not ``told`` what NCCL has, it is what a group adds without the program.
+    """
+    nccl = told
     names = {compare.UNPATCHED: True, compare.PATCHED: True, compare.AVOIDING: False}
 
     def ended(command, environment, log, *_):
         """Write what two ranks on GPUs would, and those without a program."""
         if log.name == "bare.txt":
-            log.write_text(f"OMP_NUM_THREADS is 1\n12\n{856 * MIB}\n{855 * MIB}\n")
+            log.write_text(f"OMP_NUM_THREADS is 1\nbytes {856 * MIB} {484 * MIB}\nbytes {855 * MIB} {484 * MIB}\n")
             return 0
         (how,) = (name for name in names if log.parent.name == f"1.{name.removesuffix('()')}")
         active = (640 if names[how] else 256) * MIB
-        memory = {"active": active, "reserved": active, "held": MIB, "outside": 1600 * MIB, "nccl": 484 * MIB}
+        memory = {"active": active, "reserved": active, "held": MIB, "outside": 1600 * MIB, "nccl": nccl}
         told = GOOD | {"how": how, "patched": how != compare.UNPATCHED, "device": "a GPU", "began": 0.0}
         for rank in range(2):
             told |= {"rank": rank, "memory": memory | {"staging": 0}}
@@ -290,6 +295,7 @@ def test_the_page_of_three_ways_has_the_figures_of_the_json(tmp_path):
     for name, stripes in names.items():
         way = found["ways"][name]
         assert sum(way["lines"].values()) == way["bytes"]["active"] == (640 if stripes else 256) * MIB
+        assert way["bytes"]["nccl"] == 484 * MIB
         assert way["bytes"]["unattributed"] == 260 * MIB
         assert way["active of runs"] == [way["bytes"]["active"]]
         assert way["inspector"] == []
@@ -304,7 +310,7 @@ def test_the_page_of_three_ways_has_the_figures_of_the_json(tmp_path):
 
 def test_what_a_device_does_not_tell_is_not_known(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert compare._context(2, tmp_path / "bare.txt", lambda line: None) == 0
+    assert compare._bare(2, tmp_path / "bare.txt", lambda line: None) == []
 
 
 @pytest.mark.parametrize(

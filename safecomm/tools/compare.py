@@ -56,13 +56,13 @@ _FIGURES = {
     "unusable": "freed but unusable",
     "held": "held by collectives",
     "outside": "outside of the allocator",
-    "nccl": "  NCCL, as far as torch tells it",
+    "nccl": "  NCCL",
     "staging": "  staging of low_latency()",
     "context": "  CUDA's context, kernels, other processes",
     "unattributed": "  not put down to any of these",
 }
 
-_BARE = """
+_BARE_RANK = """
 import os, torch, torch.distributed as dist
 from safecomm.diagnostics.outside import outside
 torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -70,10 +70,15 @@ dist.init_process_group("nccl")
 x = torch.ones(64, 64, device="cuda", dtype=torch.bfloat16)
 dist.all_reduce(x @ x)
 torch.cuda.synchronize()
-print(outside().unattributed)
+before = outside().total
+dist.all_reduce(x, group=dist.new_group())
+torch.cuda.synchronize()
+group = outside().total - before
+print("bytes", before - group, group)
 dist.destroy_process_group()
 """
-"""Prints what a device uses with nothing of the program on it, once torch, cuBLAS and NCCL have run a kernel there.
+"""Prints what a device uses with nothing of the program on it, once torch, cuBLAS and NCCL have run a kernel there, and
+what a group of NCCL adds.
 
 With the first call of NCCL that has a peer the driver takes memory that no group counts: 182 MiB on H200.
 """
@@ -174,25 +179,25 @@ def compare(
         way = ways[AVOIDING] = Way(AVOIDING)
         progress(f"once more: {AVOIDING}")
         way.runs.append(_run(command, out / "1.avoid_record_streams", AVOIDING, window, limit, arena))
-    on_devices = [
-        rank.memory for way in ways.values() for run in way.runs for rank in run.ranks if "outside" in rank.memory
-    ]
+    on_devices = [rank for way in ways.values() for run in way.runs for rank in run.ranks if "outside" in rank.memory]
     ranks = min(len(ways[UNPATCHED].runs[0].ranks), 2)
-    if on_devices and (context := _context(ranks, out / "bare.txt", progress)):
-        for memory in on_devices:
-            known = context + memory.get("nccl", 0) + memory.get("staging", 0)
-            memory |= {"context": context, "unattributed": max(memory["outside"] - known, 0)}
+    if on_devices and (bare := _bare(ranks, out / "bare.txt", progress)):
+        for one in on_devices:
+            groups = {row.group for row in one.collectives}
+            nccl = one.memory.get("nccl") or bare[1] * len(groups)
+            left = one.memory["outside"] - bare[0] - nccl - one.memory.get("staging", 0)
+            one.memory |= {"context": bare[0], "nccl": nccl, "unattributed": max(left, 0)}
     return _told(command, list(ways.values()))
 
 
-def _context(ranks: int, log: Path, progress: Callable[[str], None]) -> int:
-    """Return what a device uses without the program, in bytes; 0 if it does not tell."""
+def _bare(ranks: int, log: Path, progress: Callable[[str], None]) -> list[int]:
+    """Return what a device uses without the program and what a group of NCCL adds, in bytes; [] if it does not tell."""
     progress("what a device uses without the program")
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "--no-python"]
-    command = [*start, sys.executable, "-c", _BARE]
+    command = [*start, sys.executable, "-c", _BARE_RANK]
     _ended(command, {**os.environ, children.VARIABLE: "{}"}, log, 3 * PATIENCE, lambda: False)
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    return max((int(line) for line in lines if line.isdecimal()), default=0)
+    return max(([*map(int, line.split()[1:])] for line in lines if line.startswith("bytes ")), default=[])
 
 
 def _run(
@@ -319,9 +324,7 @@ def _told(command: Sequence[str], ways: list[Way]) -> tuple[list[Report], dict[s
         f"{min(took_part.values())} of {world} ranks took part; {steps}; {first[0].device}, torch {first[0].torch}"
     ]
     if first[0].device == "cpu":
-        summary.append(
-            "without a GPU there is no caching allocator and no stream: peaks and exposure are not seen here"
-        )
+        summary += ["without a GPU there is no caching allocator and no stream: peaks and exposure are not seen here"]
     tables = [Table("the program", ("", *(way.name for way in ways)), _rows(ways)), *([lines] if lines else [])]
     calls = [row for one in first for row in one.collectives if one.rank == first[0].rank]
     tables.append(table_of(calls, ROWS))
@@ -329,8 +332,7 @@ def _told(command: Sequence[str], ways: list[Way]) -> tuple[list[Report], dict[s
         tables.append(
             replace(table_of(inspected, ROWS), title="collectives of the whole run, all ranks, by NCCL's Inspector")
         )
-    behind = late([one.created for one in first])
-    if behind:
+    if behind := late([one.created for one in first]):
         rows = [(f"rank {rank}", str(count), f"{ms:.2f} ms") for rank, (count, ms) in behind.items()]
         tables.append(Table("the last to call, unpatched", ("rank", "calls", "after the first, median"), rows))
     title = f"What communication costs: {' '.join(command)}"[:200]
@@ -435,13 +437,11 @@ def advised(ways: list[Way]) -> list[Advice]:
     found = []
     for way in ways[1:]:
         gains = {name: _gain(before, way, name) for name in ("active", "reserved")}
-        told = [f"the peak of {name} bytes by {mib(gain)}" for name, gain in gains.items() if gain > 0]
-        if told:
+        if told := [f"the peak of {name} bytes by {mib(gain)}" for name, gain in gains.items() if gain > 0]:
             text = f"{way.name} lowers {' and '.join(told)}. {_price(before, way)}"
             text += _ONE_RUN if len(before.runs) == 1 else ""
             found.append(Advice(max(gains.values()), text))
-        worse = [f"{name} by {mib(-gain)}" for name, gain in gains.items() if gain < 0]
-        if worse:
+        if worse := [f"{name} by {mib(-gain)}" for name, gain in gains.items() if gain < 0]:
             found.append(Advice(0, f"{way.name} raises the peak of {' and '.join(worse)} bytes."))
     if not any(one.nbytes for one in found):
         known = before.nbytes("active") is not None
