@@ -74,13 +74,12 @@ before = outside().total
 dist.all_reduce(x, group=dist.new_group())
 torch.cuda.synchronize()
 group = outside().total - before
-print("bytes", before - group, group)
+print(f"bytes {before - group} {group}\\n", end="", flush=True)
 dist.destroy_process_group()
 """
-"""Prints what a device uses with nothing of the program on it, once torch, cuBLAS and NCCL have run a kernel there, and
-what a group of NCCL adds.
+"""Prints what a device uses with nothing of the program on it, and what a group of NCCL adds.
 
-With the first call of NCCL that has a peer the driver takes memory that no group counts: 182 MiB on H200.
+The driver takes memory that no group counts with NCCL's first call that has a peer: 182 MiB on H200.
 """
 
 
@@ -110,14 +109,14 @@ class Way:
     runs: list[Run] = field(default_factory=list)
 
     def of_runs(self, name: str) -> list[int]:
-        """Return a figure of memory of each run that knows it, of the rank with the most; the least first."""
+        """Return a figure of memory of each run that knows it, of the rank with the most."""
         values = []
         for run in self.runs:
             of_ranks = [one.memory[name] for one in run.ranks if name in one.memory]
             if name == "unusable" and run.peak is not None:
                 of_ranks = [run.peak.unusable]
             values += [max(of_ranks)] if of_ranks else []
-        return sorted(values)
+        return values
 
     def nbytes(self, name: str) -> int | None:
         """Return a figure of memory, the median over runs; None if it is not known."""
@@ -169,22 +168,22 @@ def compare(
         If a run fails, takes longer than ``limit`` seconds, or is seen by no rank. All that it started has ended then.
     """
     ways = {name: Way(name) for name in (UNPATCHED, PATCHED)}
+
+    def run(turn: int, way: Way) -> None:
+        progress(f"turn {turn} of {turns}: {way.name}")
+        way.runs.append(_run(command, out / f"{turn}.{way.name.removesuffix('()')}", way.name, window, limit, arena))
+
     for turn in range(1, turns + 1):
         for way in ways.values() if turn % 2 else reversed(ways.values()):
-            progress(f"turn {turn} of {turns}: {way.name}")
-            way.runs.append(
-                _run(command, out / f"{turn}.{way.name.removesuffix('()')}", way.name, window, limit, arena)
-            )
+            run(turn, way)
     if (ways[PATCHED].nbytes("unusable") or 0) >= WORTH:
-        way = ways[AVOIDING] = Way(AVOIDING)
-        progress(f"once more: {AVOIDING}")
-        way.runs.append(_run(command, out / "1.avoid_record_streams", AVOIDING, window, limit, arena))
+        ways[AVOIDING] = Way(AVOIDING)
+        for turn in range(1, turns + 1):
+            run(turn, ways[AVOIDING])
     on_devices = [rank for way in ways.values() for run in way.runs for rank in run.ranks if "outside" in rank.memory]
-    ranks = min(len(ways[UNPATCHED].runs[0].ranks), 2)
-    if on_devices and (bare := _bare(ranks, out / "bare.txt", progress)):
+    if on_devices and (bare := _bare(min(len(ways[UNPATCHED].runs[0].ranks), 2), out / "bare.txt", progress)):
         for one in on_devices:
-            groups = {row.group for row in one.collectives}
-            nccl = one.memory.get("nccl") or bare[1] * len(groups)
+            nccl = one.memory.get("nccl") or bare[1] * len({row.group for row in one.collectives})
             left = one.memory["outside"] - bare[0] - nccl - one.memory.get("staging", 0)
             one.memory |= {"context": bare[0], "nccl": nccl, "unattributed": max(left, 0)}
     return _told(command, list(ways.values()))
@@ -194,10 +193,11 @@ def _bare(ranks: int, log: Path, progress: Callable[[str], None]) -> list[int]:
     """Return what a device uses without the program and what a group of NCCL adds, in bytes; [] if it does not tell."""
     progress("what a device uses without the program")
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "--no-python"]
-    command = [*start, sys.executable, "-c", _BARE_RANK]
-    _ended(command, {**os.environ, children.VARIABLE: "{}"}, log, 3 * PATIENCE, lambda: False)
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    return max(([*map(int, line.split()[1:])] for line in lines if line.startswith("bytes ")), default=[])
+    theirs = {name: value for name, value in os.environ.items() if not name.startswith(("SAFECOMM_", "NCCL_INSPECTOR"))}
+    theirs[children.VARIABLE] = f'{{"patch": false, "parent": {os.getpid()}}}'  # by which they are ended, and no others
+    _ended([*start, sys.executable, "-c", _BARE_RANK], theirs, log, 3 * PATIENCE, lambda: False)
+    found = re.findall(r"^bytes (\d+) (\d+)$", log.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
+    return max(([int(nbytes) for nbytes in line] for line in found), default=[])
 
 
 def _run(
@@ -434,18 +434,18 @@ def _signed(nbytes: int) -> str:
 def advised(ways: list[Way]) -> list[Advice]:
     """Return what to do: what was measured to be better, with its price; or that there is no gain."""
     before = ways[0]
+    caveat = _ONE_RUN if len(before.runs) == 1 else ""
     found = []
     for way in ways[1:]:
         gains = {name: _gain(before, way, name) for name in ("active", "reserved")}
         if told := [f"the peak of {name} bytes by {mib(gain)}" for name, gain in gains.items() if gain > 0]:
             text = f"{way.name} lowers {' and '.join(told)}. {_price(before, way)}"
-            text += _ONE_RUN if len(before.runs) == 1 else ""
-            found.append(Advice(max(gains.values()), text))
-        if worse := [f"{name} by {mib(-gain)}" for name, gain in gains.items() if gain < 0]:
-            found.append(Advice(0, f"{way.name} raises the peak of {' and '.join(worse)} bytes."))
+            found.append(Advice(max(gains.values()), text if "--turns" in text else text + caveat))
+        if worse := [f"{name} bytes by {mib(-gain)}" for name, gain in gains.items() if gain < 0]:
+            found.append(Advice(0, f"{way.name} raises the peak of {' and '.join(worse)}.{caveat}"))
     if not any(one.nbytes for one in found):
         known = before.nbytes("active") is not None
-        why = "no way lowers a peak by more than 1 % or than runs differ" if known else "memory is not seen here"
+        why = "no way lowers a peak by more than 1 % in all runs" if known else "memory is not seen here"
         found.append(Advice(1, f"No gain: {why}. {_price(before, ways[1])}"))
     report = before.runs[0].report
     return found + [one for one in (report.advised if report is not None else []) if not one.measurable]
@@ -454,10 +454,11 @@ def advised(ways: list[Way]) -> list[Advice]:
 def _gain(before: Way, after: Way, name: str) -> int:
     """Return the bytes by which a peak is lower; 0 if that is within 1 %, or within what runs in one way differ by."""
     one, two = before.nbytes(name), after.nbytes(name)
-    if one is None or two is None or abs(one - two) < max(WORTH, one // SHARE):
+    known = all(len(way.of_runs(name)) == len(way.runs) for way in (before, after))
+    if one is None or two is None or not known or abs(one - two) < max(WORTH, one // SHARE):
         return 0
-    lower, higher = sorted((before.of_runs(name), after.of_runs(name)))
-    return one - two if lower[-1] < higher[0] else 0
+    lower, higher = sorted((before.of_runs(name), after.of_runs(name)), key=min)
+    return one - two if max(lower) < min(higher) else 0
 
 
 def _price(before: Way, after: Way) -> str:
@@ -468,8 +469,8 @@ def _price(before: Way, after: Way) -> str:
     told = f"A step takes {ratio:.2f} of its time unpatched"
     if least <= most_before and least_before <= most:
         return f"{told}, which is within the spread of both."
-    alone = len(before.runs) == 1
-    return f"{told}; the machine may have changed between the two runs: --turns 3 tells." if alone else f"{told}."
+    more = "; the machine may have changed meanwhile: --turns 3 tells" if len(before.runs) == 1 else ""
+    return f"{told}{more}."
 
 
 def quartiles(seconds: Sequence[float]) -> tuple[float, float]:
