@@ -269,13 +269,12 @@ def a_way(name, seconds=(), peak=None, **memory):
     return compare.Way(name, [compare.Run([one], peak=peak)])
 
 
-@pytest.mark.parametrize("told", [484 * MIB, 0])
-def test_the_page_of_three_ways_has_the_figures_of_the_json(tmp_path, told):
+@pytest.mark.parametrize("nccl", [484 * MIB, 0])
+def test_the_page_of_three_ways_has_the_figures_of_the_json(tmp_path, nccl):
     """Each chart is named by its way, and the lines are those of the way that is best.
 
-    Where torch has not ``told`` what NCCL has, it is what a group adds without the program.
+    Where torch does not tell what NCCL has, it is what a group adds without the program.
     """
-    nccl = told
     names = {compare.UNPATCHED: True, compare.PATCHED: True, compare.AVOIDING: False}
 
     def ended(command, environment, log, *_):

@@ -169,17 +169,17 @@ def compare(
     """
     ways = {name: Way(name) for name in (UNPATCHED, PATCHED)}
 
-    def run(turn: int, way: Way) -> None:
+    def run_once(turn: int, way: Way) -> None:
         progress(f"turn {turn} of {turns}: {way.name}")
         way.runs.append(_run(command, out / f"{turn}.{way.name.removesuffix('()')}", way.name, window, limit, arena))
 
     for turn in range(1, turns + 1):
         for way in ways.values() if turn % 2 else reversed(ways.values()):
-            run(turn, way)
+            run_once(turn, way)
     if (ways[PATCHED].nbytes("unusable") or 0) >= WORTH:
         ways[AVOIDING] = Way(AVOIDING)
         for turn in range(1, turns + 1):
-            run(turn, ways[AVOIDING])
+            run_once(turn, ways[AVOIDING])
     on_devices = [rank for way in ways.values() for run in way.runs for rank in run.ranks if "outside" in rank.memory]
     if on_devices and (bare := _bare(min(len(ways[UNPATCHED].runs[0].ranks), 2), out / "bare.txt", progress)):
         for one in on_devices:
@@ -194,7 +194,8 @@ def _bare(ranks: int, log: Path, progress: Callable[[str], None]) -> list[int]:
     progress("what a device uses without the program")
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "--no-python"]
     theirs = {name: value for name, value in os.environ.items() if not name.startswith(("SAFECOMM_", "NCCL_INSPECTOR"))}
-    theirs[children.VARIABLE] = f'{{"patch": false, "parent": {os.getpid()}}}'  # by which they are ended, and no others
+    # The mark by which these are ended, and those of another compare are not.
+    theirs[children.VARIABLE] = children.variables({"patch": False, "parent": os.getpid()})[children.VARIABLE]
     _ended([*start, sys.executable, "-c", _BARE_RANK], theirs, log, 3 * PATIENCE, lambda: False)
     found = re.findall(r"^bytes (\d+) (\d+)$", log.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
     return max(([int(nbytes) for nbytes in line] for line in found), default=[])
@@ -326,8 +327,7 @@ def _told(command: Sequence[str], ways: list[Way]) -> tuple[list[Report], dict[s
     if first[0].device == "cpu":
         summary += ["without a GPU there is no caching allocator and no stream: peaks and exposure are not seen here"]
     tables = [Table("the program", ("", *(way.name for way in ways)), _rows(ways)), *([lines] if lines else [])]
-    calls = [row for one in first for row in one.collectives if one.rank == first[0].rank]
-    tables.append(table_of(calls, ROWS))
+    tables.append(table_of(first[0].collectives, ROWS))
     if inspected := ways[0].runs[0].inspected:
         tables.append(
             replace(table_of(inspected, ROWS), title="collectives of the whole run, all ranks, by NCCL's Inspector")
@@ -338,8 +338,7 @@ def _told(command: Sequence[str], ways: list[Way]) -> tuple[list[Report], dict[s
     title = f"What communication costs: {' '.join(command)}"[:200]
     reports = [Report(title, summary, tables, advice, [], {}, program=command[-1])]
     for way in ways:
-        report = way.runs[0].report
-        if report is not None:
+        if (report := way.runs[0].report) is not None:
             report.title = f"{way.name}, all of the run"
             for timeline in report.timelines:
                 timeline.title = f"{way.name}: {timeline.title}"
@@ -454,10 +453,11 @@ def advised(ways: list[Way]) -> list[Advice]:
 def _gain(before: Way, after: Way, name: str) -> int:
     """Return the bytes by which a peak is lower; 0 if that is within 1 %, or within what runs in one way differ by."""
     one, two = before.nbytes(name), after.nbytes(name)
-    known = all(len(way.of_runs(name)) == len(way.runs) for way in (before, after))
-    if one is None or two is None or not known or abs(one - two) < max(WORTH, one // SHARE):
+    of_ways = before.of_runs(name), after.of_runs(name)
+    unknown = len(before.runs) + len(after.runs) - sum(map(len, of_ways))
+    if one is None or two is None or unknown or abs(one - two) < max(WORTH, one // SHARE):
         return 0
-    lower, higher = sorted((before.of_runs(name), after.of_runs(name)), key=min)
+    lower, higher = sorted(of_ways, key=min)
     return one - two if max(lower) < min(higher) else 0
 
 
