@@ -181,6 +181,8 @@ def test_the_search_and_the_scheme_work_from_the_disk_and_served_by_keys_alone(s
     for letter in "use_arena":
         browser.press(letter)
     browser.until("document.querySelectorAll('.md-search-result__link').length > 3")
+    # Of all letters: Enter would open what the first one has found.
+    browser.until("/arena/.test(document.querySelector('.md-search-result__link').href)")
     with browser.leaving():
         browser.press("Enter")
     assert "arena" in browser.evaluate("location.href")
